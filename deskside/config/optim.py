@@ -1,0 +1,97 @@
+"""Optimisers and their settings.
+
+The learning rates and the weight decay here hold at the reference point of `budget/scaling.py` (hidden size
+768, its batch and horizon). With `scale = true` they are scaled to this run's.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from deskside.config.base import Part
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamWConfig(Part):
+    """AdamW for every parameter (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    name: Literal["adamw"] = Field("adamw", description="which optimiser: adamw or muon")
+    lr: PositiveFloat = Field(2e-3, description="peak learning rate of every parameter")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")
+    eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="decoupled decay of matrices, head and embeddings; vectors are never decayed"
+    )
+    grad_clip: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 is no clipping")
+    scale: bool = Field(True, description="scale learning rate and decay to this model, batch and horizon")
+
+
+class MuonConfig(Part):
+    """Muon for block matrices (Jordan et al. 2024, kellerjordan.github.io), AdamW for everything else."""
+
+    name: Literal["muon"] = Field("muon", description="which optimiser: adamw or muon")
+    lr: PositiveFloat = Field(0.02, description="peak learning rate of the block matrices (Muon)")
+    embedding_lr: PositiveFloat = Field(
+        0.3, description="peak learning rate of token and position embeddings (AdamW)"
+    )
+    head_lr: PositiveFloat = Field(0.008, description="peak learning rate of the output head (AdamW)")
+    scalar_lr: PositiveFloat = Field(
+        0.01, description="peak learning rate of norms, biases and scalars (AdamW)"
+    )
+
+    momentum: Beta = Field(0.95, description="Muon's momentum after its warm-up")
+    momentum_start: Beta = Field(0.85, description="Muon's momentum at the first step")
+    momentum_warmup_steps: NonNegativeInt = Field(
+        300, description="steps from momentum_start to momentum; 0 is none"
+    )
+    nesterov: bool = Field(True, description="orthogonalise the gradient looked ahead by the momentum")
+    ns_steps: PositiveInt = Field(5, le=12, description="Newton-Schulz iterations")
+    coefficients: Literal["polar_express", "quintic"] = Field(
+        "polar_express",
+        description="Newton-Schulz polynomials: best per iteration (arXiv 2505.16932), or one fixed quintic",
+    )
+    normalize: Literal["none", "neuron"] = Field(
+        "neuron",
+        description="neuron: divide each row by its running size (NorMuon, arXiv 2510.05491)",
+    )
+    normalize_beta: Beta = Field(0.95, description="decay of the running size of normalize = neuron")
+
+    weight_decay: NonNegativeFloat = Field(0.2, description="decoupled decay of the block matrices")
+    weight_decay_schedule: Literal["constant", "linear to zero"] = Field(
+        "linear to zero",
+        description="how the decay changes over the run, on top of its product with the learning rate",
+    )
+    cautious_weight_decay: bool = Field(
+        True, description="decay a weight only where the update also shrinks it (arXiv 2510.12402)"
+    )
+
+    betas: tuple[Beta, Beta] = Field(
+        (0.8, 0.95), description="AdamW's moments for embeddings, head and vectors"
+    )
+    eps: PositiveFloat = Field(1e-10, description="AdamW's eps for embeddings, head and vectors")
+    grad_clip: NonNegativeFloat = Field(0.0, description="largest global gradient norm; 0 is no clipping")
+    scale: bool = Field(True, description="scale learning rates and decay to this model, batch and horizon")
+
+    @model_validator(mode="after")
+    def _no_option_without_effect(self) -> "MuonConfig":
+        if self.weight_decay == 0:
+            _without_effect(
+                self, ("cautious_weight_decay", "weight_decay_schedule"), "while weight_decay is 0"
+            )
+        if self.momentum_warmup_steps == 0:
+            _without_effect(self, ("momentum_start",), "while momentum_warmup_steps is 0")
+        if self.normalize == "none":
+            _without_effect(self, ("normalize_beta",), "unless normalize is neuron")
+        return self
+
+
+def _without_effect(part: Part, names: tuple[str, ...], when: str) -> None:
+    """Raises ValueError for a field that was changed from its default although nothing reads it."""
+    for name in names:
+        default: Any = type(part).model_fields[name].default
+        if getattr(part, name) != default:
+            raise ValueError(f"{name}: has no effect {when}; remove it or leave it at {default}")
+
+
+OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]

@@ -1,0 +1,129 @@
+"""How long a run is, and how the learning rate and the shape of the batch change on the way.
+
+Everything is a function of progress, the share of the run that is done, so a schedule holds whatever the
+length is counted in. `optim/schedule.py` computes it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from deskside.config.base import Part
+from deskside.config.duration import Duration
+
+
+def _warmup(given: Any) -> Any:
+    """0.02 and "0.02" are fractions of the run, 0 is none, everything else is a Duration (40 is 40 steps)."""
+    if isinstance(given, str):
+        try:
+            number = float(given)
+        except ValueError:
+            return Duration.parse(given)
+        given = int(given) if given.strip().isdigit() else number
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        return given
+    if isinstance(given, int):
+        return Duration.parse(given) if given else 0.0
+    if not 0 <= given < 1:
+        raise ValueError(f"{given}: a fraction of the run must be in [0, 1); write steps as 40 or '40 steps'")
+    return given
+
+
+Warmup = Annotated[Duration | float, BeforeValidator(_warmup)]
+
+
+class Stage(Part):
+    """A stretch of the run with a sequence length, batch and window of its own."""
+
+    until: float = Field(
+        gt=0, le=1, description="share of the run where this stage ends; the last one's is 1.0"
+    )
+    sequence_length: PositiveInt = Field(description="tokens per row in this stage")
+    batch_tokens: PositiveInt | None = Field(
+        None, description="tokens per step in this stage; unset: the run's"
+    )
+    window: PositiveInt | None = Field(
+        None, description="attention window of the window layers; unset: the model's"
+    )
+
+
+class _Schedule(Part):
+    length: Duration | None = Field(
+        None, description="how long the run is: 24h, 1.5B tokens, 2000 steps, 3 epochs"
+    )
+    clock: Literal["wall", "training"] = Field(
+        "wall",
+        description="what a length in time counts: wall is everything since the process started; "
+        "training is the training steps alone (compile, evaluation and checkpoints excluded)",
+    )
+    warmup: Warmup = Field(
+        0.02, description="steps, or fraction of the run, over which the learning rate rises from 0"
+    )
+    stages: tuple[Stage, ...] = Field((), description="sequence length, batch and window by share of the run")
+
+    @model_validator(mode="after")
+    def _common(self) -> "_Schedule":
+        if self.length is not None and self.length.unit != "seconds" and self.clock != "wall":
+            raise ValueError(f"clock: has no effect while length is in {self.length.unit}; remove it")
+        if isinstance(self.warmup, Duration) and self.length is not None and self.warmup.unit != "steps":
+            if self.warmup.unit != self.length.unit:
+                raise ValueError(
+                    f"warmup: '{self.warmup}' cannot be compared with a length in {self.length.unit}; "
+                    f"write it in {self.length.unit}, in steps, or as a fraction such as 0.02"
+                )
+            if self.warmup.value >= self.length.value:
+                raise ValueError(
+                    f"warmup: '{self.warmup}' is not shorter than the run of {self.length}; shorten it"
+                )
+        ends = [stage.until for stage in self.stages]
+        if ends != sorted(set(ends)):
+            raise ValueError(f"stages: 'until' must ascend, not {ends}")
+        if ends and ends[-1] != 1.0:
+            raise ValueError(f"stages: the last stage must have until = 1.0, not {ends[-1]}")
+        return self
+
+
+class WsdConfig(_Schedule):
+    """Warm-up, stable, decay (Hu et al., arXiv 2404.06395)."""
+
+    name: Literal["wsd"] = Field("wsd", description="which schedule: wsd, cosine or constant")
+    decay: float = Field(
+        0.65, ge=0, le=1, description="fraction of the run, at its end, over which the rate falls"
+    )
+    decay_shape: Literal["linear", "1-sqrt"] = Field(
+        "linear", description="shape of the fall (1-sqrt: arXiv 2405.18392)"
+    )
+    final_lr_fraction: float = Field(
+        0.05, ge=0, le=1, description="learning rate at the end, as a fraction of the peak"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> "WsdConfig":
+        if isinstance(self.warmup, float) and self.warmup + self.decay > 1:
+            raise ValueError(
+                f"warmup: {self.warmup} and decay {self.decay} together exceed the run; lower one of them"
+            )
+        default = type(self).model_fields["final_lr_fraction"].default
+        if self.decay == 0 and (self.decay_shape != "linear" or self.final_lr_fraction != default):
+            raise ValueError(
+                "decay: at 0, decay_shape and final_lr_fraction have no effect; remove them or set decay"
+            )
+        return self
+
+
+class CosineConfig(_Schedule):
+    """Warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983)."""
+
+    name: Literal["cosine"] = Field("cosine", description="which schedule: wsd, cosine or constant")
+    final_lr_fraction: float = Field(
+        0.1, ge=0, le=1, description="learning rate at the end, as a fraction of the peak"
+    )
+
+
+class ConstantConfig(_Schedule):
+    """Warm-up, then the peak until the end."""
+
+    name: Literal["constant"] = Field("constant", description="which schedule: wsd, cosine or constant")
+
+
+ScheduleConfig = Annotated[WsdConfig | CosineConfig | ConstantConfig, Field(discriminator="name")]
