@@ -18,15 +18,23 @@ class ModelConfig(Part):
     hidden_size: PositiveInt = Field(768, description="width of the residual stream")
     num_hidden_layers: PositiveInt = Field(12, description="number of blocks")
     num_attention_heads: PositiveInt = Field(12, description="query heads")
-    num_key_value_heads: PositiveInt = Field(3, description="key and value heads: equal to the query heads is MHA, 1 is MQA")
-    head_dim: PositiveInt = Field(64, description="channels per head")
+    num_key_value_heads: PositiveInt = Field(
+        3, description="key and value heads: equal to the query heads is MHA, 1 is MQA"
+    )
+    head_dim: PositiveInt = Field(
+        64, description="channels per head; left out: hidden_size / num_attention_heads"
+    )
     intermediate_size: PositiveInt = Field(2048, description="width of the MLP")
     max_position_embeddings: PositiveInt = Field(2048, description="longest sequence")
 
-    position_embedding: Literal["rope", "learned"] = Field("rope", description="rotary, or a learned table added to the embeddings")
+    position_embedding: Literal["rope", "learned"] = Field(
+        "rope", description="rotary, or a learned table added to the embeddings"
+    )
     rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
 
-    hidden_act: Literal["silu", "gelu", "gelu_new", "relu2"] = Field("silu", description="gelu_new is GPT-2's tanh form; relu2 is ReLU squared")
+    hidden_act: Literal["silu", "gelu", "gelu_new", "relu2"] = Field(
+        "silu", description="gelu_new is GPT-2's tanh form; relu2 is ReLU squared"
+    )
     gated_mlp: bool = Field(True, description="act(gate) * up (SwiGLU with silu); off: act(up)")
     mlp_bias: bool = Field(False, description="bias in the MLP projections")
     attention_bias: bool = Field(False, description="bias in the q, k, v and o projections")
@@ -34,23 +42,45 @@ class ModelConfig(Part):
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation")
     norm_eps: PositiveFloat = Field(1e-6, description="added to the variance")
     norm_bias: bool = Field(False, description="bias of LayerNorm")
-    norm_position: Literal["pre", "post"] = Field("pre", description="before each sublayer, or after its residual addition")
+    norm_position: Literal["pre", "post"] = Field(
+        "pre", description="before each sublayer, or after its residual addition"
+    )
     qk_norm: bool = Field(True, description="RMSNorm over head_dim of queries and keys, before RoPE")
 
     tie_word_embeddings: bool = Field(False, description="the head shares the embedding's weight")
-    sliding_window: PositiveInt | None = Field(None, description="tokens that a window layer sees, itself included")
+    sliding_window: PositiveInt | None = Field(
+        None, description="tokens that a window layer sees, itself included"
+    )
     window_pattern: str | None = Field(None, description="S (window) and L (full) per layer, repeated: SSSL")
-    final_logit_softcapping: PositiveFloat | None = Field(None, description="logits become cap * tanh(logits / cap)")
+    final_logit_softcapping: PositiveFloat | None = Field(
+        None, description="logits become cap * tanh(logits / cap)"
+    )
 
     fused_qkv: bool = Field(True, description="one weight for q, k and v")
     fused_gate_up: bool = Field(True, description="one weight for gate and up")
-    initializer_range: PositiveFloat = Field(0.02, description="standard deviation for embeddings; see model/init.py")
+    initializer_range: PositiveFloat = Field(
+        0.02, description="standard deviation for embeddings; see model/init.py"
+    )
 
     num_experts: int = Field(0, ge=0, description="experts per MoE layer; 0 is a dense model")
     num_experts_per_tok: PositiveInt = Field(8, description="experts that each token uses")
     moe_intermediate_size: PositiveInt = Field(768, description="width of one expert")
     norm_topk_prob: bool = Field(True, description="the chosen experts' weights sum to one")
     router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of the load-balancing loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_head_dim(cls, data: object) -> object:
+        """head_dim left out is the hidden size shared evenly by the heads, as in Hugging Face's configs."""
+        if not isinstance(data, dict) or data.get("head_dim") is not None:
+            return data
+        hidden = int(data.get("hidden_size", cls.model_fields["hidden_size"].default))
+        heads = int(data.get("num_attention_heads", cls.model_fields["num_attention_heads"].default))
+        if heads < 1 or hidden % heads:
+            raise ValueError(
+                f"hidden_size: {hidden} is not divisible by {heads} heads; change one, or set head_dim yourself"
+            )
+        return {**data, "head_dim": hidden // heads}
 
     @model_validator(mode="after")
     def _possible(self) -> "ModelConfig":
@@ -61,15 +91,25 @@ class ModelConfig(Part):
                 f"num_key_value_heads: {heads} heads cannot be shared evenly by {kv} key-value heads; use one of {fits}"
             )
         if self.position_embedding == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim: RoPE rotates pairs of channels, so head_dim must be even, not {self.head_dim}")
+            raise ValueError(
+                f"head_dim: RoPE rotates pairs of channels, so head_dim must be even, not {self.head_dim}"
+            )
         if (self.sliding_window is None) != (self.window_pattern is None):
-            given, missing = ("sliding_window", "window_pattern") if self.sliding_window else ("window_pattern", "sliding_window")
-            raise ValueError(f"{given}: has no effect without {missing}; set both (window_pattern SSSL, sliding_window 512)")
+            given, missing = (
+                ("sliding_window", "window_pattern")
+                if self.sliding_window
+                else ("window_pattern", "sliding_window")
+            )
+            raise ValueError(
+                f"{given}: has no effect without {missing}; set both (window_pattern SSSL, sliding_window 512)"
+            )
         if self.window_pattern is not None and set(self.window_pattern) - {"S", "L"}:
-            raise ValueError(f"window_pattern: '{self.window_pattern}' may hold only S (window) and L (full), such as SSSL")
+            raise ValueError(
+                f"window_pattern: '{self.window_pattern}' may hold only S (window) and L (full), such as SSSL"
+            )
         if self.num_experts and self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} of {self.num_experts} experts cannot be chosen; lower it"
+                f"num_experts_per_tok: {self.num_experts_per_tok} of {self.num_experts} experts is impossible; lower it"
             )
         return self
 

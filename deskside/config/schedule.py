@@ -63,8 +63,6 @@ class _Schedule(Part):
 
     @model_validator(mode="after")
     def _common(self) -> "_Schedule":
-        if self.length is not None and self.length.unit != "seconds" and self.clock != "wall":
-            raise ValueError(f"clock: has no effect while length is in {self.length.unit}; remove it")
         if isinstance(self.warmup, Duration) and self.length is not None and self.warmup.unit != "steps":
             if self.warmup.unit != self.length.unit:
                 raise ValueError(

@@ -1,0 +1,255 @@
+"""Layers of plain dicts -> one validated RunConfig, with one-line errors.
+
+A configuration is built from layers: a preset, a file, the command line. They are merged before validation, and each
+key remembers the layer that set it. That makes two things possible:
+
+- An option that has no effect is an error only when the person who set it could know. `--model.position_embedding
+  learned` on top of a preset that sets `rope_theta` drops the preset's key; setting both in one place is an error.
+- Changing an alternative (`--optim.name adamw`) drops the lower layers' options of the other alternative.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from deskside.config.base import Part
+from deskside.config.run import RunConfig
+from deskside.errors import UsageError
+
+Path = tuple[str, ...]
+
+# The alternatives chosen when nobody chooses; a discriminated union needs its tag.
+DEFAULTS = {"optim": {"name": "muon"}, "schedule": {"name": "wsd"}}
+
+LENGTH_ALIASES = {"steps": "{} steps", "hours": "{}h", "tokens": "{} tokens"}
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """`key` has no effect because of `cause` when `ignored(config)` holds."""
+
+    key: str
+    cause: str
+    ignored: Callable[[RunConfig], bool]
+    remedy: str
+
+
+def _dense(config: RunConfig) -> bool:
+    return config.model.num_experts == 0
+
+
+def _moe(config: RunConfig) -> bool:
+    return config.model.num_experts > 0
+
+
+NO_EFFECT = (
+    NoEffect(
+        "model.rope_theta",
+        "model.position_embedding",
+        lambda c: c.model.position_embedding == "learned",
+        "learned positions have no frequencies: remove it, or use position_embedding rope",
+    ),
+    NoEffect(
+        "model.norm_bias",
+        "model.norm",
+        lambda c: c.model.norm == "rmsnorm" and c.model.norm_bias,
+        "RMSNorm has no bias: remove it, or use norm layernorm",
+    ),
+    NoEffect(
+        "model.fused_gate_up",
+        "model.gated_mlp",
+        lambda c: not c.model.gated_mlp,
+        "there is no gate to fuse: remove it, or use gated_mlp true",
+    ),
+    NoEffect("model.num_experts_per_tok", "model.num_experts", _dense, "the model is dense: set num_experts"),
+    NoEffect(
+        "model.moe_intermediate_size", "model.num_experts", _dense, "the model is dense: set num_experts"
+    ),
+    NoEffect("model.norm_topk_prob", "model.num_experts", _dense, "the model is dense: set num_experts"),
+    NoEffect(
+        "model.router_aux_loss_coef", "model.num_experts", _dense, "the model is dense: set num_experts"
+    ),
+    NoEffect("model.intermediate_size", "model.num_experts", _moe, "experts have moe_intermediate_size"),
+    NoEffect("model.mlp_bias", "model.num_experts", _moe, "experts have no bias: remove it"),
+    NoEffect("model.fused_gate_up", "model.num_experts", _moe, "experts are always fused: remove it"),
+    NoEffect(
+        "schedule.clock",
+        "schedule.length",
+        lambda c: c.schedule.length is not None and c.schedule.length.unit != "seconds",
+        "the length is not in time: remove it, or give --hours",
+    ),
+    NoEffect(
+        "data.val_fraction",
+        "data.sources",
+        lambda c: not c.data.sources,
+        "it belongs to data.sources; set those",
+    ),
+)
+
+
+def build(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
+    """Merge layers, lowest first, and validate. Raises UsageError with one line that names key and remedy."""
+    values, origins = merge([DEFAULTS, *layers])
+    while True:
+        config = _validate(values)
+        dropped = _without_effect(config, origins)
+        if dropped is None:
+            return config
+        _remove(values, dropped)
+        del origins[dropped]
+
+
+def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[Path, int]]:
+    """The merged dict, and for every leaf key the index of the layer that set it."""
+    merged: dict[str, Any] = {}
+    origins: dict[Path, int] = {}
+    for index, layer in enumerate(layers):
+        layer = _with_aliases(layer)
+        for part in ("optim", "schedule"):
+            chosen = layer.get(part, {}).get("name") if isinstance(layer.get(part), Mapping) else None
+            if chosen is not None and part in merged:
+                _drop_other_alternative(merged[part], origins, part, chosen)
+        _overlay(merged, layer, origins, index, ())
+    return merged, origins
+
+
+def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+    """Every dotted key of a configuration, alternatives included, with its field."""
+    seen: set[Path] = set()
+    for name, field in part.model_fields.items():
+        parts = _parts_of(field.annotation)
+        if parts and not _is_sequence(field.annotation):
+            for child in parts:
+                for path, leaf in keys(child, (*prefix, name)):
+                    if path not in seen:
+                        seen.add(path)
+                        yield path, leaf
+        else:
+            yield (*prefix, name), field
+
+
+def unknown_key(key: str) -> UsageError:
+    """The error for a key that no part has, naming the nearest one."""
+    known = [".".join(path) for path, _ in keys()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
+    leaf = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
+        k for k in known if k.endswith(f".{leaf}")
+    ]
+    hint = f"; did you mean {near[0]}?" if near else "; see deskside train --help"
+    return UsageError(f"{key}: there is no such option{hint}")
+
+
+def _validate(values: Mapping[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _one_line(error) from None
+
+
+def _one_line(error: ValidationError) -> UsageError:
+    """The first problem of a ValidationError as one line: key, what is wrong, what would be right."""
+    first = error.errors(include_url=False)[0]
+    path = [str(p) for p in first["loc"]]
+    if path and path[0] in ("optim", "schedule") and len(path) > 1:
+        del path[1]  # pydantic names the chosen alternative there, which is no key
+    key = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        return _misplaced(key, str(first["loc"][1])) if len(path) < len(first["loc"]) else unknown_key(key)
+    message = re.sub(r"^Value error, ", "", first["msg"])
+    if first["type"] == "value_error":
+        # Our own validators begin with the key, given in full or relative to their part.
+        named = re.match(r"^([a-z_][a-z_0-9.]*): ", message)
+        if named:
+            if "." not in named[1] and key:
+                return UsageError(f"{key}.{message}")
+            return UsageError(message)
+        return UsageError(f"{key}: {message}")
+    return UsageError(f"{key}: {message[0].lower()}{message[1:]}, not {first['input']!r}")
+
+
+def _misplaced(key: str, chosen: str) -> UsageError:
+    """The error for a key of optim or schedule that the chosen alternative does not have."""
+    part, _, leaf = key.partition(".")
+    for alternative in _parts_of(RunConfig.model_fields[part].annotation):
+        if leaf in alternative.model_fields:
+            other = alternative.model_fields["name"].default
+            return UsageError(
+                f"{key}: has no effect with {part}.name {chosen}: remove it, or use {part}.name {other}"
+            )
+    return unknown_key(key)
+
+
+def _without_effect(config: RunConfig, origins: dict[Path, int]) -> Path | None:
+    """A key to drop because a higher layer took its effect away. Raises UsageError when both come from one layer."""
+    for rule in NO_EFFECT:
+        path = tuple(rule.key.split("."))
+        if path not in origins or not rule.ignored(config):
+            continue
+        if origins[path] >= origins.get(tuple(rule.cause.split(".")), -1):
+            raise UsageError(f"{rule.key}: has no effect here: {rule.remedy}")
+        return path
+    return None
+
+
+def _with_aliases(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """schedule.steps, .hours and .tokens are spellings of schedule.length."""
+    schedule = layer.get("schedule")
+    if not isinstance(schedule, Mapping):
+        return layer
+    given = [key for key in ("length", *LENGTH_ALIASES) if key in schedule]
+    if len(given) > 1:
+        names = " and ".join(f"schedule.{key}" for key in given)
+        raise UsageError(f"{names}: the run can have one length only; give one of them")
+    rest = {key: value for key, value in schedule.items() if key not in LENGTH_ALIASES}
+    if given and given[0] != "length":
+        rest["length"] = LENGTH_ALIASES[given[0]].format(schedule[given[0]])
+    return {**layer, "schedule": rest}
+
+
+def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], part: str, chosen: str) -> None:
+    alternatives = {
+        a.model_fields["name"].default: a for a in _parts_of(RunConfig.model_fields[part].annotation)
+    }
+    if chosen not in alternatives:
+        return  # validation names the choices
+    for key in [key for key in values if key not in alternatives[chosen].model_fields]:
+        del values[key]
+        for path in [p for p in origins if p[:2] == (part, key)]:
+            del origins[path]
+
+
+def _overlay(
+    target: dict[str, Any], layer: Mapping[str, Any], origins: dict[Path, int], index: int, prefix: Path
+) -> None:
+    for key, value in layer.items():
+        path = (*prefix, key)
+        if isinstance(value, Mapping) and path != ("data", "weights"):
+            child = target.setdefault(key, {})
+            if not isinstance(child, dict):
+                raise UsageError(f"{'.'.join(path)}: is one value, not a table")
+            _overlay(child, value, origins, index, path)
+        else:
+            target[key] = value
+            origins[path] = index
+
+
+def _remove(values: dict[str, Any], path: Path) -> None:
+    for key in path[:-1]:
+        values = values[key]
+    del values[path[-1]]
+
+
+def _parts_of(annotation: Any) -> list[type[Part]]:
+    """The Part classes inside an annotation (a union of alternatives has several)."""
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        return [annotation]
+    return [part for argument in get_args(annotation) for part in _parts_of(argument)]
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) in (tuple, list)

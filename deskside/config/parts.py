@@ -1,0 +1,124 @@
+"""The small parts of a run's configuration: data, batch, compute, precision, checkpoints, evaluation, guards."""
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from deskside.config.base import Part
+from deskside.config.duration import Duration
+
+
+class DataConfig(Part):
+    """Where the tokens come from. `path` is a directory made by `deskside data prepare`."""
+
+    path: str | None = Field(None, description="prepared dataset directory")
+    sources: tuple[str, ...] = Field(
+        (), description="prepared into `path` first when that does not exist yet"
+    )
+    val_fraction: float = Field(0.005, gt=0, lt=0.5, description="held out when `sources` are prepared")
+    document_mask: bool = Field(False, description="attention stops at document borders inside a packed row")
+    weights: dict[str, float] = Field({}, description="mixture weights per source or language tag")
+    prefetch: PositiveInt = Field(2, description="optimiser steps prepared ahead by the loader")
+
+
+class BatchConfig(Part):
+    """Batch sizes in tokens. The effective batch is `tokens`, whatever fits on the card."""
+
+    sequence_length: PositiveInt = Field(2048, description="tokens per row")
+    tokens: PositiveInt = Field(131072, description="tokens per optimiser step, over all GPUs")
+    micro_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto", description="tokens per forward pass on one GPU; auto: fitted"
+    )
+
+    @model_validator(mode="after")
+    def _whole_rows(self) -> "BatchConfig":
+        check_rows("batch.tokens", self.tokens, self.sequence_length)
+        if self.micro_tokens != "auto":
+            check_rows("batch.micro_tokens", self.micro_tokens, self.sequence_length)
+            if self.tokens % self.micro_tokens:
+                raise ValueError(
+                    f"micro_tokens: {self.micro_tokens} does not divide batch.tokens = {self.tokens}"
+                )
+        return self
+
+
+def check_rows(key: str, tokens: int, sequence_length: int) -> None:
+    """Raises ValueError unless `tokens` is a whole number of rows."""
+    if tokens % sequence_length:
+        near = max(1, round(tokens / sequence_length)) * sequence_length
+        raise ValueError(
+            f"{key}: {tokens} is not a multiple of the sequence length {sequence_length}; use {near}"
+        )
+
+
+class ComputeConfig(Part):
+    """How the step is executed. Nothing here changes what is computed, beyond rounding."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when there is one")
+    compile: Literal["auto", "off", "block", "model"] = Field(
+        "auto", description="torch.compile; auto: block on a GPU, off on CPU"
+    )
+    attention: str = Field(
+        "auto", description="attention backend; auto: fastest that passes a check at this shape"
+    )
+    activation_checkpointing: Literal["none", "attention", "mlp", "block"] = Field(
+        "none", description="what is recomputed in the backward pass instead of kept"
+    )
+    loss_chunk_tokens: PositiveInt = Field(8192, description="tokens whose logits exist at one time")
+    z_loss: float = Field(
+        0.0, ge=0, description="weight of the squared log-partition, which keeps logits small"
+    )
+
+
+class PrecisionConfig(Part):
+    """The number formats of the matrix products. Weights stay in float32."""
+
+    name: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto: bf16 where the self-check passes on a GPU, else fp32"
+    )
+
+
+class CheckpointConfig(Part):
+    """When the run is saved. A save is atomic and carries checksums."""
+
+    every: Duration = Field(Duration.parse("10m"), description="500 (steps), 10m, 100M tokens")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep_every: Duration | None = Field(None, description="checkpoints at this interval are kept for good")
+
+
+class EvaluateConfig(Part):
+    """Validation bits per byte during training; the whole validation split is evaluated at the end."""
+
+    every: Duration | None = Field(Duration.parse("10m"), description="None: only at the end")
+    tokens: PositiveInt = Field(1_000_000, description="validation tokens during training")
+
+
+class ParallelConfig(Part):
+    """More than one process, started by torchrun."""
+
+    mode: Literal["auto", "replicate", "shard"] = Field(
+        "auto", description="replicate: every process holds the model; shard: FSDP2; auto: replicate"
+    )
+
+
+class GuardConfig(Part):
+    """What happens when a step is not finite or its gradient norm leaps."""
+
+    spike_factor: float = Field(
+        10.0,
+        gt=1,
+        description="a step is skipped when its gradient norm exceeds this times the recent median",
+    )
+    window: PositiveInt = Field(64, description="steps that the median is taken over")
+    max_skips: PositiveInt = Field(
+        5, description="consecutive skipped steps before going back to the last checkpoint"
+    )
+    max_rollbacks: int = Field(2, ge=0, description="times a run may go back before it stops with an error")
+
+
+class TrackConfig(Part):
+    """Trackers beside metrics.jsonl; off by default, each needs its own package."""
+
+    tensorboard: bool = Field(False, description="write TensorBoard events into the run directory")
+    wandb: str | None = Field(None, description="Weights & Biases project")
+    trackio: str | None = Field(None, description="trackio project")

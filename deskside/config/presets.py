@@ -1,0 +1,76 @@
+"""Presets: TOML files beside this one, TOML files of the user, and the `--depth` dial.
+
+A file may build on another with `base = "124m"`. All files go through the same merge as the command line.
+"""
+
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from deskside.errors import UsageError
+
+DEPTH_HEAD_DIM = 128
+
+
+def names() -> list[str]:
+    """The presets that ship with deskside."""
+    folder = resources.files("deskside.config").joinpath("presets")
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
+    )
+
+
+def layers(name: str) -> list[dict[str, Any]]:
+    """The layers of a preset name, of `dN` (depth N), or of a TOML file, lowest first. Raises UsageError."""
+    if re.fullmatch(r"d\d+", name):
+        return [depth(int(name[1:]))]
+    if name.endswith(".toml"):
+        text, label = _read(Path(name)), name
+    elif name in names():
+        text = resources.files("deskside.config").joinpath("presets", f"{name}.toml").read_text("utf-8")
+        label = f"preset {name}"
+    else:
+        raise UsageError(
+            f"{name}: no such preset; use one of {', '.join(names())}, d12 ... d20, or a .toml file"
+        )
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{label}: not valid TOML: {error}") from None
+    base = values.pop("base", None)
+    return [*(layers(base) if base is not None else []), values]
+
+
+def depth(number: int) -> dict[str, Any]:
+    """The single dial: hidden size 64 x depth, heads of 128 channels, as many key-value heads as heads.
+
+    The dial is nanochat's (github.com/karpathy/nanochat); the block stays Qwen3's, with an MLP of 8/3 x hidden size
+    rounded up to a multiple of 128. Raises UsageError for a depth whose width is no whole number of heads.
+    """
+    hidden = 64 * number
+    if number < 2 or hidden % DEPTH_HEAD_DIM:
+        raise UsageError(
+            f"depth {number}: hidden size {hidden} is no multiple of head_dim 128; use an even depth from 2"
+        )
+    heads = hidden // DEPTH_HEAD_DIM
+    return {
+        "model": {
+            "num_hidden_layers": number,
+            "hidden_size": hidden,
+            "head_dim": DEPTH_HEAD_DIM,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "intermediate_size": -(-8 * hidden // (3 * 128)) * 128,
+        }
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; presets that ship are {', '.join(names())}") from None
+    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as a TOML file: {error}") from None

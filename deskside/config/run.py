@@ -1,0 +1,79 @@
+"""RunConfig: everything that decides what a training run computes, validated as a whole.
+
+Each part checks itself; here stand the checks that need two parts. Whether an option was set by hand is known because
+presets and overrides are merged as plain dicts before validation (`config/merge.py`).
+"""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from deskside.config.base import Part
+from deskside.config.model import ModelConfig
+from deskside.config.optim import MuonConfig, OptimConfig
+from deskside.config.parts import (
+    BatchConfig,
+    CheckpointConfig,
+    ComputeConfig,
+    DataConfig,
+    EvaluateConfig,
+    GuardConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrackConfig,
+    check_rows,
+)
+from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig
+
+SCHEMA_VERSION = 1
+
+
+class RunConfig(Part):
+    """The resolved configuration of one run; written into run.json."""
+
+    seed: Annotated[int, Field(ge=0)] = Field(
+        1, description="decides initial weights and the order of the data"
+    )
+    deterministic: bool = Field(
+        False, description="only deterministic kernels, so that a GPU run repeats to the last bit"
+    )
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optim: OptimConfig = MuonConfig(name="muon")
+    schedule: ScheduleConfig = WsdConfig(name="wsd")
+    batch: BatchConfig = BatchConfig()
+    compute: ComputeConfig = ComputeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    guard: GuardConfig = GuardConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    track: TrackConfig = TrackConfig()
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the run; one that covers everything when none are given."""
+        return self.schedule.stages or (Stage(until=1.0, sequence_length=self.batch.sequence_length),)
+
+    def stage_tokens(self, stage: Stage) -> int:
+        """Tokens per optimiser step in a stage."""
+        return stage.batch_tokens or self.batch.tokens
+
+    @model_validator(mode="after")
+    def _agree(self) -> "RunConfig":
+        longest, limit = self.batch.sequence_length, self.model.max_position_embeddings
+        for stage in self.schedule.stages:
+            longest = max(longest, stage.sequence_length)
+            check_rows("schedule.stages", self.stage_tokens(stage), stage.sequence_length)
+            if self.batch.micro_tokens != "auto":
+                check_rows("batch.micro_tokens", self.batch.micro_tokens, stage.sequence_length)
+                if self.stage_tokens(stage) % self.batch.micro_tokens:
+                    raise ValueError(
+                        f"batch.micro_tokens: {self.batch.micro_tokens} does not divide a stage of "
+                        f"{self.stage_tokens(stage)} tokens per step"
+                    )
+        if longest > limit:
+            raise ValueError(
+                f"batch.sequence_length: {longest} is longer than the model's {limit} positions; "
+                f"raise --model.max_position_embeddings or shorten the sequence"
+            )
+        return self
