@@ -1,0 +1,165 @@
+"""Choose an attention backend by running it: correct first, then fastest.
+
+A backend can be present and wrong: libraries have been seen whose gradients were all zero. So the output and the
+three gradients of each candidate are compared with the reference in float32, on this device, at this shape; those
+that pass are timed. The choice and everything that led to it is plain data, which a run records and a resumed run
+reads back.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deskside.errors import RunError
+from deskside.kernels.attention.context import (
+    BACKENDS,
+    AttentionContext,
+    Backend,
+    Requirements,
+    backend_named,
+    prepare,
+)
+
+# Relative Frobenius error against float32. Rounding q, k, v, p and o alone gives about 3e-3 in bfloat16 and 2e-3 for
+# the gradients' sums; a wrong mask, scale or head mapping gives more than 1e-1.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+CHECK_BATCH = 2  # rows that the check uses; the reference keeps all its scores for the backward
+TIMED_RUNS = {"cuda": 10, "cpu": 3}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen and why.
+
+    seconds: name -> median seconds of forward and backward. errors: name -> the largest of four relative errors.
+    rejected: name -> reason.
+    """
+
+    name: str
+    seconds: dict[str, float]
+    errors: dict[str, float]
+    rejected: dict[str, str]
+
+
+def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: int = 0) -> Choice:
+    """The fastest backend that computes this problem correctly here. Uses a few MiB to a few GiB for seconds.
+
+    `candidates` limits the choice, and may ask for backends that are otherwise left out on this device. Raises
+    UsageError for an unknown name and RunError when none passes.
+    """
+    if candidates is None:
+        considered = [b for b in BACKENDS.values() if need.device.type not in b.on_request]
+        considered.sort(key=lambda b: b.name == "reference")  # last: it is the way out, not a competitor
+    else:
+        considered = [backend_named(name) for name in candidates]
+    rejected: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    small = replace(need, batch=min(need.batch, CHECK_BATCH))
+    check_inputs, check_context = _problem(small, seed)
+    expected: list[Tensor] | None = None
+    timing_inputs, timing_context = _problem(need, seed)
+
+    for backend in considered:
+        reason = backend.why_not(need)
+        if reason is None and backend.name == "reference" and seconds:
+            reason = "is slow and large; only used where nothing else works"
+        if reason is not None:
+            rejected[backend.name] = reason
+            continue
+        if expected is None:
+            expected = _reference(check_inputs, check_context, small)
+        try:
+            context = prepare(replace(check_context, backend=backend.name), small)
+            got = _forward_backward(_callable(backend, context, small), check_inputs)
+            errors[backend.name] = worst_error(got, expected)
+            if not errors[backend.name] <= TOLERANCE[need.dtype]:
+                rejected[backend.name] = _wrong(errors[backend.name], need.dtype)
+                continue
+            context = prepare(replace(timing_context, backend=backend.name), need)
+            seconds[backend.name] = _time(_callable(backend, context, need), timing_inputs, need.device)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            # A kernel that this device or torch cannot run says so by raising; the reason is recorded, not hidden.
+            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            rejected[backend.name] = f"failed: {first_line}"
+    if not seconds:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in rejected.items())
+        raise RunError(f"no attention backend works here at this shape: {reasons}")
+    return Choice(min(seconds, key=seconds.__getitem__), seconds, errors, rejected)
+
+
+def worst_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative Frobenius error; infinite where something is not finite or all zero."""
+    worst = 0.0
+    for ours, truth in zip(got, expected, strict=True):
+        ours, truth = ours.to(truth.dtype), truth
+        if not bool(torch.isfinite(ours).all()) or not bool(ours.any()):
+            return float("inf")
+        worst = max(worst, float((ours - truth).norm() / truth.norm()))
+    return worst
+
+
+def _wrong(error: float, dtype: torch.dtype) -> str:
+    return f"wrong: relative error {error:.1e}, allowed {TOLERANCE[dtype]:.0e}"
+
+
+def _problem(need: Requirements, seed: int) -> tuple[list[Tensor], AttentionContext]:
+    """Random q, k, v, the gradient of the output, and a context with two documents of unequal length per row."""
+    generator = torch.Generator(need.device).manual_seed(seed)
+
+    def normal(heads: int) -> Tensor:
+        shape = (need.batch, need.tokens, heads, need.head_dim)
+        return torch.randn(shape, generator=generator, device=need.device).to(need.dtype)
+
+    tensors = [normal(need.heads), normal(need.kv_heads), normal(need.kv_heads), normal(need.heads)]
+    boundaries = None
+    if need.documents:
+        cut = max(1, need.tokens // 3)
+        starts = [row * need.tokens + offset for row in range(need.batch) for offset in (0, cut)]
+        end = need.batch * need.tokens
+        boundaries = torch.tensor([*starts, end, end], dtype=torch.int32, device=need.device)
+    return tensors, AttentionContext(causal=need.causal, window=need.window, cu_seqlens=boundaries)
+
+
+def _reference(inputs: list[Tensor], context: AttentionContext, need: Requirements) -> list[Tensor]:
+    exact = torch.promote_types(need.dtype, torch.float32)
+    need = replace(need, dtype=exact)
+    backend = backend_named("reference")
+    prepared = prepare(replace(context, backend="reference"), need)
+    inputs = [tensor.to(exact) for tensor in inputs]
+    return _forward_backward(lambda q, k, v: backend.function(q, k, v, prepared), inputs)
+
+
+def _callable(backend: Backend, context: AttentionContext, need: Requirements) -> Callable[..., Tensor]:
+    return lambda q, k, v: backend.function(q, k, v, context)
+
+
+def _forward_backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of q, k, v."""
+    *qkv, grad = inputs
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def _time(function: Callable[..., Tensor], inputs: list[Tensor], device: torch.device) -> float:
+    """Median seconds of forward and backward, after one run to warm up."""
+    _forward_backward(function, inputs)
+    times = []
+    for _ in range(TIMED_RUNS[device.type]):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            _forward_backward(function, inputs)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            _forward_backward(function, inputs)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)

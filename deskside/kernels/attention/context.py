@@ -1,0 +1,155 @@
+"""What attention has to know besides q, k and v, and the registry of the kernels that can compute it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.errors import UsageError
+
+Device = str  # "cpu" or "cuda"
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """How positions may see each other, and which backend computes it.
+
+    window: tokens that a query sees, itself included; None sees all before it.
+    cu_seqlens: int32, document boundaries over the flattened B * T tokens, first 0 and last B * T, padded to a fixed
+        length by repeating B * T; the start of every row is a boundary. None: each row is one document.
+    max_seqlen: the longest document, or any upper bound such as T (None: T). A constant of the compiled graph.
+    scale: of the scores; None is 1 / sqrt(head_dim).
+    backend, window_backend: names in `BACKENDS`; the second one for windowed layers (None: the same).
+    prepared: what the backend's `prepare` made of all this; filled by `prepare`, outside of compiled code.
+    """
+
+    causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    backend: str = "reference"
+    window_backend: str | None = None
+    prepared: Any = None
+
+    def for_window(self, window: int | None) -> "AttentionContext":
+        """The context of a layer with this window."""
+        backend = self.backend if window is None else (self.window_backend or self.backend)
+        return replace(self, window=window, backend=backend)
+
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """One attention problem. `tokens` is T, `head_dim` is C."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None
+    documents: bool = False
+    causal: bool = True
+
+    @staticmethod
+    def of(q_BTHC: Tensor, k_BTKC: Tensor, context: AttentionContext) -> "Requirements":
+        """The problem that these tensors pose."""
+        B, T, H, C = q_BTHC.shape
+        documents = context.cu_seqlens is not None
+        kv_heads = k_BTKC.shape[2]
+        return Requirements(
+            B, T, H, kv_heads, C, q_BTHC.dtype, q_BTHC.device, context.window, documents, context.causal
+        )
+
+
+def no_preparation(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Any:
+    """For backends that need nothing but the context itself."""
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel and what it declares to support. What it really does is for `choose` to measure."""
+
+    name: str
+    function: AttentionFunction
+    devices: frozenset[Device]
+    dtypes: frozenset[torch.dtype]
+    window: bool = False
+    documents: bool = False
+    grouped: bool = True
+    not_causal: bool = False
+    max_head_dim: int = 256
+    on_request: frozenset[Device] = field(
+        default_factory=frozenset
+    )  # devices where `choose` must be asked for it
+    prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
+
+    def why_not(self, need: Requirements) -> str | None:
+        """The first requirement that this backend does not declare, None when it declares all."""
+        if need.device.type not in self.devices:
+            return f"runs on {' and '.join(sorted(self.devices))}, not on {need.device.type}"
+        if need.dtype not in self.dtypes:
+            return f"does not take {str(need.dtype).removeprefix('torch.')}"
+        if need.window is not None and not self.window:
+            return "has no sliding window"
+        if need.documents and not self.documents:
+            return "has no document boundaries"
+        if need.heads != need.kv_heads and not self.grouped:
+            return "has no grouped-query attention"
+        if not need.causal and not self.not_causal:
+            return "is causal only"
+        if need.head_dim > self.max_head_dim:
+            return f"head_dim {need.head_dim} is above its {self.max_head_dim}"
+        return None
+
+
+BACKENDS: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend under its name. The modules of this package register theirs when the package is imported."""
+    BACKENDS[backend.name] = backend
+
+
+def backend_named(name: str) -> Backend:
+    """Raises UsageError for a name that is not registered."""
+    if name not in BACKENDS:
+        raise UsageError(
+            f"attention backend '{name}' does not exist; use one of {', '.join(sorted(BACKENDS))}"
+        )
+    return BACKENDS[name]
+
+
+def prepare(context: AttentionContext, need: Requirements) -> AttentionContext:
+    """Check that the context's backend takes this problem, and do its work that belongs outside of compiled code.
+
+    Called once per forward for each distinct window. Raises UsageError naming the backend and what it lacks.
+    """
+    backend = backend_named(context.backend)
+    reason = backend.why_not(need)
+    if reason is not None:
+        raise UsageError(
+            f"attention backend '{backend.name}' {reason}; use 'reference' or let deskside choose"
+        )
+    return replace(context, prepared=backend.prepare(context, need.batch, need.tokens, need.device))
+
+
+def document_ids(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
+    """(B, T) int: equal where two tokens of a row belong to the same document."""
+    index = torch.arange(batch * tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens, index, right=True).view(batch, tokens)
+
+
+def document_positions(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
+    """(B, T) int64: positions that begin again at 0 with each document."""
+    index = torch.arange(batch * tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, index, right=True) - 1
+    return (index - cu_seqlens[document]).long().view(batch, tokens)

@@ -1,0 +1,106 @@
+"""Attention in plain torch: the reference that other backends are measured against, and the decoder's kernel.
+
+Queries go in chunks, so that no T x T mask or score matrix is ever built at once, and with a window only the keys that
+a chunk can see are touched. Scores and softmax are float32 (float64 for float64 inputs).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from deskside.kernels.attention.context import AttentionContext, Backend, document_ids, register
+
+QUERY_CHUNK = 256
+
+
+def reference(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
+    """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C)."""
+    B, T, _, C = q_BTHC.shape
+    scale = C**-0.5 if context.scale is None else context.scale
+    position = torch.arange(T, device=q_BTHC.device)
+    documents = None if context.cu_seqlens is None else document_ids(context.cu_seqlens, B, T)
+    chunks = []
+    for start in range(0, T, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, T)
+        first, last = visible_keys(start, stop, T, context)
+        allowed_BTL = allowed_keys(position[None, start:stop], position[None, first:last], context)
+        if documents is not None:
+            same = documents[:, start:stop, None] == documents[:, None, first:last]
+            allowed_BTL = same if allowed_BTL is None else same & allowed_BTL
+        chunks.append(
+            attend(q_BTHC[:, start:stop], k_BTKC[:, first:last], v_BTKC[:, first:last], allowed_BTL, scale)
+        )
+    return torch.cat(chunks, dim=1)
+
+
+def visible_keys(start: int, stop: int, tokens: int, context: AttentionContext) -> tuple[int, int]:
+    """The range of keys that queries start:stop can see at most."""
+    first = 0 if context.window is None else max(0, start - context.window + 1)
+    return first, (stop if context.causal else tokens)
+
+
+def allowed_keys(query_BT: Tensor, key_BL: Tensor, context: AttentionContext) -> Tensor | None:
+    """(B, T, L) bool from positions, None where all is allowed."""
+    distance = query_BT[:, :, None] - key_BL[:, None, :]
+    allowed = distance >= 0 if context.causal else None
+    if context.window is not None:
+        near = distance < context.window
+        allowed = near if allowed is None else allowed & near
+    return allowed
+
+
+def attend(
+    q_BTHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, allowed_BTL: Tensor | None, scale: float
+) -> Tensor:
+    """Softmax attention of T queries over L keys, H / K query heads to each key head. Returns (B, T, H, C)."""
+    B, T, H, C = q_BTHC.shape
+    K = k_BLKC.shape[2]
+    dtype = torch.promote_types(q_BTHC.dtype, torch.float32)
+    q_BKGTC = q_BTHC.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).to(dtype)
+    k_BK1LC = k_BLKC.transpose(1, 2).unsqueeze(2).to(dtype)
+    v_BK1LC = v_BLKC.transpose(1, 2).unsqueeze(2).to(dtype)
+    scores = q_BKGTC @ k_BK1LC.transpose(-1, -2) * scale
+    if allowed_BTL is not None:
+        scores = scores.masked_fill(~allowed_BTL[:, None, None], -math.inf)
+    o_BKGTC = torch.softmax(scores, dim=-1) @ v_BK1LC
+    return o_BKGTC.permute(0, 3, 1, 2, 4).reshape(B, T, H, C).to(q_BTHC.dtype)
+
+
+def decode_attention(
+    q_BTHC: Tensor,
+    cache_k_BLKC: Tensor,
+    cache_v_BLKC: Tensor,
+    positions_BT: Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of new tokens over a key-value cache that already holds them. Returns (B, T, H, C).
+
+    positions_BT: int64, where each query stands in its row; cache entry l is position l, and a query sees entries
+    0..position (the last `window` of them), so what lies beyond a row's length is never read.
+    """
+    T, L = q_BTHC.shape[1], cache_k_BLKC.shape[1]
+    context = AttentionContext(window=window)
+    key_1L = torch.arange(L, device=q_BTHC.device)[None]
+    factor = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
+    chunks = []
+    for start in range(0, T, QUERY_CHUNK):
+        part = slice(start, start + QUERY_CHUNK)
+        allowed_BTL = allowed_keys(positions_BT[:, part], key_1L, context)
+        chunks.append(attend(q_BTHC[:, part], cache_k_BLKC, cache_v_BLKC, allowed_BTL, factor))
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
+
+
+register(
+    Backend(
+        name="reference",
+        function=reference,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+        window=True,
+        documents=True,
+        not_causal=True,
+        max_head_dim=4096,
+    )
+)

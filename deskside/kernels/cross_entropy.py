@@ -1,0 +1,180 @@
+"""Cross-entropy of a linear head without the logits of a whole batch.
+
+The logits are the largest tensor of a small model's step: 65,536 tokens x 32,768 entries in float32 are 8 GiB. Here
+tokens go in chunks. For each chunk the forward makes the logits, the loss and the gradient of the logits at once, folds
+that gradient into d hidden and d weight, and forgets the chunk. The backward then only scales what is already there.
+(Wijmans et al. 2024, arXiv 2411.09009, and Hsu et al. 2024, arXiv 2410.10989, describe the idea.)
+
+Numbers: the three GEMMs run in hidden's dtype, softmax and loss in float32, d logits is rounded to hidden's dtype
+for its two GEMMs, d weight adds up in float32 over the chunks. float64 inputs stay float64 throughout.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_TOKENS = 8192
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Sum over valid tokens of -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2. Float32 scalar.
+
+    cap(x) is softcap * tanh(x / softcap), or x. Tokens whose target is `ignore_index` count nothing. Differentiable in
+    hidden and weight; without gradients to compute it only adds up the loss. z-loss: Chowdhery et al. 2022 (arXiv
+    2204.02311).
+    """
+    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
+        loss = _LinearCrossEntropy.apply(
+            hidden_ND, weight_VD, targets_N, softcap, z_loss, chunk_tokens, ignore_index
+        )
+        assert isinstance(loss, Tensor)
+        return loss
+    losses_N = token_losses(
+        hidden_ND,
+        weight_VD,
+        targets_N,
+        softcap=softcap,
+        z_loss=z_loss,
+        chunk_tokens=chunk_tokens,
+        ignore_index=ignore_index,
+    )
+    return losses_N.sum()
+
+
+@torch.no_grad()
+def token_losses(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+    ignore_index: int = -100,
+) -> Tensor:
+    """(N,) float32: the loss of each token, 0 where ignored. Not differentiable; for evaluation."""
+    weight = weight_VD.to(hidden_ND.dtype)
+    chunk_loss = _chunk_function(_chunk_loss, hidden_ND.device.type)
+    parts = [
+        chunk_loss(hidden @ weight.T, targets, softcap, z_loss, ignore_index)
+        for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        softcap: float | None,
+        z_loss: float,
+        chunk_tokens: int,
+        ignore_index: int,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        weight = weight_VD.to(hidden_ND.dtype)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden_ND) if need_hidden else None
+        d_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
+        total = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        chunk_loss_and_grad = _chunk_function(_chunk_loss_and_grad, hidden_ND.device.type)
+        for start in range(0, hidden_ND.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            hidden = hidden_ND[part]
+            losses, d_logits = chunk_loss_and_grad(
+                hidden @ weight.T, targets_N[part], softcap, z_loss, ignore_index
+            )
+            total += losses.sum()
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                _add_matmul(d_weight, d_logits.T, hidden)
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        if d_hidden is not None:
+            d_hidden = (d_hidden * grad).to(d_hidden.dtype)
+        if d_weight is not None:
+            d_weight = (d_weight * grad).to(ctx.weight_dtype)
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where total is wider than the operands. CUDA's GEMM can write float32 itself."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _chunk_loss(
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
+) -> Tensor:
+    """(n,) losses of one chunk."""
+    logits = _cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    valid = targets != ignore_index
+    lse = torch.logsumexp(logits, dim=-1)
+    picked = logits.gather(1, torch.where(valid, targets, 0)[:, None]).squeeze(1)
+    return torch.where(valid, lse - picked + z_loss * lse * lse, 0.0)
+
+
+def _chunk_loss_and_grad(
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """(n,) losses of one chunk, and the gradient of their sum in the raw logits (n, V), in the logits' dtype."""
+    capped = _cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    valid = targets != ignore_index
+    target = torch.where(valid, targets, 0)[:, None]
+    lse = torch.logsumexp(capped, dim=-1, keepdim=True)
+    losses = (lse - capped.gather(1, target) + z_loss * lse * lse).squeeze(1)
+    factor = torch.where(valid[:, None], 1 + 2 * z_loss * lse, 0.0)
+    grad = torch.exp(capped - lse) * factor
+    target_grad = valid[:, None].to(grad.dtype)
+    if (
+        torch.compiler.is_compiling()
+    ):  # a comparison fuses with the rest; a scatter would be a pass of its own
+        entries = torch.arange(logits.shape[1], device=logits.device)
+        grad = torch.where(entries == target, grad - target_grad, grad)
+    else:
+        grad.scatter_add_(1, target, -target_grad)
+    if softcap is not None:
+        grad = grad * (1 - (capped / softcap) ** 2)
+    return torch.where(valid, losses, 0.0), grad.to(logits.dtype)
+
+
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _chunk_function(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """On CUDA the element-wise part of a chunk is one compiled kernel, built on first use; elsewhere plain torch."""
+    if device != "cuda" or torch.compiler.is_compiling():
+        return function
+    return _compiled(function)
+
+
+@lru_cache(maxsize=4)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)

@@ -1,0 +1,108 @@
+"""The operators that a block is written in: AddNormLinear and GatedLinear.
+
+Each covers a stretch of element-wise work that ends in a GEMM. A precision recipe replaces a whole operator, and can
+then quantise the GEMM's operand in the kernel that produces it, without the model changing: add + normalise + quantise,
+or activate + multiply + quantise.
+
+Both speak in logical projections (q, k, v; gate, up) whether their weights are fused or not, so what surrounds
+them does not know about fusing. `transparent` marks modules whose name is no part of a logical name (see logical.py).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deskside.ops.linear import Linear
+from deskside.ops.norm import Norm
+
+Activation = Literal["silu", "gelu", "gelu_new", "relu2"]
+
+
+def relu2(x: Tensor) -> Tensor:
+    """ReLU squared (So et al. 2021, arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """GPT-2's GELU: the tanh approximation of Hendrycks and Gimpel 2016 (arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": gelu_new,
+    "relu2": relu2,
+}
+
+
+def make_projections(
+    in_features: int, outputs: Sequence[tuple[str, int]], bias: bool, fused: bool
+) -> nn.ModuleList:
+    """One Linear with a slice per output, or one Linear per output."""
+    groups = [list(outputs)] if fused else [[output] for output in outputs]
+    return nn.ModuleList(Linear(in_features, group, bias) for group in groups)
+
+
+class AddNormLinear(nn.Module):
+    """(residual, delta) -> (residual + delta, projections of its norm).
+
+    `position` "pre": the norm is read by the projections alone and the residual stream stays un-normalised.
+    "post": the residual itself is normalised, residual = norm(residual + delta), and the projections read it. With
+    "post" the first operator of a model therefore normalises the embeddings, as BERT does.
+
+    Every block begins with this operator, so all blocks are one piece of code for torch.compile.
+    """
+
+    transparent = True
+
+    def __init__(self, norm: Norm, projections: nn.ModuleList, position: Literal["pre", "post"]):
+        super().__init__()
+        self.norm = norm
+        self.projections = projections
+        self.position = position
+
+    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns the new residual and one tensor (B, T, rows) per logical projection, in order."""
+        residual_BTD, normed_BTD = self.add_norm(residual_BTD, delta_BTD)
+        outputs: list[Tensor] = []
+        for projection in self.projections:
+            outputs.extend(split_slices(projection, projection(normed_BTD)))
+        return residual_BTD, tuple(outputs)
+
+    def add_norm(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual that goes on, and what the projections read."""
+        residual_BTD = residual_BTD + delta_BTD
+        normed_BTD = self.norm(residual_BTD)
+        return (normed_BTD if self.position == "post" else residual_BTD), normed_BTD
+
+
+class GatedLinear(nn.Module):
+    """activation(gate) * up, or activation(up) without a gate, and then the down projection. (B, T, F) -> (B, T, D)."""
+
+    transparent = True
+
+    def __init__(self, activation: Activation, projection: Linear):
+        super().__init__()
+        self.activation = activation
+        self.projection = projection
+
+    def forward(self, *inputs_BTF: Tensor) -> Tensor:
+        """`inputs_BTF` is (gate, up) or (up,), as AddNormLinear gives them."""
+        return self.projection(activate(self.activation, *inputs_BTF))
+
+
+def activate(activation: Activation, *inputs: Tensor) -> Tensor:
+    """activation(gate) * up for two inputs, activation(up) for one."""
+    hidden = ACTIVATIONS[activation](inputs[0])
+    return hidden * inputs[1] if len(inputs) == 2 else hidden
+
+
+def split_slices(projection: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
+    """The output of a fused Linear, (..., rows), as one view per logical slice."""
+    assert isinstance(projection, Linear)
+    if len(projection.slices) == 1:
+        return (output,)
+    return output.split([s.stop - s.start for s in projection.slices], dim=-1)

@@ -1,0 +1,110 @@
+"""Logical tensors: what a model's parameters are called and shaped when nothing is fused.
+
+Initialisation, Muon, LoRA and export must not see whether q, k and v share a weight. They walk this list instead of
+`named_parameters()`. The logical name is the path of modules without the `transparent` ones (operators, lists of
+projections), with a Linear's own name replaced by its slice's: `layers.0.attn.input.projections.0.weight` rows 0-767
+is `layers.0.attn.q_proj.weight`. Experts add their number: `layers.0.mlp.experts.3.gate_proj.weight`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from deskside.ops.linear import Embedding, Linear
+from deskside.ops.moe import Experts
+from deskside.ops.norm import LayerNorm, RMSNorm
+
+Kind = Literal["matrix", "head", "embedding", "position", "norm", "bias"]
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """Rows `start:stop` of a parameter (of its expert `expert` where it stacks experts)."""
+
+    name: str
+    kind: Kind
+    parameter_name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    expert: int | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of `tensor` (the parameter, its gradient, its optimizer state) that this logical tensor is."""
+        return (tensor if self.expert is None else tensor[self.expert])[self.start : self.stop]
+
+    @property
+    def view(self) -> Tensor:
+        """The values, detached, sharing memory with the parameter."""
+        return self.of(self.parameter.detach())
+
+
+def logical_tensors(model: nn.Module) -> list[LogicalTensor]:
+    """Every parameter of `model`, once, as logical tensors in the order of its modules."""
+    found: list[LogicalTensor] = []
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for tensor in _of_module(model, path, module):
+            found.append(tensor)
+            seen.add(id(tensor.parameter))
+    missed = [name for name, parameter in model.named_parameters() if id(parameter) not in seen]
+    if missed:
+        raise TypeError(f"parameters of unknown modules: {', '.join(missed)}")
+    return found
+
+
+def _of_module(model: nn.Module, path: str, module: nn.Module) -> Iterator[LogicalTensor]:
+    def tensor(
+        attribute: str, name: str, kind: Kind, start: int, stop: int, expert: int | None = None
+    ) -> LogicalTensor:
+        parameter = getattr(module, attribute)
+        return LogicalTensor(name, kind, f"{path}.{attribute}", parameter, start, stop, expert)
+
+    prefix = _logical_path(model, path)
+    if isinstance(module, Linear):
+        owner = prefix.rpartition(".")[0]
+        for s in module.slices:
+            name = f"{owner}.{s.name}" if owner else s.name
+            yield tensor("weight", f"{name}.weight", module.role, s.start, s.stop)
+            if module.bias is not None:
+                yield tensor("bias", f"{name}.bias", "bias", s.start, s.stop)
+    elif isinstance(module, Embedding):
+        yield tensor("weight", f"{prefix}.weight", module.role, 0, module.weight.shape[0])
+    elif isinstance(module, RMSNorm | LayerNorm):
+        yield tensor("weight", f"{prefix}.weight", "norm", 0, module.weight.shape[0])
+        if isinstance(module, LayerNorm) and module.bias is not None:
+            yield tensor("bias", f"{prefix}.bias", "bias", 0, module.bias.shape[0])
+    elif isinstance(module, Experts):
+        for attribute, slices in module.slices.items():
+            for expert in range(getattr(module, attribute).shape[0]):
+                for s in slices:
+                    yield tensor(
+                        attribute, f"{prefix}.{expert}.{s.name}.weight", "matrix", s.start, s.stop, expert
+                    )
+
+
+def _logical_path(model: nn.Module, path: str) -> str:
+    """`path` without the names of transparent modules and of lists of projections."""
+    kept: list[str] = []
+    module = model
+    inside_operator = False
+    for part in path.split(".") if path else []:
+        module = getattr(module, part)
+        if getattr(module, "transparent", False):
+            inside_operator = True
+        elif inside_operator and isinstance(module, nn.ModuleList):
+            pass
+        else:
+            kept.append(part)
+    return ".".join(kept)
+
+
+def copy_logical(source: nn.Module, target: nn.Module) -> None:
+    """Copy all values from one model into another of the same logical tensors, fused alike or not."""
+    values = {t.name: t.view for t in logical_tensors(source)}
+    with torch.no_grad():
+        for t in logical_tensors(target):
+            t.view.copy_(values[t.name])

@@ -1,0 +1,91 @@
+"""A mixture-of-experts MLP exactly as Qwen3-MoE computes it: softmax router, top-k, SwiGLU experts, no token dropped.
+
+Tokens are sorted by expert, so that each expert's tokens are contiguous rows; one grouped GEMM (or a loop of GEMMs)
+then runs all experts. The load-balancing loss is that of Switch Transformer (Fedus et al. 2021, arXiv 2101.03961,
+eq. 4-6), over all layers together as transformers computes it; each layer hands out the two sums it needs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deskside.ops.composite import Activation, activate
+from deskside.ops.linear import Linear, make_slices
+
+
+class Experts(nn.Module):
+    """E MLPs of the same shape. gate_up_weight: (E, 2F, D), or (E, F, D) without a gate; down_weight: (E, D, F)."""
+
+    def __init__(
+        self, experts: int, hidden_size: int, intermediate_size: int, activation: Activation, gated: bool
+    ):
+        super().__init__()
+        self.activation = activation
+        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        self.slices = {
+            "gate_up_weight": make_slices([(name, intermediate_size) for name in names]),
+            "down_weight": make_slices([("down_proj", hidden_size)]),
+        }
+        self.gate_up_weight = nn.Parameter(torch.empty(experts, len(names) * intermediate_size, hidden_size))
+        self.down_weight = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
+
+    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """x_ND is sorted by expert, counts_E (int64) rows each. Returns (N, D)."""
+        gate_up, down = self.gate_up_weight.to(x_ND.dtype), self.down_weight.to(x_ND.dtype)
+        if _grouped_gemm_fits(x_ND, gate_up, down):
+            ends_E = counts_E.cumsum(0).to(torch.int32)
+            hidden = torch._grouped_mm(x_ND, gate_up.transpose(1, 2), offs=ends_E)
+            return torch._grouped_mm(self._activate(hidden), down.transpose(1, 2), offs=ends_E)
+        rows = x_ND.split(counts_E.tolist())
+        return torch.cat(
+            [F.linear(self._activate(F.linear(x, gate_up[e])), down[e]) for e, x in enumerate(rows)]
+        )
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        return activate(self.activation, *hidden.chunk(len(self.slices["gate_up_weight"]), dim=-1))
+
+
+def _grouped_gemm_fits(x: Tensor, *weights: Tensor) -> bool:
+    """torch's grouped GEMM takes bfloat16 on CUDA, with rows of a multiple of 16 bytes."""
+    aligned = all(w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 for w in weights)
+    return x.is_cuda and x.dtype is torch.bfloat16 and aligned
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts. (B, T, D) -> (B, T, D) and the router statistics (2, E) of the load-balancing loss."""
+
+    transparent = True
+
+    def __init__(self, router: Linear, experts: Experts, experts_per_token: int, normalise: bool):
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.experts_per_token = experts_per_token
+        self.normalise = normalise
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        x_ND = x_BTD.flatten(0, 1)
+        probabilities_NE = torch.softmax(self.router(x_ND).float(), dim=-1)
+        weights_Nk, chosen_Nk = probabilities_NE.topk(self.experts_per_token, dim=-1)
+        if self.normalise:
+            weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
+
+        chosen_S = chosen_Nk.flatten()  # S = N * k choices
+        counts_E = torch.zeros(probabilities_NE.shape[1], dtype=torch.int64, device=x_ND.device)
+        counts_E = counts_E.scatter_add(0, chosen_S, torch.ones_like(chosen_S))
+        order_S = chosen_S.argsort(stable=True)
+        token_S = order_S // self.experts_per_token
+        out_SD = self.experts(x_ND[token_S], counts_E)
+        out_SD = out_SD * weights_Nk.flatten()[order_S, None].to(out_SD.dtype)
+        out_ND = torch.zeros_like(x_ND).index_add(0, token_S, out_SD)
+        return out_ND.view_as(x_BTD), torch.stack((counts_E.float(), probabilities_NE.sum(dim=0)))
+
+
+def load_balancing_loss(statistics_L2E: Tensor, tokens: int) -> Tensor:
+    """E * sum over experts of (share of choices) * (mean probability); 1 * k for a perfectly even router.
+
+    `statistics_L2E` stacks what each MoE layer returned, `tokens` is how many tokens each of them saw.
+    """
+    layers, _, experts = statistics_L2E.shape
+    share_E, mean_E = (statistics_L2E.sum(dim=0) / (layers * tokens)).unbind()
+    return experts * (share_E * mean_E).sum()

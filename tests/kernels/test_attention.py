@@ -1,0 +1,196 @@
+"""Attention backends against brute force in float64: one softmax over an explicit mask."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deskside.errors import RunError, UsageError
+from deskside.kernels.attention import (
+    BACKENDS,
+    AttentionContext,
+    Backend,
+    Requirements,
+    choose,
+    decode_attention,
+    document_ids,
+    document_positions,
+    prepare,
+)
+from deskside.kernels.attention.context import register
+from deskside.ops.attention import attention
+
+
+def brute_force(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+    B, T, H, C = q.shape
+    group = H // k.shape[2]
+    boundaries = [] if context.cu_seqlens is None else context.cu_seqlens.tolist()
+    out = torch.zeros(B, T, H, C, dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            low = max([x - b * T for x in boundaries if x <= b * T + t] + [0])
+            high = min([x - b * T for x in boundaries if x > b * T + t] + [T])
+            if context.window is not None:
+                low = max(low, t - context.window + 1)
+            if context.causal:
+                high = t + 1
+            for h in range(H):
+                keys, values = k[b, low:high, h // group].double(), v[b, low:high, h // group].double()
+                scale = context.scale or 1 / math.sqrt(C)
+                out[b, t, h] = torch.softmax(keys @ q[b, t, h].double() * scale, 0) @ values
+    return out
+
+
+def tensors(
+    B: int, T: int, H: int, K: int, C: int, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, T, heads, C, generator=g, dtype=dtype) for heads in (H, K, K)]
+
+
+def cut(T: int, rows: list[list[int]], pad: int = 2) -> Tensor:
+    """cu_seqlens of rows given as document lengths."""
+    ends = [0]
+    for lengths in rows:
+        assert sum(lengths) == T
+        for length in lengths:
+            ends.append(ends[-1] + length)
+    return torch.tensor(ends + [ends[-1]] * pad, dtype=torch.int32)
+
+
+CASES = {
+    "plain": {},
+    "window": {"window": 3},
+    "documents": {"cu_seqlens": cut(11, [[4, 7], [11]])},
+    "both": {"window": 4, "cu_seqlens": cut(11, [[1, 10], [5, 6]])},
+    "scaled": {"scale": 0.3},
+    "bidirectional": {"causal": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["reference", "sdpa", "chunked"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_cpu_backends_equal_brute_force(
+    name: str, case: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("reference", "sdpa"):  # three chunks in eleven tokens
+        monkeypatch.setattr(f"deskside.kernels.attention.{module}.QUERY_CHUNK", 4)
+    q, k, v = tensors(2, 11, *heads, 8)
+    context = AttentionContext(backend=name, **CASES[case])
+    need = Requirements.of(q, k, context)
+    if BACKENDS[name].why_not(need):
+        with pytest.raises(UsageError, match=name):
+            prepare(context, need)
+        return
+    truth_leaves, leaves = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
+    got = attention(*leaves, prepare(context, need))
+    truth = brute_force(*truth_leaves, context)
+    torch.testing.assert_close(got, truth)
+    grad = torch.randn_like(got)
+    for ours, exact in zip(
+        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(truth, truth_leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, exact)
+
+
+def test_flex_equals_reference_when_asked_for_on_cpu() -> None:
+    """Eager FlexAttention follows the same mask; its block mask is built from window and documents."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from deskside.kernels.attention.flex import block_mask
+
+    q, k, v = tensors(2, 11, 4, 2, 16, dtype=torch.float32)
+    for case in ("plain", "window", "documents", "both"):
+        context = AttentionContext(**CASES[case])
+        mask = block_mask(context, 2, 11, q.device)
+        got = flex_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=True
+        )
+        torch.testing.assert_close(
+            got.transpose(1, 2).double(), brute_force(q, k, v, context), atol=1e-5, rtol=1e-4
+        )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_document_ids_and_positions(lengths: list[list[int]]) -> None:
+    T = max(sum(row) for row in lengths)
+    rows = [row if sum(row) == T else [*row, T - sum(row)] for row in lengths]
+    cu = cut(T, rows, pad=3)
+    assert document_positions(cu, len(rows), T).tolist() == [
+        [p for n in row for p in range(n)] for row in rows
+    ]
+    for ids, row in zip(document_ids(cu, len(rows), T).tolist(), rows, strict=True):
+        labels = [d for d, n in enumerate(row) for _ in range(n)]
+        assert [x - ids[0] for x in ids] == labels
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_decode_equals_training_attention(window: int | None) -> None:
+    """Rows of different lengths; what lies beyond a row's length in the cache is noise."""
+    q, k, v = tensors(2, 9, 4, 2, 8)
+    noise = torch.full_like(k[:, :4], 1e9)
+    cache_k, cache_v = torch.cat((k, noise), 1), torch.cat((v, noise), 1)
+    truth = brute_force(q, k, v, AttentionContext(window=window))
+    positions = torch.tensor([[8], [4]])
+    got = decode_attention(torch.stack((q[0, 8:], q[1, 4:5])), cache_k, cache_v, positions, window)
+    torch.testing.assert_close(got, torch.stack((truth[0, 8:], truth[1, 4:5])))
+    several = decode_attention(q, cache_k, cache_v, torch.arange(9).expand(2, 9), window)
+    torch.testing.assert_close(several, truth)
+
+
+def need(**changes: object) -> Requirements:
+    base = Requirements(2, 16, 4, 2, 8, torch.float32, torch.device("cpu"))
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_choose_records_times_errors_and_reasons() -> None:
+    choice = choose(need(window=4, documents=True))
+    assert choice.name == "chunked" and choice.seconds["chunked"] > 0 and choice.errors["chunked"] < 1e-5
+    assert "window" in choice.rejected["sdpa"] and "not on cpu" in choice.rejected["cudnn"]
+    assert set(choice.seconds) | set(choice.rejected) | {"flex"} == set(BACKENDS)
+    assert choose(need()).name in {"sdpa", "chunked"}
+
+
+@pytest.mark.parametrize("fault", ["zero gradient", "no mask", "nan", "raises"])
+def test_choose_rejects_a_broken_backend(fault: str) -> None:
+    class ZeroGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, o):  # type: ignore[no-untyped-def]
+            return o.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            return torch.zeros_like(grad), *(torch.zeros_like(grad[:, :, :2]) for _ in range(2)), None
+
+    def broken(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        if fault == "raises":
+            raise RuntimeError("no kernel for this card\nand more lines")
+        if fault == "no mask":
+            return BACKENDS["reference"].function(q, k, v, replace(context, causal=False))
+        right = BACKENDS["reference"].function(q, k, v, context)
+        if fault == "nan":
+            return right * torch.nan
+        return ZeroGradient.apply(q, k, v, right.detach())
+
+    register(Backend("broken", broken, frozenset({"cpu"}), frozenset({torch.float32})))
+    try:
+        choice = choose(need(), ["broken", "sdpa"])
+        assert choice.name == "sdpa" and "broken" not in choice.seconds
+        assert choice.rejected["broken"].startswith(
+            "failed: no kernel for this card" if fault == "raises" else "wrong"
+        )
+        with pytest.raises(RunError, match="broken"):
+            choose(need(), ["broken"])
+    finally:
+        del BACKENDS["broken"]
+
+
+def test_unknown_backend_is_named() -> None:
+    with pytest.raises(UsageError, match=r"'flush'.*flash"):
+        choose(need(), ["flush"])
