@@ -1,0 +1,485 @@
+"""Text in, token shards out: the whole of `deskside data prepare`.
+
+1. Read everything once (`scan`): count, find the tags, decide the validation split, sample text for the tokenizer.
+2. Train the tokenizer on the sample, or take over the one that is given.
+3. Read again, in the same order, and cut the documents into shards of about `shard_bytes` of text. Worker processes
+   tokenise and write them. Reading is some twenty times faster than tokenising, so one reader feeds many workers.
+4. Measure what a model has to beat on the validation text (gzip, unigrams) and write the index.
+
+prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So the same
+command again keeps what is whole, makes the rest, and mends a shard whose checksum fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from deskside.data import shards
+from deskside.data import tokenizer as bpe
+from deskside.data.progress import Progress
+from deskside.data.scan import (
+    Sampler,
+    Scan,
+    Splitter,
+    documents_of,
+    note_tag,
+    scan,
+    text_hash,
+    validation_texts,
+)
+from deskside.data.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
+from deskside.data.sources import BadInputLog, OnBad, Source
+from deskside.data.worker import Job, make_shard, start_worker
+from deskside.errors import RunError, UsageError
+
+STATE = "prepare.json"
+SHARD_BYTES = 32 << 20
+SAMPLE_CHARS = 80 << 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `prepare` did. `made` and `kept` count shards; sizes are per split."""
+
+    out: str
+    vocab_size: int
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    text_bytes: dict[str, int]
+    gzip_bpb: float | None
+    unigram_bpb: float | None
+    bad_input: dict[str, Any]
+    ignored_files: dict[str, Any]
+    duplicates_of_validation: int
+    made: int
+    kept: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def prepare(
+    sources: Sequence[str],
+    out: str | Path,
+    *,
+    field: str = "text",
+    vocab_size: int = 32768,
+    tokenizer: str | Path | None = None,
+    val_sources: Sequence[str] = (),
+    val_fraction: float | None = None,
+    on_bad: OnBad = "skip",
+    workers: int | None = None,
+    resume: bool = True,
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    sample_chars: int = SAMPLE_CHARS,
+    quiet: bool = False,
+) -> Report:
+    """Prepares a data set in the directory `out`; see the module's docstring.
+
+    `val_fraction` of the documents becomes validation (default 0.005, at least one document; of a single document its
+    last tenth, at most a million characters). `val_sources` are used instead of it where given; a training document
+    whose text stands in them is left out and counted. `workers` are processes (default: one per core).
+
+    Raises:
+        UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else.
+        RunError: the disk is full, or a worker process died.
+    """
+    begin = time.monotonic()
+    if not sources:
+        raise UsageError(
+            "no source given. Name a file, a directory, hf:owner/name or bundled:tiny_shakespeare.txt."
+        )
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise UsageError(f"--val-fraction {val_fraction}: give a number from 0 up to, but not including, 1.")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least 1.")
+    train_list, val_list = [Source.parse(s) for s in sources], [Source.parse(s) for s in val_sources]
+    arguments: dict[str, Any] = {
+        "sources": [s.identity() for s in train_list],
+        "val_sources": [s.identity() for s in val_list],
+        "field": field,
+        "val_fraction": val_fraction,
+        "on_bad": on_bad,
+        "seed": seed,
+        "shard_bytes": shard_bytes,
+    }
+    if tokenizer is None:
+        arguments |= {"vocab_size": vocab_size, "sample_chars": sample_chars}
+        if vocab_size < bpe.MIN_VOCAB:
+            raise UsageError(f"--vocab-size {vocab_size}: at least {bpe.MIN_VOCAB}.")
+    else:
+        given = bpe.load(tokenizer)
+        arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))
+    work = _Work(Path(out), arguments, train_list, val_list, field, on_bad, quiet)
+    work.open(resume)
+    try:
+        complete = work.complete()
+        if complete is None:
+            work.first_pass(tokenizer, vocab_size, Sampler(sample_chars, seed), val_fraction, seed)
+            work.second_pass(workers or len(os.sched_getaffinity(0)), val_fraction, seed, shard_bytes)
+            complete = work.finish()
+    finally:
+        work.clear_temporary()
+    return _report(work, complete, time.monotonic() - begin)
+
+
+@dataclass
+class _Work:
+    """A preparation under way: its arguments, and the state that prepare.json holds."""
+
+    out: Path
+    arguments: dict[str, Any]
+    sources: list[Source]
+    val_sources: list[Source]
+    text_field: str
+    on_bad: OnBad
+    quiet: bool
+    found: Scan | None = None
+    done: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
+    names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
+    made: int = 0
+    kept: int = 0
+    duplicates: int = 0
+    gzip_bits: int = 0
+
+    def open(self, resume: bool) -> None:
+        """Takes up what `out` holds, or begins anew."""
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"--out {self.out}: is a file. Give a directory.")
+        state_file = self.out / STATE
+        ours = state_file.is_file()
+        if self.out.is_dir() and any(self.out.iterdir()) and not ours:
+            raise UsageError(
+                f"--out {self.out}: is not empty and holds no prepared data. Give another directory."
+            )
+        if ours and not resume:
+            for pattern in ("index.json", "train-*.*", "val-*.*", "tokenizer*.json", shards.STAMP, STATE):
+                for path in self.out.glob(pattern):
+                    path.unlink()
+            ours = False
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {self.out}: cannot be made ({error.strerror}).") from error
+        self.clear_temporary()
+        if not ours:
+            self.save()
+            return
+        try:
+            state = json.loads(state_file.read_bytes())
+            before = state["arguments"]
+            self.found = Scan.from_dict(state["scan"]) if state["scan"] else None
+            self.done = {name: ShardInfo.model_validate(info) for name, info in state["shards"].items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{state_file}: damaged. Begin anew with --no-resume.") from error
+        now = json.loads(json.dumps(self.arguments))
+        differing = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
+        if differing:
+            what = "; ".join(f"{k}: {_short(before.get(k))} -> {_short(now.get(k))}" for k in differing)
+            raise UsageError(
+                f"--out {self.out}: was prepared with other arguments ({what}). "
+                "Give another --out, or --no-resume to replace it."
+            )
+
+    def save(self) -> None:
+        state = {
+            "arguments": self.arguments,
+            "scan": self.found.as_dict() if self.found else None,
+            "shards": {name: info.model_dump(mode="json") for name, info in self.done.items()},
+        }
+        text = json.dumps(state, ensure_ascii=False) + "\n"
+        shards.write_file(self.out / STATE, lambda file: file.write(text.encode("utf-8")))
+
+    def clear_temporary(self) -> None:
+        for path in self.out.glob(f"*{shards.TEMPORARY}"):
+            path.unlink(missing_ok=True)
+
+    def complete(self) -> DatasetIndex | None:
+        """The index, when all is there and every checksum is right."""
+        if not (self.out / shards.INDEX).is_file():
+            return None
+        damaged = shards.verify(self.out).damaged
+        if "tokenizer.json" in damaged:
+            raise RunError(
+                f"{self.out}: tokenizer.json is damaged, so its tokens have lost their meaning. Use --no-resume."
+            )
+        if not damaged:
+            index = shards.read_index(self.out)
+            self.kept = sum(len(split.shards) for split in index.splits.values())
+            return index
+        (self.out / shards.INDEX).unlink()
+        return None
+
+    def first_pass(
+        self, given: str | Path | None, vocab_size: int, sampler: Sampler, fraction: float | None, seed: int
+    ) -> None:
+        """Scan and tokenizer. The state gets the scan only when the tokenizer lies there, so it stands for both."""
+        if self.found is not None and (self.out / "tokenizer.json").is_file():
+            return
+        found, filled = scan(
+            self.sources,
+            self.val_sources,
+            text_field=self.text_field,
+            fraction=fraction,
+            seed=seed,
+            on_bad=self.on_bad,
+            sampler=sampler if given is None else None,
+            quiet=self.quiet,
+        )
+        try:
+            if filled is None:
+                assert given is not None
+                bpe.copy(given, self.out)
+            else:
+                leave_out = bytes.fromhex(found.forced_val) if found.forced_val else None
+                with Progress("train tokenizer", None, "vocabularies", quiet=self.quiet) as bar:
+                    bpe.save(bpe.train(filled.texts(leave_out), vocab_size), self.out)
+                    bar.advance(1)
+        except OSError as error:
+            raise shards.disk_error(self.out / "tokenizer.json", error) from error
+        self.found = found
+        self.done = {}
+        self.save()
+
+    def second_pass(self, workers: int, fraction: float | None, seed: int, shard_bytes: int) -> None:
+        """Makes every shard that is not there yet."""
+        assert self.found is not None
+        coder = bpe.load(self.out)
+        eos_id = bpe.end_of_text(coder, self.out)[1]
+        lengths = bpe.token_bytes(coder)
+        settings = (str(self.out), eos_id, shards.dtype_for(len(lengths)))
+        small = self.found.text_bytes <= 2 * shard_bytes
+        before = set(multiprocessing.active_children())
+        pool = None
+        if workers > 1 and not small:
+            pool = ProcessPoolExecutor(
+                workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=settings
+            )
+        else:
+            start_worker(*settings)
+        running: dict[Future[ShardInfo], Job] = {}
+        try:
+            with Progress("tokenise", self.found.text_bytes / 1e6, "MB", quiet=self.quiet) as bar:
+                for job in self._jobs(fraction, seed, shard_bytes):
+                    if self._is_made(job):
+                        self.kept += 1
+                        bar.advance(job.text_bytes / 1e6)
+                    elif pool is None:
+                        self._record(job, make_shard(job), bar)
+                    else:
+                        running[pool.submit(make_shard, job)] = job
+                        if len(running) > workers:  # one waits, so that no worker does
+                            self._collect(running, bar)
+                while running:
+                    self._collect(running, bar)
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a tokenising process was killed, most likely for memory. Run the same command again with fewer "
+                "--workers; it goes on with the next shard."
+            ) from error
+        except BaseException:
+            for child in set(multiprocessing.active_children()) - before:
+                child.terminate()
+            raise
+        finally:
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _jobs(self, fraction: float | None, seed: int, shard_bytes: int) -> Iterator[Job]:
+        """Both splits, cut into shards; always the same for the same text. Validation comes first."""
+        assert self.found is not None
+        log = BadInputLog()  # counted by the scan already
+        forced = bytes.fromhex(self.found.forced_val) if self.found.forced_val else None
+        held_out = validation_texts(self.val_sources, log, self.text_field)
+        share = 0.0 if held_out else 0.005 if fraction is None else fraction
+        splitter = Splitter(seed, share, self.found.tail_chars, forced, held_out)
+        tags = {pair: i for i, pair in enumerate(self.found.tags)}
+        gzip = zlib.compressobj(9, wbits=31)
+        compressed = 0
+        groups = {split: _Group(split, shard_bytes) for split in ("val", "train")}
+        for document in documents_of(self.val_sources, log, self.text_field):
+            compressed += len(gzip.compress(document.text.encode("utf-8")))
+            yield from groups["val"].add(document.text, note_tag(tags, document))
+        for document in documents_of(self.sources, log, self.text_field):
+            tag = note_tag(tags, document)
+            for split, text in zip(("train", "val"), splitter.divide(document.text), strict=True):
+                if text and split == "val":
+                    compressed += len(gzip.compress(text.encode("utf-8")))
+                if text:
+                    yield from groups[split].add(text, tag)
+        for group in groups.values():
+            yield from group.rest()
+        if list(tags) != self.found.tags:
+            raise _changed(self.out)
+        self.duplicates = splitter.duplicates
+        self.gzip_bits = 8 * (compressed + len(gzip.flush()))
+
+    def _is_made(self, job: Job) -> bool:
+        self.names[job.split].append(job.name)
+        info = self.done.get(job.name)
+        if info is None:
+            return False
+        if info.key != job.key:
+            raise _changed(self.out)
+        return shards.shard_problem(self.out, info, checksums=True) == ""
+
+    def _collect(self, running: dict[Future[ShardInfo], Job], bar: Progress) -> None:
+        finished, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            self._record(running.pop(future), future.result(), bar)
+
+    def _record(self, job: Job, info: ShardInfo, bar: Progress) -> None:
+        self.done[job.name] = info
+        self.made += 1
+        self.save()
+        bar.advance(job.text_bytes / 1e6)
+
+    def finish(self) -> DatasetIndex:
+        """Baselines and the index."""
+        assert self.found is not None
+        if not self.names["train"]:
+            raise UsageError(
+                "no document is left to train on: every one is validation. Give more text, or lower --val-fraction."
+            )
+        coder = bpe.load(self.out)
+        eos, eos_id = bpe.end_of_text(coder, self.out)
+        lengths = bpe.token_bytes(coder)
+        dtype = shards.dtype_for(len(lengths))
+        splits = {
+            split: _sum_up([self.done[name] for name in names])
+            for split, names in self.names.items()
+            if names
+        }
+        if "val" in splits:
+            val = splits["val"]
+            counts = {s: _token_counts(self.out, split, dtype, len(lengths)) for s, split in splits.items()}
+            splits["val"] = val.model_copy(
+                update={
+                    "gzip_bpb": self.gzip_bits / val.text_bytes,
+                    "unigram_bpb": unigram_bits(counts["train"], counts["val"], eos_id) / val.text_bytes,
+                }
+            )
+        index = DatasetIndex(
+            schema_version=shards.SCHEMA_VERSION,
+            dtype=dtype,
+            tokenizer=TokenizerInfo(
+                checksum=shards.checksum_file(self.out / "tokenizer.json"),
+                vocab_size=len(lengths),
+                eos=eos,
+                eos_id=eos_id,
+            ),
+            tags=[TagInfo(source=source, lang=lang) for source, lang in self.found.tags],
+            splits=splits,
+            bad_input=self.found.bad_input,
+            ignored_files=self.found.ignored_files,
+            duplicates_of_validation=self.duplicates,
+            arguments=self.arguments,
+        )
+        shards.write_index(self.out, index)
+        shards.verify(self.out)
+        return index
+
+
+class _Group:
+    """Collects the documents of one split until they fill a shard."""
+
+    def __init__(self, split: str, shard_bytes: int) -> None:
+        self.split, self.limit = split, shard_bytes
+        self.number = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.texts: list[str] = []
+        self.tags: list[int] = []
+        self.size = 0
+        self.digest = xxhash.xxh3_128()
+
+    def add(self, text: str, tag: int) -> Iterator[Job]:
+        self.texts.append(text)
+        self.tags.append(tag)
+        self.size += len(text.encode("utf-8"))
+        self.digest.update(text_hash(text))
+        if self.size >= self.limit:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[Job]:
+        if self.texts:
+            name = f"{self.split}-{self.number:05d}"
+            yield Job(self.split, name, self.texts, self.tags, self.size, self.digest.hexdigest())
+            self.number += 1
+            self._clear()
+
+
+def unigram_bits(train: NDArray[np.int64], val: NDArray[np.int64], eos_id: int) -> float:
+    """Bits to code the validation's text tokens by their frequency in training, add-one smoothed; counts are [vocab].
+
+    The end-of-text token is text of no bytes and left out on both sides.
+    """
+    train, val = train.copy(), val.copy()
+    train[eos_id] = val[eos_id] = 0
+    bits = np.log2(train.sum() + len(train) - 1) - np.log2(train + 1)
+    return float((val * bits).sum())
+
+
+def _token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> NDArray[np.int64]:
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for shard in split.shards:
+        tokens = shards.open_tokens(out, shard, dtype)
+        for start in range(0, len(tokens), 1 << 23):
+            counts += np.bincount(tokens[start : start + (1 << 23)], minlength=vocab_size)
+    return counts
+
+
+def _sum_up(infos: list[ShardInfo]) -> SplitInfo:
+    return SplitInfo(
+        tokens=sum(i.tokens for i in infos),
+        documents=sum(i.documents for i in infos),
+        text_bytes=sum(i.text_bytes for i in infos),
+        token_text_bytes=sum(i.token_text_bytes for i in infos),
+        shards=infos,
+    )
+
+
+def _changed(out: Path) -> UsageError:
+    return UsageError(f"--out {out}: the sources changed since it was begun. Use --no-resume to begin anew.")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _report(work: _Work, index: DatasetIndex, seconds: float) -> Report:
+    val = index.splits.get("val")
+    return Report(
+        out=str(work.out),
+        vocab_size=index.tokenizer.vocab_size,
+        documents={name: split.documents for name, split in index.splits.items()},
+        tokens={name: split.tokens for name, split in index.splits.items()},
+        text_bytes={name: split.text_bytes for name, split in index.splits.items()},
+        gzip_bpb=val.gzip_bpb if val else None,
+        unigram_bpb=val.unigram_bpb if val else None,
+        bad_input=index.bad_input,
+        ignored_files=index.ignored_files,
+        duplicates_of_validation=index.duplicates_of_validation,
+        made=work.made,
+        kept=work.kept,
+        seconds=seconds,
+    )

@@ -1,0 +1,356 @@
+"""A prepared data set on disk: flat token files, their document tables, and one index.
+
+    DIR/index.json               everything below, counted and with checksums
+    DIR/tokenizer.json           the tokenizer that made the tokens (and tokenizer_config.json)
+    DIR/train-00000.bin          tokens, little-endian uint16 or uint32, nothing else
+    DIR/train-00000.idx.npy      one record per document: where it starts, and its tag
+    DIR/val-00000.bin ...        the same for validation
+
+A shard is `E text E text ... E`: every document begins with the end-of-text token E, and one E closes the shard. So the
+E that begins the next document is the target of a document's last token, and every token of a document has a target.
+
+Files are written under a temporary name, flushed to the disk and renamed: under its final name a file is whole.
+Checksums are XXH3-128 (xxhash), which runs at memory speed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from deskside.config.base import Part
+from deskside.errors import RunError, UsageError
+
+SCHEMA_VERSION = 1
+INDEX = "index.json"
+STAMP = ".verified.json"
+TEMPORARY = ".tmp"
+DOCUMENT = np.dtype([("start", "<i8"), ("tag", "<u2")])
+MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
+
+
+class TagInfo(Part):
+    source: str
+    lang: str
+
+
+class TagCount(Part):
+    documents: int
+    tokens: int
+
+
+class ShardInfo(Part):
+    """One shard. `tokens` counts every entry of the file; `key` is a checksum of the texts it was made from."""
+
+    file: str
+    table: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    token_text_bytes: int
+    checksum: str
+    table_checksum: str
+    key: str
+    tags: dict[int, TagCount]
+
+
+class SplitInfo(Part):
+    """A split. The two baselines are in bits per byte of text, and stand in the validation split only.
+
+    `token_text_bytes` is the text that the tokens give back: equal to `text_bytes` unless a foreign tokenizer
+    normalises the text.
+    """
+
+    tokens: int
+    documents: int
+    text_bytes: int
+    token_text_bytes: int
+    shards: list[ShardInfo]
+    gzip_bpb: float | None = None
+    unigram_bpb: float | None = None
+
+
+class TokenizerInfo(Part):
+    checksum: str
+    vocab_size: int
+    eos: str
+    eos_id: int
+
+
+class DatasetIndex(Part):
+    schema_version: int
+    dtype: str
+    tokenizer: TokenizerInfo
+    tags: list[TagInfo]
+    splits: dict[str, SplitInfo]
+    bad_input: dict[str, Any]
+    ignored_files: dict[str, Any]
+    duplicates_of_validation: int
+    arguments: dict[str, Any]
+
+
+@dataclass
+class EncodedDocument:
+    tokens: NDArray[np.uint32]
+    tag: int
+
+
+def dtype_for(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def checksum_file(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a whole file or none: temporary name, flush to disk, rename.
+
+    Raises:
+        RunError: the disk is full, or refuses to be written; nothing half-written is left.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(path, error) from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def disk_error(path: Path, error: OSError) -> RunError:
+    """The one line for a file that could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(path.parent).free / 2**20
+        return RunError(
+            f"{path}: the disk is full ({free:,.0f} MiB free where {path.parent} lies). Free some space there, then "
+            "run the same command again: it goes on with the next shard."
+        )
+    return RunError(f"{path}: cannot be written ({error.strerror or error}).")
+
+
+def write_shard(
+    directory: Path,
+    name: str,
+    documents: Sequence[EncodedDocument],
+    *,
+    eos_id: int,
+    dtype: str,
+    text_bytes: int,
+    lengths: NDArray[np.uint16],
+    key: str,
+) -> ShardInfo:
+    """Writes `name`.bin and `name`.idx.npy. `lengths` is bytes per token, shape [vocab]. Raises: as `write_file`."""
+    sizes = np.array([len(d.tokens) + 1 for d in documents], dtype=np.int64)
+    table = np.zeros(len(documents), dtype=DOCUMENT)
+    table["start"] = np.cumsum(sizes) - sizes
+    table["tag"] = [d.tag for d in documents]
+    tokens = np.empty(int(sizes.sum()) + 1, dtype=np.dtype(dtype).newbyteorder("<"))
+    for start, document in zip(table["start"].tolist(), documents, strict=True):
+        tokens[start] = eos_id
+        tokens[start + 1 : start + 1 + len(document.tokens)] = document.tokens
+    tokens[-1] = eos_id
+    paths = directory / f"{name}.bin", directory / f"{name}.idx.npy"
+    write_file(paths[0], lambda file: file.write(tokens.view(np.uint8).data))
+    write_file(paths[1], lambda file: np.save(file, table, allow_pickle=False))
+    present, inverse = np.unique(table["tag"], return_inverse=True)
+    per_tag = np.bincount(inverse, weights=sizes).astype(np.int64)
+    counts = np.bincount(inverse)
+    return ShardInfo(
+        file=paths[0].name,
+        table=paths[1].name,
+        tokens=len(tokens),
+        documents=len(documents),
+        text_bytes=text_bytes,
+        token_text_bytes=int(lengths[tokens].sum(dtype=np.int64)),
+        checksum=checksum_file(paths[0]),
+        table_checksum=checksum_file(paths[1]),
+        key=key,
+        tags={
+            int(tag): TagCount(documents=int(c), tokens=int(t))
+            for tag, c, t in zip(present, counts, per_tag, strict=True)
+        },
+    )
+
+
+def write_index(directory: Path, index: DatasetIndex) -> None:
+    text = json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+    write_file(directory / INDEX, lambda file: file.write(text.encode("utf-8")))
+
+
+def read_index(directory: Path) -> DatasetIndex:
+    """Reads and checks index.json.
+
+    Raises:
+        UsageError: not a prepared data set, not finished, or of another version.
+        RunError: the index is damaged.
+    """
+    path = directory / INDEX
+    if not path.is_file():
+        unfinished = (directory / "prepare.json").is_file()
+        remedy = (
+            "its preparation is not finished: run the same `deskside data prepare` again"
+            if unfinished
+            else "make one with `deskside data prepare SOURCE... --out DIR`"
+        )
+        raise UsageError(f"{directory}: not a prepared data set (no {INDEX}); {remedy}.")
+    try:
+        data = json.loads(path.read_bytes())
+        version = data["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise UsageError(
+                f"{path}: schema version {version}, wanted {SCHEMA_VERSION}. Prepare the data again."
+            )
+        return DatasetIndex.model_validate(data)
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise RunError(
+            f"{path}: damaged index ({str(error).splitlines()[0]}). Prepare the data again."
+        ) from error
+
+
+def damaged_shards(directory: Path, split: SplitInfo, *, checksums: bool) -> dict[str, str]:
+    """Shards that are not as the index says: {file: what is wrong}. Sizes always, contents with `checksums`."""
+    found: dict[str, str] = {}
+    for shard in split.shards:
+        problem = shard_problem(directory, shard, checksums=checksums)
+        if problem:
+            found[shard.file] = problem
+    return found
+
+
+def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
+    """What is wrong with a shard, "" if nothing."""
+    binary, table = directory / shard.file, directory / shard.table
+    for path in (binary, table):
+        if not path.is_file():
+            return f"{path.name} is missing"
+    size = binary.stat().st_size
+    if size not in (shard.tokens * 2, shard.tokens * 4):
+        return f"{binary.name} has {size} bytes, which is not {shard.tokens} tokens"
+    if table.stat().st_size < shard.documents * DOCUMENT.itemsize:
+        return f"{table.name} is too short for {shard.documents} documents"
+    if checksums:
+        if checksum_file(binary) != shard.checksum:
+            return f"{binary.name} fails its checksum"
+        if checksum_file(table) != shard.table_checksum:
+            return f"{table.name} fails its checksum"
+    return ""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` looked at. `damaged` maps a file to what is wrong with it."""
+
+    directory: str
+    shards: int
+    gib: float
+    damaged: dict[str, str]
+
+
+def verify(directory: str | Path) -> VerifyReport:
+    """Reads every byte of a prepared data set and compares all checksums. Raises: as `read_index`."""
+    directory = Path(directory)
+    index = read_index(directory)
+    damaged: dict[str, str] = {}
+    for split in index.splits.values():
+        damaged |= damaged_shards(directory, split, checksums=True)
+    tokenizer = directory / "tokenizer.json"
+    if not tokenizer.is_file():
+        damaged[tokenizer.name] = "is missing"
+    elif checksum_file(tokenizer) != index.tokenizer.checksum:
+        damaged[tokenizer.name] = "fails its checksum"
+    shards = [s for split in index.splits.values() for s in split.shards]
+    width = np.dtype(index.dtype).itemsize
+    if not damaged:
+        _write_stamp(directory)
+    return VerifyReport(str(directory), len(shards), sum(s.tokens for s in shards) * width / 2**30, damaged)
+
+
+def refuse_damage(directory: str | Path, damaged: dict[str, str]) -> None:
+    """Raises:
+    RunError: naming the first damaged file and the remedy, if there is one.
+    """
+    if damaged:
+        file, problem = next(iter(damaged.items()))
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        what = problem if problem.startswith(file) else f"{file} {problem}"
+        raise RunError(
+            f"{directory}: {what}{more}. Run the `deskside data prepare` that made it again: only damaged shards are "
+            "made anew."
+        )
+
+
+def check(directory: Path) -> DatasetIndex:
+    """Opens a data set for use: sizes always; checksums once, then only when a file's size or time changed.
+
+    The stamp that remembers this lies in the data set; where it cannot be written, the checksums run each time.
+    Raises: as `read_index`; RunError for a damaged shard.
+    """
+    index = read_index(directory)
+    for split in index.splits.values():
+        refuse_damage(directory, damaged_shards(directory, split, checksums=False))
+    stamp = directory / STAMP
+    if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == _stamp(directory)):
+        refuse_damage(directory, verify(directory).damaged)
+    return index
+
+
+def _stamp(directory: Path) -> str:
+    files = sorted(
+        p for p in directory.iterdir() if p.suffix in (".bin", ".npy") or p.name in (INDEX, "tokenizer.json")
+    )
+    return json.dumps({p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in files})
+
+
+def _write_stamp(directory: Path) -> None:
+    try:
+        (directory / STAMP).write_text(_stamp(directory), encoding="utf-8")
+    except OSError:  # a read-only data set is fine: it is verified at every opening
+        return
+
+
+def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
+    """The tokens of a shard as a read-only memory map, shape [tokens]."""
+    path = directory / shard.file
+    kind = np.dtype(dtype).newbyteorder("<")
+    if path.stat().st_size != shard.tokens * kind.itemsize:
+        refuse_damage(
+            directory, {shard.file: f"has {path.stat().st_size} bytes, not {shard.tokens} {dtype} tokens"}
+        )
+    return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)
+
+
+def open_table(directory: Path, shard: ShardInfo) -> NDArray[Any]:
+    """The document table of a shard, shape [documents], fields `start` and `tag`."""
+    table: NDArray[Any] = np.load(directory / shard.table, allow_pickle=False)
+    return table

@@ -1,0 +1,218 @@
+"""Byte-level byte-pair encoding: training, loading, and how many bytes of text each token stands for.
+
+The text is split into words first, and merges never cross a word. The split pattern is the one of Qwen3.5's published
+tokenizer, for three reasons: combining marks (`\\p{M}`) stay with their letters, without which every Indic word breaks
+at each vowel sign; every digit is a token of its own, which is what small models can do arithmetic with; and llama.cpp
+knows the pattern by name (`qwen35`), so that a GGUF export splits exactly as training did.
+
+There is no normaliser: the tokens of a text give back its bytes, so bits per byte can be counted exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deskside.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_TOKENS)
+GGUF_PRE_TOKENIZER = "qwen35"  # llama.cpp's name of SPLIT_PATTERN
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+    r"|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
+
+# The token between documents, by the names that published tokenizers give it, most specific first.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> Tokenizer:
+    """Trains on `texts`. A small corpus may hold fewer merges than asked for; the result's size says how many.
+
+    Raises:
+        UsageError: vocab_size leaves no room for the 256 bytes and the special tokens.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < MIN_VOCAB:
+        raise UsageError(
+            f"--vocab-size {vocab_size}: at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)."
+        )
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load(path: str | Path) -> Tokenizer:
+    """Loads a `tokenizer.json`, or the one in a directory (prepared data, or a Hugging Face model's).
+
+    Text that spells a special token is encoded as ordinary text, so that data cannot forge a document's end.
+
+    Raises:
+        UsageError: no such file, or not a tokenizers file.
+    """
+    from tokenizers import Tokenizer
+
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    if not file.is_file():
+        raise UsageError(f"{file}: no such tokenizer. Give a tokenizer.json or a directory that holds one.")
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # (tokenizers raises Exception itself, and nothing narrower)
+        if type(error) is not Exception:
+            raise
+        raise UsageError(f"{file}: not a tokenizers file ({str(error)[:100]}).") from error
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tuple[str, int]:
+    """The token that stands between documents, and its id. `directory` may hold a tokenizer_config.json that names it.
+
+    Raises:
+        UsageError: none of the known names is in the vocabulary.
+    """
+    names = list(_END_NAMES)
+    config = Path(directory) / "tokenizer_config.json" if directory is not None else None
+    if config is not None and config.is_file():
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str):
+            names.append(named)
+    for name in names:
+        token = tokenizer.token_to_id(name)
+        if token is not None:
+            return name, token
+    raise UsageError(
+        f"the tokenizer has no end-of-text token. Looked for {', '.join(names)}; add one, or train a new tokenizer."
+    )
+
+
+def save(tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, so that AutoTokenizer.from_pretrained(directory) works."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_config(directory, end_of_text(tokenizer)[0])
+
+
+def _write_config(directory: Path, end: str) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy(source: str | Path, directory: Path) -> None:
+    """Takes over an existing tokenizer with its tokenizer_config.json where it has one.
+
+    Raises:
+        UsageError: as `load` and `end_of_text`.
+    """
+    file = Path(source).expanduser()
+    folder = file if file.is_dir() else file.parent
+    tokenizer = load(file)
+    end, _ = end_of_text(tokenizer, folder)
+    token_bytes(tokenizer)
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / "tokenizer.json" if file.is_dir() else file, directory / "tokenizer.json")
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        shutil.copyfile(config, directory / "tokenizer_config.json")
+    else:
+        _write_config(directory, end)
+
+
+def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint16]:
+    """Bytes of text per token, shape [vocab]; 0 for special tokens.
+
+    In byte-level BPE each character of a token's written form stands for one byte, also where the token is only a part
+    of a UTF-8 character. Sums over the tokens of a text are therefore exact.
+
+    Raises:
+        UsageError: the tokenizer is not byte-level BPE.
+    """
+    spec = json.loads(tokenizer.to_str())
+    if not _mentions_byte_level(spec.get("pre_tokenizer")) or (spec.get("model") or {}).get("type") != "BPE":
+        raise UsageError(
+            "the tokenizer is not byte-level BPE, so its bytes per token are not known. Train a new one."
+        )
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    lengths = np.zeros(max(vocab.values()) + 1, dtype=np.uint16)
+    for token, index in vocab.items():
+        lengths[index] = len(token)
+    for added in spec.get("added_tokens", []):
+        lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode("utf-8"))
+    return lengths
+
+
+def _mentions_byte_level(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") == "ByteLevel" or any(
+        _mentions_byte_level(p) for p in part.get("pretokenizers", [])
+    )
+
+
+def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
+    """Token ids of a text, shape [tokens], without special tokens. Long texts go in parts (see `split_long`)."""
+    ids = [tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids for part in split_long(text)]
+    return np.concatenate([np.array(i, dtype=np.uint32) for i in ids])
+
+
+def split_long(text: str, limit: int = 1 << 16) -> list[str]:
+    """Cuts a text into parts of about `limit` characters where the tokens do not change by it.
+
+    The encoder's memory is a large multiple of the text, so a book cannot go through it in one part. After a newline
+    that is followed by something other than white space the split pattern always begins a new word, so a cut there is
+    exact. A text without such a place for 16 limits is cut anyway: the text stays the same, one token may differ.
+    """
+    parts, start = [], 0
+    while len(text) - start > 2 * limit:
+        at = start + limit
+        end = min(len(text), start + 16 * limit)
+        while True:
+            at = text.find("\n", at, end - 1) + 1
+            if at == 0:
+                at = end
+                break
+            if not text[at].isspace():
+                break
+        parts.append(text[start:at])
+        start = at
+    parts.append(text[start:])
+    return parts
