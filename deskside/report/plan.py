@@ -1,0 +1,144 @@
+"""The plan against what happened: what was expected at the start, after the last revision, and what came."""
+
+import itertools
+import statistics
+
+from deskside.report import words
+from deskside.report.document import Block, Details, Paragraph, Table
+from deskside.report.rundir import RunRecord, mapping, number, objects, text
+
+SHOWN_IN_TABLE = {
+    "step",
+    "steps",
+    "remaining",
+    "tokens",
+    "seconds",
+    "step_seconds",
+    "memory_gib",
+    "peak_memory_gib",
+}
+
+
+def plan_blocks(record: RunRecord) -> tuple[Block, ...]:
+    """The comparison, the journal of revisions, and how the batch and the attention backend were settled."""
+    plan = record.plan
+    if not plan:
+        return (Paragraph("There is no plan to compare with."),)
+    blocks: list[Block] = []
+    length, clock = text(plan.get("length")), plan.get("clock")
+    if length:
+        told = f"; the clock: {words.plain(clock)}" if clock else ""
+        blocks.append(Paragraph(f"Planned length: {length}{told}."))
+    blocks.append(_comparison(record))
+    revisions = objects(plan.get("revisions"))
+    if revisions:
+        blocks.append(Details(f"Every revision of the plan ({len(revisions)})", (_journal(revisions),)))
+    fit = mapping(plan.get("fit"))
+    if fit:
+        blocks += _fit(fit)
+    rest = {k: v for k, v in mapping(plan.get("initial")).items() if k not in SHOWN_IN_TABLE}
+    settled = [
+        *words.facts(mapping(plan.get("attention")), "measured", "attention: "),
+        *words.facts(rest, "modelled", "plan: "),
+    ]
+    if settled:
+        blocks.append(Table(("settled at the start", "value", "source"), tuple(settled)))
+    return tuple(blocks)
+
+
+def _comparison(record: RunRecord) -> Table:
+    initial = mapping(record.plan.get("initial"))
+    revisions = objects(record.plan.get("revisions"))
+    revised = revisions[-1] if len(revisions) > 1 else {}
+    first = revisions[0] if revisions else {}
+    times = [x for x in (_step_seconds(record)) if x > 0]
+
+    def happened(summary: str, metric: str) -> float | None:
+        value = number(record.summary.get(summary))
+        return value if value is not None else record.last(metric)
+
+    planned_steps = number(initial.get("steps"))
+    rows = (
+        (
+            "steps",
+            words.count(planned_steps if planned_steps is not None else _total(first)),
+            words.count(_total(revised)),
+            words.count(happened("steps", "step")),
+        ),
+        ("tokens", words.count(number(initial.get("tokens"))), "", words.count(happened("tokens", "tokens"))),
+        (
+            "time",
+            words.seconds(number(initial.get("seconds"))),
+            "",
+            words.seconds(happened("seconds", "seconds")),
+        ),
+        (
+            "time per step",
+            words.seconds(_known(initial, "step_seconds") or _known(first, "step_seconds")),
+            words.seconds(_known(revised, "step_seconds")),
+            words.seconds(statistics.median(times) if times else None),
+        ),
+        (
+            "peak memory",
+            _gib(_known(initial, "memory_gib", "peak_memory_gib")),
+            "",
+            _gib(happened("peak_memory_gib", "memory_gib")),
+        ),
+    )
+    revised_known = bool(revised)
+    head = ("", "planned (modelled)", "last revision (modelled)", "happened (measured)")
+    if revised_known:
+        return Table(head, rows)
+    return Table((head[0], head[1], head[3]), tuple((row[0], row[1], row[3]) for row in rows))
+
+
+def _step_seconds(record: RunRecord) -> list[float]:
+    """Seconds per step between neighbouring logged steps. A resume or an evaluation in between is an outlier."""
+    points = [(number(line.get("step")), number(line.get("seconds"))) for line in record.metrics]
+    known = [(step, second) for step, second in points if step is not None and second is not None]
+    return [(s1 - s0) / (n1 - n0) for (n0, s0), (n1, s1) in itertools.pairwise(known) if n1 > n0]
+
+
+def _journal(revisions: list[dict[str, object]]) -> Table:
+    rows = tuple(
+        (
+            words.count(number(revision.get("step"))),
+            words.seconds(number(revision.get("elapsed_seconds"))),
+            words.seconds(number(revision.get("step_seconds"))),
+            words.count(_total(revision)),
+            text(revision.get("reason")),
+        )
+        for revision in revisions
+    )
+    return Table(
+        ("at step", "elapsed (measured)", "time per step (measured)", "steps in all (modelled)", "reason"),
+        rows,
+    )
+
+
+def _fit(fit: dict[str, object]) -> list[Block]:
+    attempts = objects(fit.get("attempts"))
+    settled = {key: value for key, value in fit.items() if key != "attempts"}
+    said = words.plain({words.label(key): value for key, value in settled.items()})
+    blocks: list[Block] = (
+        [Paragraph(f"Micro-batch settled by a dry step (measured): {said}.")] if settled else []
+    )
+    if attempts:
+        keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
+        rows = tuple(tuple(words.plain(attempt.get(key)) for key in keys) for attempt in attempts)
+        table = Table(tuple(words.label(key) for key in keys), rows)
+        blocks.append(Details(f"Micro-batches that were tried ({len(attempts)}, measured)", (table,)))
+    return blocks
+
+
+def _total(revision: dict[str, object]) -> float | None:
+    step, remaining = number(revision.get("step")), _known(revision, "remaining", "remaining_steps")
+    return None if step is None or remaining is None else step + remaining
+
+
+def _known(values: dict[str, object], *keys: str) -> float | None:
+    return next((value for value in (number(values.get(key)) for key in keys) if value is not None), None)
+
+
+def _gib(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.2f} GiB"

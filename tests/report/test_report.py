@@ -1,0 +1,315 @@
+"""The report of made-up runs, from whole to badly damaged."""
+
+import base64
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deskside.errors import UsageError
+from deskside.report.commands import run, write_report
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def metric(step: int, **other: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "tokens": step * 16384,
+        "seconds": 0.42 * step,
+        "loss": 4.0 + 6.2 * math.exp(-step / 60) - 0.002 * step + 0.15 * math.sin(step**2),
+        "val_bpb": 5.0 * math.exp(-step / 50) + 2.2 - 0.0006 * step if step % 50 == 0 else None,
+        "lr": 0.02 * min(1.0, step / 40, (400 - step) / 80 + 0.01),
+        "grad_norm": 0.8,
+        "tokens_per_second": 39000 + 900 * math.sin(step**2),
+        "mfu": 0.412,
+        "memory_gib": 3.5 if step < 200 else 3.8,
+        "watts": 290.0,
+        "celsius": 71,
+        "throttled": 250 <= step <= 256,
+        **other,
+    }
+
+
+def revision(step: int, remaining: int, step_seconds: float, reason: str) -> dict[str, Any]:
+    elapsed = 4 + 0.42 * step
+    values = (step, step / 400, remaining, elapsed, step_seconds, reason)
+    return dict(
+        zip(
+            ("step", "progress", "remaining", "elapsed_seconds", "step_seconds", "reason"),
+            values,
+            strict=True,
+        )
+    )
+
+
+def make_run(folder: Path, steps: int = 400) -> Path:
+    files: dict[str, Any] = {
+        "run.json": {
+            "schema_version": 1,
+            "name": "demo",
+            "created": "2026-11-20 17:30:02 UTC",
+            "command": ["deskside", "train", "demo", "--hours", "0.05"],
+            "config": {
+                "seed": 7,
+                "model": {"hidden_size": 256, "num_hidden_layers": 12},
+                "optim": {"name": "adamw"},
+            },
+        },
+        "environment.json": {
+            "deskside": "0.1.0",
+            "torch": "2.13.0",
+            "cpu": "Some CPU @ 2.5 GHz",
+            "memory_gib": 125.8,
+            "gpu": {"name": "NVIDIA GeForce RTX 4090", "memory_gib": 24.0, "driver": "590.44"},
+            "matmul_peak": {"value": 158.3, "unit": "TFLOP/s", "provenance": "measured"},
+            "packages": {"triton": None, "numpy": "2.4.6"},
+        },
+        "plan.json": {
+            "length": "3m",
+            "clock": "wall: from the start of the process, compile included",
+            "initial": {"steps": 380, "tokens": 6225920, "seconds": 180, "step_seconds": 0.47, "memory_gib": 4.1},
+            "revisions": [revision(0, 380, 0.47, "dry step"), revision(40, 360, 0.42, "faster")],
+            "fit": {
+                "micro_tokens": 16384,
+                "accumulation": 1,
+                "attempts": [
+                    {"micro_rows": 16, "fits": False, "seconds": None},
+                    {"micro_rows": 8, "fits": True, "seconds": 0.44},
+                ],
+            },
+            "attention": {"backend": "sdpa_cudnn", "forward_backward_ms": 1.93},
+        },
+        "summary.json": {
+            "status": "finished",
+            "val_bpb": 1.962,
+            "val_loss": 4.1132,
+            "gzip_bpb": 3.331,
+            "unigram_bpb": 4.612,
+            "tokens": 6553600,
+            "steps": 400,
+            "seconds": 172.4,
+            "tokens_per_second": 38991,
+            "mfu": 0.412,
+            "peak_memory_gib": 3.81,
+            "parameters": 12_345_678,
+            "clock": "wall",
+            "samples": [
+                {"prompt": "To be, or not", "text": " to be: that is\nthe question"},
+                {"prompt": "<script>alert(1)</script>", "text": "``` & <b>bold</b> | *star* \ud800 \x07"},
+            ],
+        },
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value))
+    lines = [json.dumps(metric(step)) for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "events.log").write_text(
+        "2026-11-20 17:30:05 run begins\n"
+        "2026-11-20 17:31:07 step 120 is skipped: gradient norm 91.2 is above 8.1\n"
+        "2026-11-20 17:32:00 resumed from step 200\n"
+    )
+    return folder
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, the text, and the tags that were never closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def report(folder: Path) -> tuple[Page, str]:
+    path = write_report(folder)
+    page = Page(path.read_text("utf-8"))
+    assert not page.open
+    return page, (folder / "report.md").read_text("utf-8")
+
+
+def test_whole_run(tmp_path: Path) -> None:
+    page, markdown = report(make_run(tmp_path / "demo"))
+    plots = {path.name for path in (tmp_path / "demo" / "plots").iterdir()}
+    assert plots == {"loss.png", "val_bpb.png", "throughput.png", "memory.png", "learning_rate.png"}
+    for text in ("".join(page.words), markdown):
+        text = " ".join(text.split())
+        assert "Better than gzip by 41 %: 1.962 bits per byte on validation text" in text
+        assert "3.331 of gzip and 4.612 of unigram (all measured, lower is better)" in text
+        assert "158.3 TFLOP/s" in text
+        assert "1 skip, 0 rollback, 1 resume" in text
+        assert "optim.name" in text
+        assert "deskside chat" in text
+        assert "deskside train --resume" not in text
+    assert "| steps | 380 | 400 | 400 |" in markdown
+    assert "| time | 3 min 00 s |   | 2 min 52 s |" in markdown
+    assert "| model.hidden_size | 256 | 768 |" in markdown
+    assert "| seed | 7 | 1 |" in markdown
+
+
+def test_html_is_one_file_without_scripts_or_links(tmp_path: Path) -> None:
+    page, _ = report(make_run(tmp_path / "demo"))
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "a", "iframe", "b"}
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    sources = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]
+    assert len(sources) == 5
+    for source in sources:
+        kind, data = source.split(",", 1)
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data, validate=True).startswith(PNG)
+    html = (tmp_path / "demo" / "report.html").read_text("utf-8")
+    assert "http" not in re.sub(r"base64,[A-Za-z0-9+/=]+", "", html)
+    assert "<script>alert(1)</script>" in "".join(page.words)  # shown, as text
+
+
+def test_markdown_wraps_and_keeps_samples_apart(tmp_path: Path) -> None:
+    _, markdown = report(make_run(tmp_path / "demo"))
+    prose = [
+        line
+        for line in re.sub(r"(?ms)^(`{3,})text.*?^\1$", "", markdown).splitlines()
+        if not line.startswith("|")
+    ]
+    assert max(map(len, prose)) <= 80
+    assert "\n````text\n``` & <b>bold</b>" in markdown  # a fence longer than the one in the sample
+
+
+def test_second_report_replaces_the_first(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo")
+    report(folder)
+    (folder / "metrics.jsonl").write_text(json.dumps(metric(3, val_bpb=None)) + "\n")
+    page, _ = report(folder)
+    assert not (folder / "plots" / "val_bpb.png").exists()
+    assert "No plot of validation bits per byte" in "".join(page.words)
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_one_line_of_metrics_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metric(1)) + "\n")
+    page, markdown = report(tmp_path)
+    text = "".join(page.words)
+    assert "No verdict yet" in text
+    for name in ("run.json", "environment.json", "plan.json", "summary.json", "events.log"):
+        assert f"{name} is missing" in text
+        assert f"{name} is missing" in markdown
+    assert "deskside train --resume" in text
+
+
+def test_unfinished_run_uses_the_newest_validation(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo", steps=120)
+    (folder / "summary.json").unlink()
+    page, _ = report(folder)
+    bpb = metric(100)["val_bpb"]
+    assert f"{bpb:.3f} bits per byte" in "".join(page.words)
+    assert "The run has not come to its end." in "".join(page.words)
+
+
+def test_half_written_and_damaged_lines_are_told_apart(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo", steps=30)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('not json\n[1]\n{"step": 31, "tok')
+    (folder / "plan.json").write_text("{")
+    page, _ = report(folder)
+    text = "".join(page.words)
+    assert "last line of metrics.jsonl is half written" in text
+    assert "2 damaged lines of metrics.jsonl" in text
+    assert "plan.json is not valid JSON" in text
+
+
+def test_a_model_worse_than_gzip_is_said_to_be(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "val_bpb": 3.5}))
+    page, _ = report(folder)
+    assert "Not yet better than gzip: 3.500" in "".join(page.words)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+KNOWN = [
+    "step",
+    "tokens",
+    "seconds",
+    "loss",
+    "val_bpb",
+    "lr",
+    "memory_gib",
+    "throttled",
+    "status",
+    "gzip_bpb",
+    "samples",
+    "parameters",
+    "clock",
+    "config",
+    "model",
+    "optim",
+    "name",
+    "revisions",
+    "initial",
+    "fit",
+    "attempts",
+    "attention",
+    "remaining",
+    "prompt",
+    "text",
+    "value",
+    "unit",
+    "command",
+]
+FILE = st.dictionaries(st.sampled_from(KNOWN), JSON, max_size=6)
+
+
+@given(st.lists(FILE, min_size=4, max_size=4), st.lists(FILE, max_size=4), st.binary(max_size=40))
+@settings(max_examples=25, deadline=None)
+def test_no_content_makes_it_fail(
+    tmp_path_factory: pytest.TempPathFactory, files: list[Any], lines: list[Any], tail: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    for name, value in zip(("run", "environment", "plan", "summary"), files, strict=True):
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    rows = [json.dumps({"step": i, "tokens": 10 * i, **line}) for i, line in enumerate(lines)]
+    (folder / "metrics.jsonl").write_bytes("\n".join(rows).encode() + b"\n" + tail)
+    (folder / "events.log").write_bytes(tail)
+    report(folder)
+
+
+def test_paths_that_are_no_run(tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "none", "no such run"), (tmp_path, "not a run directory")):
+        with pytest.raises(UsageError, match=message):
+            write_report(path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="is a file"):
+        write_report(tmp_path / "file")
+
+
+def test_command_prints_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "demo", steps=30)
+    (folder / "plan.json").unlink()
+    assert run([str(folder), "--json"]) == 0
+    streams = capsys.readouterr()
+    told = json.loads(streams.out)
+    assert Path(told["report"]).is_file()
+    assert len(told["plots"]) == 4 + 1 - (0 if list(folder.glob("plots/val_bpb.png")) else 1)
+    assert "plan.json is missing" in streams.err
