@@ -19,7 +19,7 @@ from deskside.kernels.attention.sdpa import FLOAT
 
 def flex(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
     """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C); `context.prepared` is the block mask."""
-    function: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled()
+    function: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     o_BHTC = function(
         q_BTHC.transpose(1, 2),
         k_BTKC.transpose(1, 2),

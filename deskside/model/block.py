@@ -1,0 +1,133 @@
+"""One block: attention and MLP, each (residual, delta) -> (residual, delta).
+
+The stream between sublayers is a pair. `residual` is the sum so far, `delta` what the last sublayer wants added; the
+next sublayer's first operator adds them, so that add, norm (and later quantisation) can be one kernel. All blocks are
+called alike, and differ in nothing that torch.compile looks at except their window. Training wraps `attn`, `mlp` or the
+block in activation checkpointing, and compiles the block, from outside.
+"""
+
+from torch import Tensor, nn
+
+from deskside.config.model import ModelConfig
+from deskside.kernels.attention import AttentionContext, decode_attention
+from deskside.model.cache import KVCache
+from deskside.ops.attention import attention
+from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
+from deskside.ops.linear import Linear
+from deskside.ops.moe import Experts, MixtureOfExperts
+from deskside.ops.norm import Norm, RMSNorm, make_norm
+from deskside.ops.rope import rotate
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with its norm and projections. `window` is this layer's; None is full attention."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.window = config.layer_window(layer)
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        outputs = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
+        projections = make_projections(config.hidden_size, outputs, config.attention_bias, config.fused_qkv)
+        self.input = AddNormLinear(hidden_norm(config), projections, config.norm_position)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.output = Linear(q_size, [("o_proj", config.hidden_size)], config.attention_bias)
+
+    def forward(
+        self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """`context` is prepared for this layer's window; `rotation` is None without RoPE."""
+        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
+        return residual_BTD, self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
+
+    def forward_cached(
+        self,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor,
+        rotation: Rotation | None,
+        cache: KVCache,
+        layer: int,
+        positions_BT: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The same for tokens at `positions_BT`, whose keys and values are written into the cache first."""
+        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
+        cache_k, cache_v = cache.write(layer, positions_BT, k_BTKC, v_BTKC)
+        o_BTHC = decode_attention(q_BTHC, cache_k, cache_v, positions_BT, self.window)
+        return residual_BTD, self.output(o_BTHC.flatten(2))
+
+    def _project(
+        self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        residual_BTD, (q, k, v) = self.input(residual_BTD, delta_BTD)
+        q_BTHC = q.unflatten(-1, (self.heads, self.head_dim))
+        k_BTKC = k.unflatten(-1, (self.kv_heads, self.head_dim))
+        v_BTKC = v.unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
+        if rotation is not None:
+            q_BTHC, k_BTKC = rotate(q_BTHC, *rotation), rotate(k_BTKC, *rotation)
+        return residual_BTD, q_BTHC, k_BTKC, v_BTKC
+
+
+class MLP(nn.Module):
+    """The dense MLP, gated or not, with its norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        names = ("gate_proj", "up_proj") if config.gated_mlp else ("up_proj",)
+        outputs = [(name, config.intermediate_size) for name in names]
+        projections = make_projections(config.hidden_size, outputs, config.mlp_bias, config.fused_gate_up)
+        self.input = AddNormLinear(hidden_norm(config), projections, config.norm_position)
+        down = Linear(config.intermediate_size, [("down_proj", config.hidden_size)], config.mlp_bias)
+        self.output = GatedLinear(config.hidden_act, down)
+
+    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual, delta) -> (residual, delta)."""
+        residual_BTD, inputs = self.input(residual_BTD, delta_BTD)
+        return residual_BTD, self.output(*inputs)
+
+
+class MoE(nn.Module):
+    """The mixture of experts, with its norm. Hands out the router's statistics (2, E) as a third value."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input = AddNormLinear(hidden_norm(config), nn.ModuleList(), config.norm_position)
+        router = Linear(config.hidden_size, [("router", config.num_experts)])
+        experts = Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.hidden_act,
+            config.gated_mlp,
+        )
+        self.mixture = MixtureOfExperts(router, experts, config.num_experts_per_tok, config.norm_topk_prob)
+
+    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(residual, delta) -> (residual, delta, router statistics)."""
+        residual_BTD, normed_BTD = self.input.add_norm(residual_BTD, delta_BTD)
+        return residual_BTD, *self.mixture(normed_BTD)
+
+
+class Block(nn.Module):
+    """Attention, then the MLP or the mixture of experts."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MoE(config) if config.num_experts else MLP(config)
+
+    def forward(
+        self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
+    ) -> tuple[Tensor, ...]:
+        """(residual, delta), and the router's statistics (2, E) in a model with experts."""
+        return self.mlp(*self.attn(residual_BTD, delta_BTD, rotation, context))
+
+
+def hidden_norm(config: ModelConfig) -> Norm:
+    """The configuration's norm over the residual stream."""
+    return make_norm(config.norm, config.hidden_size, config.norm_eps, config.norm_bias)

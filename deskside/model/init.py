@@ -1,0 +1,90 @@
+"""Initial weights. One function sets everything, and says why for each group.
+
+Each logical tensor draws from a generator of its own, seeded by (seed, name), on the CPU. So the same seed gives the
+same model whether projections are fused or not, on any device, and whatever is added to the architecture elsewhere.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import LogicalTensor, logical_tensors
+
+OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """What may be varied; the defaults are the ones to use.
+
+    embedding_std: None takes the configuration's initializer_range. head_std: of an untied head.
+    matrix_gain: times 1 / sqrt(fan-in). output: how projections that write to the residual stream begin.
+    """
+
+    embedding_std: float | None = None
+    head_std: float = 0.001
+    matrix_gain: float = 1.0
+    output: Literal["zero", "fan_in", "depth"] = "zero"
+
+
+@torch.no_grad()
+def initialize(model: Transformer, seed: int, options: InitOptions | None = None) -> None:
+    """Set every parameter of `model`, in place.
+
+    - Norm weights one, biases zero: the norms begin as plain normalisation.
+    - Token and position embeddings: normal, initializer_range. A norm follows before anything reads them, so the scale
+      decides only how large the first updates of the stream are beside it. It also has to suit the head where the two
+      are tied: logits then begin near initializer_range * sqrt(hidden_size).
+    - Matrices that read the stream (q, k, v, gate, up): uniform with standard deviation 1 / sqrt(fan-in), which keeps
+      unit-scale inputs at unit scale whatever the width (LeCun et al. 1998; the width rule of muP, Yang et al. 2022,
+      arXiv 2203.03466). Uniform, because no entry begins as an outlier.
+    - Matrices that write to the stream (o, down): zero. Each sublayer then begins as the identity, and the depth of the
+      model does not change the size of the first steps (Zhang et al. 2019, arXiv 1901.09321). "depth" is GPT-2's
+      1 / sqrt(2 * layers) instead.
+    - The router: normal, initializer_range, so that all experts begin nearly equally likely.
+    - An untied head: normal, head_std, so that the first prediction is nearly uniform and the first loss is
+      log(vocab_size). Not zero, or nothing below the head would get a gradient in the first step.
+    """
+    options = options or InitOptions()
+    model.reset_buffers()
+    for tensor in logical_tensors(model):
+        tensor.view.copy_(_values(tensor, model, seed, options))
+
+
+def _values(tensor: LogicalTensor, model: Transformer, seed: int, options: InitOptions) -> torch.Tensor:
+    shape, fan_in = tensor.view.shape, tensor.view.shape[-1]
+    generator = torch.Generator().manual_seed(_seed_of(seed, tensor.name))
+    embedding_std = model.config.initializer_range if options.embedding_std is None else options.embedding_std
+
+    def normal(std: float) -> torch.Tensor:
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    def uniform(std: float) -> torch.Tensor:
+        bound = 3**0.5 * std
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    if tensor.kind == "norm":
+        return torch.ones(shape)
+    if tensor.kind == "bias":
+        return torch.zeros(shape)
+    if tensor.kind in ("embedding", "position"):
+        return normal(embedding_std)
+    if tensor.kind == "head":
+        return normal(options.head_std)
+    if tensor.name.endswith("router.weight"):
+        return normal(model.config.initializer_range)
+    std = options.matrix_gain * fan_in**-0.5
+    if tensor.name.endswith(OUTPUT_PROJECTIONS):
+        if options.output == "zero":
+            return torch.zeros(shape)
+        if options.output == "depth":
+            std /= (2 * model.config.num_hidden_layers) ** 0.5
+    return uniform(std)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63

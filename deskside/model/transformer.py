@@ -1,0 +1,285 @@
+"""The decoder-only transformer that a ModelConfig describes, and nothing else: no precision, no distribution, no
+training. Precision recipes change its modules, training wraps its blocks; both from outside.
+
+The head is never applied to a whole batch in training: `loss` goes from hidden states to the loss in chunks.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deskside.config.model import ModelConfig
+from deskside.errors import UsageError
+from deskside.kernels.attention import AttentionContext, Requirements, prepare
+from deskside.kernels.cross_entropy import CHUNK_TOKENS, linear_cross_entropy, token_losses
+from deskside.model.block import Block, Rotation, hidden_norm
+from deskside.model.cache import KVCache
+from deskside.ops.composite import AddNormLinear
+from deskside.ops.linear import Embedding, Linear
+from deskside.ops.logical import logical_tensors
+from deskside.ops.moe import load_balancing_loss
+from deskside.ops.rope import rope_table
+
+GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
+
+
+class Transformer(nn.Module):
+    """Parameters are allocated but not set: call `deskside.model.init.initialize` or load weights.
+
+    Raises UsageError for options that have no effect together (bias in a mixture of experts).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        if config.num_experts and config.mlp_bias:
+            raise UsageError("mlp_bias: the experts of a mixture have no bias; set mlp_bias to false")
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.position: Embedding | None = None
+        if config.position_embedding == "learned":
+            self.position = Embedding(config.max_position_embeddings, config.hidden_size, role="position")
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.final = AddNormLinear(hidden_norm(config), nn.ModuleList(), config.norm_position)
+        self.head: Linear | None = None
+        if not config.tie_word_embeddings:
+            self.head = Linear(config.hidden_size, [("lm_head", config.vocab_size)], role="head")
+        self.rope_cos: Tensor | None
+        self.rope_sin: Tensor | None
+        self.register_buffer("rope_cos", None, persistent=False)
+        self.register_buffer("rope_sin", None, persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Compute the rotary tables, in float32 on the weights' device."""
+        if self.config.position_embedding == "rope":
+            self.rope_cos, self.rope_sin = rope_table(
+                self.config.max_position_embeddings,
+                self.config.head_dim,
+                self.config.rope_theta,
+                self.embed.weight.device,
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
+        """Whatever moves or casts the weights (`to`, `to_empty`, `bfloat16`): the tables stay float32 and right."""
+        super()._apply(fn, recurse)
+        self.reset_buffers()
+        return self
+
+    # Forward
+
+    def forward(
+        self, tokens_BT: Tensor, context: AttentionContext | None = None, positions_BT: Tensor | None = None
+    ) -> Tensor:
+        """(B, T) int64 -> logits (B, T, V)."""
+        return self.logits(self.hidden(tokens_BT, context, positions_BT))
+
+    def hidden(
+        self, tokens_BT: Tensor, context: AttentionContext | None = None, positions_BT: Tensor | None = None
+    ) -> Tensor:
+        """(B, T) -> hidden states after the final norm (B, T, D). See `hidden_and_router`."""
+        return self.hidden_and_router(tokens_BT, context, positions_BT)[0]
+
+    def hidden_and_router(
+        self, tokens_BT: Tensor, context: AttentionContext | None = None, positions_BT: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states (B, T, D), and each MoE layer's router statistics (2, E).
+
+        `context`: None is causal attention by the reference backend. `positions_BT`: int64, None counts 0..T-1 in each
+        row; with learned positions and packed documents pass `document_positions(...)`.
+        Raises UsageError for a sequence longer than the positions, or a backend that cannot do what is asked.
+        """
+        B, T = tokens_BT.shape
+        self._check_length(T)
+        residual_BTD, delta_BTD = self._embed(tokens_BT, positions_BT)
+        rotation = self._rotation(T, positions_BT)
+        contexts = self._contexts(context or AttentionContext(), B, T, residual_BTD)
+        statistics: list[Tensor] = []
+        for layer in self.layers:
+            assert isinstance(layer, Block)
+            residual_BTD, delta_BTD, *router = layer(
+                residual_BTD, delta_BTD, rotation, contexts[layer.attn.window]
+            )
+            statistics.extend(router)
+        return self.final.add_norm(residual_BTD, delta_BTD)[1], statistics
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Hidden states after the final norm -> logits, capped where the configuration says so."""
+        if self.head is None:
+            logits_BTV = F.linear(hidden_BTD, self.embed.weight.to(hidden_BTD.dtype))
+        else:
+            logits_BTV = self.head(hidden_BTD)
+        cap = self.config.final_logit_softcapping
+        return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
+
+    def loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, context: AttentionContext | None = None, **options: Any
+    ) -> Tensor:
+        """Summed cross-entropy over targets that are not -100, float32. Options as in `loss_and_balance`."""
+        return self.loss_and_balance(tokens_BT, targets_BT, context, **options)[0]
+
+    def loss_and_balance(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        context: AttentionContext | None = None,
+        positions_BT: Tensor | None = None,
+        z_loss: float = 0.0,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Summed cross-entropy, and the load-balancing loss of a model with experts (a mean, not weighted yet by
+        `router_aux_loss_coef`; over all tokens of the batch as transformers does without a mask)."""
+        hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
+        loss = linear_cross_entropy(
+            hidden_BTD.flatten(0, 1),
+            self.head_weight,
+            targets_BT.flatten(),
+            softcap=self.config.final_logit_softcapping,
+            z_loss=z_loss,
+            chunk_tokens=chunk_tokens,
+        )
+        balance = load_balancing_loss(torch.stack(statistics), tokens_BT.numel()) if statistics else None
+        return loss, balance
+
+    @torch.no_grad()
+    def token_losses(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        context: AttentionContext | None = None,
+        positions_BT: Tensor | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> Tensor:
+        """(B, T) float32: cross-entropy of each token, 0 where the target is -100. For evaluation."""
+        hidden_BTD = self.hidden(tokens_BT, context, positions_BT)
+        losses_N = token_losses(
+            hidden_BTD.flatten(0, 1),
+            self.head_weight,
+            targets_BT.flatten(),
+            softcap=self.config.final_logit_softcapping,
+            chunk_tokens=chunk_tokens,
+        )
+        return losses_N.view(targets_BT.shape)
+
+    # Generation
+
+    def new_cache(self, batch: int, max_length: int) -> KVCache:
+        """An empty cache for `batch` rows, in the dtype and on the device of the activations."""
+        return KVCache(self.config, batch, max_length, self.activation_dtype, self.embed.weight.device)
+
+    @torch.no_grad()
+    def forward_cached(
+        self,
+        tokens_BT: Tensor,
+        cache: KVCache,
+        counts_B: Tensor | None = None,
+        logits_of: Literal["all", "last"] = "all",
+    ) -> Tensor:
+        """Append tokens to the cache at each row's length; logits (B, T, V), or (B, 1, V) of each row's last token.
+
+        `counts_B`: how many of a row's T tokens are real where prompts are padded on the right (None: all). Logits of
+        padding mean nothing. Raises UsageError when the cache or the positions are too short.
+        """
+        T = tokens_BT.shape[1]
+        self._check_length(cache.bound + T)
+        positions_BT = cache.reserve(T)
+        residual_BTD, delta_BTD = self._embed(tokens_BT, positions_BT)
+        rotation = self._rotation(T, positions_BT)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Block)
+            pair = layer.attn.forward_cached(residual_BTD, delta_BTD, rotation, cache, number, positions_BT)
+            residual_BTD, delta_BTD, *_ = layer.mlp(*pair)
+        hidden_BTD = self.final.add_norm(residual_BTD, delta_BTD)[1]
+        cache.lengths_B += T if counts_B is None else counts_B
+        if logits_of == "last":
+            rows = torch.arange(tokens_BT.shape[0], device=tokens_BT.device)
+            last_B = torch.full_like(rows, T - 1) if counts_B is None else counts_B - 1
+            hidden_BTD = hidden_BTD[rows, last_B][:, None]
+        return self.logits(hidden_BTD)
+
+    # Accounting
+
+    def num_params(self) -> dict[str, int]:
+        """Parameters by group; the weight that tied head and embedding share counts once, as embedding."""
+        counts = dict.fromkeys(GROUPS, 0)
+        for tensor in logical_tensors(self):
+            counts[_group(tensor.name)] += tensor.view.numel()
+        return counts
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, D): the head's weight, the embedding's where they are tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """The dtype that the embedding gives to the stream of activations."""
+        return self.embed.output_dtype or self.embed.weight.dtype
+
+    # Parts of the forward
+
+    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The stream's first (residual, delta).
+
+        Both are half of the embedding. Halves are exact in floating point, and so all blocks receive two tensors that
+        need gradients: a delta of None or zeros would make torch.compile build the first block a second time.
+        """
+        x_BTD = self.embed(tokens_BT)
+        if self.position is not None:
+            if positions_BT is None:
+                positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+            x_BTD = x_BTD + self.position(positions_BT)
+        return x_BTD * 0.5, x_BTD * 0.5
+
+    def _rotation(self, tokens: int, positions_BT: Tensor | None) -> Rotation | None:
+        if self.rope_cos is None or self.rope_sin is None:
+            return None
+        rows = slice(0, tokens) if positions_BT is None else positions_BT
+        cos, sin = self.rope_cos[rows], self.rope_sin[rows]
+        if positions_BT is None:
+            cos, sin = cos[None], sin[None]
+        return cos[:, :, None], sin[:, :, None]
+
+    def _contexts(
+        self, context: AttentionContext, batch: int, tokens: int, x: Tensor
+    ) -> dict[int | None, AttentionContext]:
+        """One prepared context for each distinct window of the layers."""
+        config = self.config
+        contexts: dict[int | None, AttentionContext] = {}
+        for layer in self.layers:
+            assert isinstance(layer, Block)
+            window = layer.attn.window
+            if window not in contexts:
+                need = Requirements(
+                    batch,
+                    tokens,
+                    config.num_attention_heads,
+                    config.num_key_value_heads,
+                    config.head_dim,
+                    x.dtype,
+                    x.device,
+                    window,
+                    context.cu_seqlens is not None,
+                    context.causal,
+                )
+                contexts[window] = prepare(context.for_window(window), need)
+        return contexts
+
+    def _check_length(self, tokens: int) -> None:
+        longest = self.config.max_position_embeddings
+        if tokens > longest:
+            raise UsageError(
+                f"max_position_embeddings: {tokens} tokens do not fit {longest} positions; use shorter sequences"
+            )
+
+
+def _group(name: str) -> str:
+    """The accounting group of a logical tensor."""
+    if "norm" in name:
+        return "norm"
+    first = name.split(".")[0]
+    if first == "layers":
+        return "attention" if ".attn." in name else "mlp"
+    return {"embed": "embedding", "position": "position", "lm_head": "head"}[first]
