@@ -1,0 +1,1 @@
+"""Generation: sampling, the key-value cached loop, and text from tokens."""
