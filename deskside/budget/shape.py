@@ -1,0 +1,131 @@
+"""From the shape of a model to its parameters, FLOPs and KV cache.
+
+FLOPs per token follow one convention everywhere in this project: a forward and backward pass, two FLOPs per
+multiply-add, the backward twice the forward; the products with weights that a token really meets (of a mixture of
+experts the chosen ones; the head, but not the embedding look-up), and attention only over what the causal mask and
+the window let it see. Norms, activations and recomputation do not count.
+
+    6 x matmul parameters + sum over layers of 12 x heads x head_dim x T_avg
+    T_avg: half of the sequence T; with a window w < T: w - w^2 / (2 T)
+
+The 12 is two products (scores, values), two FLOPs, three passes. Some others count the full square (T instead of
+T / 2), which raises the utilisation they print.
+"""
+
+from typing import Protocol
+
+
+class Shape(Protocol):
+    """What is read of a model's configuration; `config.model.ModelConfig` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def position_embedding(self) -> str: ...
+    @property
+    def gated_mlp(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def norm(self) -> str: ...
+    @property
+    def norm_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    def layer_window(self, layer: int) -> int | None: ...
+
+
+def parameter_groups(shape: Shape) -> dict[str, int]:
+    """Parameters by group. A tied head counts once, as embedding; router and experts are mlp; biases go with their
+    projection, QK-norm with the norms."""
+    D, layers = shape.hidden_size, shape.num_hidden_layers
+    per_norm = D * (2 if shape.norm == "layernorm" and shape.norm_bias else 1)
+    return {
+        "embedding": shape.vocab_size * D,
+        "position": shape.max_position_embeddings * D if shape.position_embedding == "learned" else 0,
+        "attention": layers * (_attention_matrix(shape) + _attention_bias(shape)),
+        "mlp": layers * (_mlp_matrix(shape, shape.num_experts) + _mlp_bias(shape)),
+        "norm": (2 * layers + 1) * per_norm + (layers * 2 * shape.head_dim if shape.qk_norm else 0),
+        "head": 0 if shape.tie_word_embeddings else shape.vocab_size * D,
+    }
+
+
+def num_params(shape: Shape) -> int:
+    """All parameters."""
+    return sum(parameter_groups(shape).values())
+
+
+def active_params(shape: Shape) -> int:
+    """Parameters that one token uses: of a mixture of experts the chosen experts only, else all."""
+    idle = _mlp_matrix(shape, shape.num_experts) - _mlp_matrix(shape, shape.num_experts_per_tok)
+    return num_params(shape) - (shape.num_hidden_layers * idle if shape.num_experts else 0)
+
+
+def matmul_params(shape: Shape) -> int:
+    """Weights that a token is multiplied with: block matrices (chosen experts, router) and the head, tied or not."""
+    block = _attention_matrix(shape) + _mlp_matrix(shape, shape.num_experts_per_tok)
+    return shape.num_hidden_layers * block + shape.vocab_size * shape.hidden_size
+
+
+def attention_span(sequence_length: int, window: int | None) -> float:
+    """Tokens that a token attends to, averaged over a causal sequence (continuous limit: T / 2, not (T + 1) / 2)."""
+    if window is None or window >= sequence_length:
+        return sequence_length / 2
+    return window - window**2 / (2 * sequence_length)
+
+
+def flops_per_token(shape: Shape, sequence_length: int) -> float:
+    """FLOPs of forward and backward per token in rows of `sequence_length`; the convention is in the module's text."""
+    span = sum(attention_span(sequence_length, shape.layer_window(i)) for i in range(shape.num_hidden_layers))
+    return 6 * matmul_params(shape) + 12 * shape.num_attention_heads * shape.head_dim * span
+
+
+def kv_bytes_per_token(shape: Shape, bytes_per_element: float) -> float:
+    """Bytes of keys and values that one token keeps in the cache, over all layers (windows do not shrink it)."""
+    per_layer = 2 * shape.num_key_value_heads * shape.head_dim
+    return shape.num_hidden_layers * per_layer * bytes_per_element
+
+
+def _attention_matrix(shape: Shape) -> int:
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    return shape.hidden_size * (2 * q + 2 * kv)
+
+
+def _attention_bias(shape: Shape) -> int:
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    return q + 2 * kv + shape.hidden_size if shape.attention_bias else 0
+
+
+def _mlp_matrix(shape: Shape, experts: int) -> int:
+    matrices = 3 if shape.gated_mlp else 2
+    if shape.num_experts:
+        return shape.hidden_size * (shape.num_experts + experts * matrices * shape.moe_intermediate_size)
+    return matrices * shape.hidden_size * shape.intermediate_size
+
+
+def _mlp_bias(shape: Shape) -> int:
+    return (shape.gated_mlp + 1) * shape.intermediate_size + shape.hidden_size if shape.mlp_bias else 0

@@ -1,0 +1,208 @@
+"""One optimiser for a whole model: Muon for matrices and AdamW for the rest, or AdamW for everything.
+
+The training step needs four things beyond an update: the learning rate from the schedule, the gradient norm, a way to
+skip a bad step, and a state that goes into a checkpoint by name. None of them waits for the device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from deskside.budget.scaling import Scaling
+from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.errors import RunError, UsageError
+from deskside.optim.adamw import STATE, AdamW, AdamWGroup
+from deskside.optim.groups import ParameterInfo, Role, classify
+from deskside.optim.muon import Muon
+from deskside.optim.sharded import gradient_of, local, sum_of_squares, sum_over_shards
+
+FUSED_DEVICES = ("cuda", "cpu", "xpu", "mps")
+
+
+class Optimizer:
+    """Muon and AdamW behind one interface. `set_progress` must be called before the first `step`."""
+
+    def __init__(
+        self,
+        parameters: list[ParameterInfo],
+        adamw: AdamW,
+        muon: Muon | None = None,
+        muon_peak_lr: float = 0.0,
+        muon_peak_decay: float = 0.0,
+    ):
+        self.parameters = parameters
+        self.adamw = adamw
+        self.muon = muon
+        self._muon_peak_lr = muon_peak_lr
+        self._muon_peak_decay = muon_peak_decay
+        self._ready = False
+
+    def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
+        """Sets what the next step uses: learning rates (peak x factor), Muon's momentum and weight decay.
+
+        lr_factor: from `optim.schedule`, in [0, 1]; progress: share of the run done; step: steps done, from 0.
+        """
+        for group in self.adamw.groups:
+            group.lr = group.peak_lr * lr_factor
+        if self.muon is not None:
+            config = self.muon.config
+            self.muon.lr = self._muon_peak_lr * lr_factor
+            remaining = (
+                1 - min(max(progress, 0.0), 1.0) if config.weight_decay_schedule == "linear to zero" else 1.0
+            )
+            self.muon.weight_decay = self._muon_peak_decay * remaining
+            risen = min(step / config.momentum_warmup_steps, 1.0) if config.momentum_warmup_steps else 1.0
+            self.muon.momentum = config.momentum_start + (config.momentum - config.momentum_start) * risen
+        self._ready = True
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """One update from the gradients, which it may overwrite.
+
+        skip: None, or a float32 scalar on the parameters' device; where it is 1, no weight and no state changes, and
+        the host does not wait to learn it. Raises RunError for a parameter without a gradient.
+        """
+        if not self._ready:
+            raise RuntimeError("set_progress must be called before step: learning rates are still zero")
+        with torch.no_grad():
+            if self.muon is not None:
+                self.muon.step(skip)
+            self.adamw.step(skip)
+
+    def zero_grad(self) -> None:
+        """Frees all gradients."""
+        for info in self.parameters:
+            info.parameter.grad = None
+
+    @torch.no_grad()
+    def clip_and_norm(self, max_norm: float = 0.0) -> Tensor:
+        """The norm of all gradients together, before clipping, as a float32 scalar on the device.
+
+        With max_norm above 0, gradients are scaled down in place so that their norm is at most that. A norm that is
+        not finite makes the clipped gradients not finite too; pass `skip` to `step` for such a batch.
+        """
+        gradients = [gradient_of(info) for info in self.parameters]
+        squares = []
+        plain = [g for g in gradients if not isinstance(g, DTensor)]
+        if plain:
+            squares.append(sum_of_squares(plain))
+        layouts: dict[Any, list[DTensor]] = {}
+        for g in gradients:
+            if isinstance(g, DTensor):
+                layouts.setdefault((g.device_mesh, g.placements), []).append(g)
+        for sharded in layouts.values():
+            squares.append(sum_over_shards(sum_of_squares([g.to_local() for g in sharded]), sharded[0]))
+        norm = torch.stack(squares).sum().sqrt()
+        if max_norm > 0:
+            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local(g) for g in gradients], coefficient)
+        return norm
+
+    def lr_groups(self) -> dict[str, float]:
+        """The learning rate of each group that the next step uses, the main one first."""
+        found = {"matrix": self.muon.lr} if self.muon is not None else {}
+        return found | {group.name: group.lr for group in self.adamw.groups}
+
+    def state_dict_flat(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state as tensors under `kind/parameter name`, such as `exp_avg/layers.0.attn.qkv.weight`, and JSON data.
+
+        Tensors of sharded parameters are DTensors. Most tensors are the state itself, not copies. Before the first
+        step there is none, unless `create_state` was called (torch.distributed.checkpoint loads into what it finds).
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, state in self.adamw.state.items():
+            tensors.update({f"{key}/{name}": state[key] for key in STATE})
+        if self.muon is not None:
+            tensors.update({f"momentum/{name}": t for name, t in self.muon.momentum_of.items()})
+            tensors.update({f"row_sizes/{name}": t for name, t in self.muon.row_sizes_of().items()})
+        return tensors, {
+            "optimizer": self._name(),
+            "roles": {info.name: info.role for info in self.parameters},
+        }
+
+    def load_state_dict_flat(self, tensors: dict[str, Tensor], data: dict[str, Any]) -> None:
+        """Restores what `state_dict_flat` gave, exactly. Raises RunError if it is another optimiser's or model's."""
+        if data.get("optimizer") != self._name():
+            raise RunError(
+                f"the checkpoint holds the state of '{data.get('optimizer')}', this run uses '{self._name()}'"
+            )
+        if not tensors:
+            return
+        self.create_state()
+        own, _ = self.state_dict_flat()
+        for problem, names in (
+            ("lacks", own.keys() - tensors.keys()),
+            ("has unknown", tensors.keys() - own.keys()),
+        ):
+            if names:
+                raise RunError(
+                    f"the optimiser state {problem} '{min(names)}' ({len(names)} in all): another model's?"
+                )
+        with torch.no_grad():
+            for key, held in own.items():
+                given = tensors[key]
+                if given.shape != held.shape or given.dtype != held.dtype:
+                    raise RunError(
+                        f"optimiser state '{key}' is {given.dtype} {tuple(given.shape)}, "
+                        f"this model needs {held.dtype} {tuple(held.shape)}"
+                    )
+                kind, _, name = key.partition("/")
+                if kind == "row_sizes" and self.muon is not None:
+                    self.muon.set_row_sizes(name, given)
+                else:
+                    held.copy_(given)
+
+    def create_state(self) -> None:
+        """Creates the state that the first step would create."""
+        self.adamw.create_state()
+        if self.muon is not None:
+            self.muon.create_state()
+
+    def _name(self) -> str:
+        return "adamw" if self.muon is None else "muon"
+
+
+def build(
+    model: nn.Module, config: AdamWConfig | MuonConfig, scaling: Scaling, compiled: bool | None = None
+) -> Optimizer:
+    """The optimiser for a model's trainable parameters, with `scaling` applied where `config.scale` says so.
+
+    AdamW decays matrices, head, embeddings and positions, never vectors (norms, biases, scalars). Under Muon only the
+    matrices are decayed. compiled: see `Muon`. Raises UsageError for a parameter of unknown role or unusable device.
+    """
+    parameters = classify(model)
+    for info in parameters:
+        device = local(info.parameter).device.type
+        if device not in FUSED_DEVICES:
+            raise UsageError(
+                f"parameter '{info.name}' is on '{device}'; move the model to a CPU or GPU first"
+            )
+    s = scaling if config.scale else Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
+
+    def of(*roles: Role) -> list[ParameterInfo]:
+        return [info for info in parameters if info.role in roles]
+
+    if isinstance(config, AdamWConfig):
+        lr, decay = config.lr * s.embedding_lr, config.weight_decay * s.weight_decay
+        groups = [
+            AdamWGroup("weights", of("matrix", "head", "embedding", "position"), lr, decay),
+            AdamWGroup("vectors", of("vector"), lr, 0.0),
+        ]
+        return Optimizer(parameters, AdamW(_filled(groups), config.betas, config.eps))
+    groups = [
+        AdamWGroup("embedding", of("embedding", "position"), config.embedding_lr * s.embedding_lr, 0.0),
+        AdamWGroup("head", of("head"), config.head_lr * s.embedding_lr, 0.0),
+        AdamWGroup("scalar", of("vector"), config.scalar_lr * s.lr, 0.0),
+    ]
+    return Optimizer(
+        parameters,
+        AdamW(_filled(groups), config.betas, config.eps),
+        Muon(of("matrix"), config, compiled),
+        config.lr * s.lr,
+        config.weight_decay * s.weight_decay,
+    )
+
+
+def _filled(groups: list[AdamWGroup]) -> list[AdamWGroup]:
+    return [group for group in groups if group.parameters]

@@ -1,0 +1,224 @@
+"""The whole optimiser: against torch.optim.AdamW, groups and scaling, skipping, clipping, exact state."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deskside.budget.scaling import Scaling
+from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.errors import RunError, UsageError
+from deskside.optim.build import Optimizer, build
+from tests.optim.models import NO_SCALING, backward, make, weights
+
+CONFIGS = [
+    AdamWConfig(),
+    MuonConfig(),
+    MuonConfig(normalize="none", nesterov=False, cautious_weight_decay=False),
+]
+IDS = ["adamw", "muon", "plain muon"]
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range, skip: bool = False) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.set_progress(1 - step / 20, step / 20, step)
+        optimizer.clip_and_norm(0.5)
+        optimizer.step(torch.tensor(0.0) if skip else None)
+        optimizer.zero_grad()
+
+
+def test_adamw_equals_torch_in_float64() -> None:
+    config = AdamWConfig(lr=0.01, weight_decay=0.3, betas=(0.7, 0.9))
+    model, oracle_model = make(dtype=torch.float64), make(dtype=torch.float64)
+    optimizer = build(model, config, NO_SCALING)
+    matrices = [p for p in oracle_model.parameters() if p.ndim >= 2]
+    vectors = [p for p in oracle_model.parameters() if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": 0.3},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    oracle = torch.optim.AdamW(groups, lr=0.01, betas=(0.7, 0.9), eps=1e-8, fused=False, foreach=False)
+    for step in range(6):
+        backward(model, step)
+        backward(oracle_model, step)
+        optimizer.set_progress(1.0, 0.0, step)
+        optimizer.step()
+        oracle.step()
+        optimizer.zero_grad()
+        oracle.zero_grad()
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, weights(oracle_model)[name], atol=1e-12, rtol=1e-12)
+
+
+def test_groups_scaling_and_schedules() -> None:
+    scaling = Scaling(lr=0.5, embedding_lr=0.25, weight_decay=2.0)
+    config = MuonConfig(lr=0.02, embedding_lr=0.4, head_lr=0.008, scalar_lr=0.01, weight_decay=0.1)
+    optimizer = build(make(), config, scaling)
+    optimizer.set_progress(0.5, 0.75, 150)
+    rates = {"matrix": 0.005, "embedding": 0.05, "head": 0.001, "scalar": 0.0025}
+    assert optimizer.lr_groups() == pytest.approx(rates)
+    assert next(iter(optimizer.lr_groups())) == "matrix"
+    assert optimizer.muon is not None
+    assert optimizer.muon.weight_decay == pytest.approx(0.1 * 2 * 0.25)
+    assert optimizer.muon.momentum == pytest.approx(0.9)
+    unscaled = build(make(), config.model_copy(update={"scale": False}), scaling)
+    unscaled.set_progress(1.0, 0.0, 10_000)
+    assert unscaled.lr_groups()["matrix"] == 0.02
+    assert unscaled.muon is not None
+    assert (unscaled.muon.momentum, unscaled.muon.weight_decay) == (0.95, 0.1)
+    adamw = build(make(), AdamWConfig(lr=0.01, weight_decay=0.1), scaling)
+    adamw.set_progress(1.0, 0.0, 0)
+    assert adamw.lr_groups() == pytest.approx({"weights": 0.0025, "vectors": 0.0025})
+    assert [g.weight_decay for g in adamw.adamw.groups] == [0.2, 0.0]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_every_weight_learns(config: AdamWConfig | MuonConfig) -> None:
+    model = make(moe=True)
+    before = weights(model)
+    optimizer = build(model, config, NO_SCALING)
+    train(model, optimizer, range(1))
+    for name, value in weights(model).items():
+        assert not torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_a_skipped_step_changes_nothing(config: AdamWConfig | MuonConfig) -> None:
+    """Gradients of NaN and infinity, in a step that is skipped: bits stay, and so does all that comes after."""
+    model, untouched = make(moe=True), make(moe=True)
+    optimizer, other = build(model, config, NO_SCALING), build(untouched, config, NO_SCALING)
+    train(model, optimizer, range(3), skip=True)
+    train(untouched, other, range(3), skip=True)
+    before, state = weights(model), {k: v.clone() for k, v in optimizer.state_dict_flat()[0].items()}
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, (math.nan, math.inf)[number % 2])
+    optimizer.set_progress(1.0, 0.2, 3)
+    optimizer.step(torch.tensor(1.0))
+    optimizer.zero_grad()
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name]), name
+    for name, value in optimizer.state_dict_flat()[0].items():
+        assert torch.equal(value, state[name]), name
+    train(model, optimizer, range(3, 6), skip=True)
+    train(untouched, other, range(3, 6), skip=True)
+    for name, value in weights(model).items():
+        assert torch.equal(value, weights(untouched)[name]), name
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_skip_of_zero_is_no_skip(config: AdamWConfig | MuonConfig) -> None:
+    results = []
+    for skip in (False, True):
+        model = make()
+        train(model, build(model, config, NO_SCALING), range(3), skip)
+        results.append(weights(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_saved_and_loaded_midway_gives_the_same_bits(config: AdamWConfig | MuonConfig, fused: bool) -> None:
+    straight = make(moe=True, fused=fused)
+    train(straight, build(straight, config, NO_SCALING), range(8))
+
+    first = make(moe=True, fused=fused)
+    optimizer = build(first, config, NO_SCALING)
+    train(first, optimizer, range(3))
+    tensors, data = optimizer.state_dict_flat()
+    saved = {name: t.clone() for name, t in tensors.items()}, json.loads(json.dumps(data)), weights(first)
+
+    resumed = make(seed=9, moe=True, fused=fused)
+    with torch.no_grad():
+        for name, parameter in resumed.named_parameters():
+            parameter.copy_(saved[2][name])
+    fresh = build(resumed, config, NO_SCALING)
+    fresh.load_state_dict_flat(saved[0], saved[1])
+    again = fresh.state_dict_flat()[0]
+    assert again.keys() == saved[0].keys()
+    assert all(torch.equal(again[name], saved[0][name]) for name in again)
+    train(resumed, fresh, range(3, 8))
+    for name, value in weights(straight).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+
+def test_state_is_keyed_by_parameter_name() -> None:
+    model = make()
+    optimizer = build(model, MuonConfig(), NO_SCALING)
+    assert optimizer.state_dict_flat()[0] == {}
+    optimizer.create_state()
+    tensors, data = optimizer.state_dict_flat()
+    assert tensors["momentum/qkv.0.weight"].shape == (24, 16)
+    assert tensors["row_sizes/qkv.0.weight"].shape == (16 + 16 + 16,)
+    assert tensors["exp_avg/embed.weight"].shape == (11, 16)
+    assert "exp_avg/down.weight" not in tensors
+    assert data["roles"]["gain"] == "vector"
+
+
+def test_state_of_another_model_or_optimiser_is_refused() -> None:
+    optimizer = build(make(), MuonConfig(), NO_SCALING)
+    optimizer.create_state()
+    tensors, data = optimizer.state_dict_flat()
+    with pytest.raises(RunError, match="state of 'muon', this run uses 'adamw'"):
+        build(make(), AdamWConfig(), NO_SCALING).load_state_dict_flat(tensors, data)
+    with pytest.raises(RunError, match="lacks 'momentum/experts"):
+        build(make(moe=True), MuonConfig(), NO_SCALING).load_state_dict_flat(tensors, data)
+    wrong = dict(tensors) | {"momentum/down.weight": torch.zeros(2, 2)}
+    with pytest.raises(RunError, match="momentum/down.weight"):
+        build(make(), MuonConfig(), NO_SCALING).load_state_dict_flat(wrong, data)
+
+
+def test_norm_and_clipping_equal_torch() -> None:
+    model, oracle = make(moe=True), make(moe=True)
+    backward(model, 0)
+    backward(oracle, 0)
+    optimizer = build(model, MuonConfig(), NO_SCALING)
+    expected = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+    assert optimizer.clip_and_norm(0.0) == pytest.approx(expected.item(), rel=1e-6)
+    assert optimizer.clip_and_norm(0.1) == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert optimizer.clip_and_norm(0.2) == pytest.approx(0.1, rel=1e-4)
+    model.gain.grad[0] = math.nan
+    assert math.isnan(optimizer.clip_and_norm(0.1))
+
+
+def test_bfloat16_gradients_are_measured_in_float32() -> None:
+    model = make(dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    expected = math.sqrt(sum(p.numel() for p in model.parameters())) * float(torch.tensor(0.01).bfloat16())
+    assert build(model, AdamWConfig(), NO_SCALING).clip_and_norm() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_missing_gradient_and_a_missing_schedule_are_errors() -> None:
+    model = make()
+    optimizer = build(model, AdamWConfig(), NO_SCALING)
+    with pytest.raises(RuntimeError, match="set_progress"):
+        optimizer.step()
+    optimizer.set_progress(1.0, 0.0, 0)
+    with pytest.raises(RunError, match=r"'\w[\w.]*' got no gradient"):
+        optimizer.step()
+    with pytest.raises(UsageError, match="on 'meta'"):
+        build(make().to("meta"), AdamWConfig(), NO_SCALING)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weight_decay": 0, "cautious_weight_decay": False}, "cautious_weight_decay: has no effect"),
+        ({"momentum_warmup_steps": 0, "momentum_start": 0.5}, "momentum_start: has no effect"),
+        ({"normalize": "none", "normalize_beta": 0.5}, "normalize_beta: has no effect"),
+        ({"momentum": 1.0}, "less than 1"),
+        ({"lr": 0}, "greater than 0"),
+        ({"betas": (0.9, 1.0)}, "less than 1"),
+        ({"coefficients": "cubic"}, "polar_express"),
+        ({"learning_rate": 1}, "learning_rate"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MuonConfig.model_validate(given)

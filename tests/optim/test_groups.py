@@ -1,0 +1,61 @@
+"""Roles of parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from deskside.errors import UsageError
+from deskside.optim.groups import classify
+from tests.optim.models import make
+
+
+def test_every_parameter_once_with_role_and_slices() -> None:
+    model = make(moe=True)
+    found = {info.name: (info.role, info.slices) for info in classify(model)}
+    assert found == {
+        "embed.weight": ("embedding", ()),
+        "qkv.0.weight": ("matrix", ((0, 16), (16, 20), (20, 24))),
+        "down.weight": ("matrix", ((0, 16),)),
+        "down.bias": ("vector", ()),
+        "experts.gate_up_weight": ("matrix", ((0, 8), (8, 16))),
+        "experts.down_weight": ("matrix", ((0, 16),)),
+        "gain": ("vector", ()),
+        "head.weight": ("head", ()),
+    }
+    assert [info.name for info in classify(model)] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_tied_table_is_the_head_and_stands_once() -> None:
+    roles = {info.name: info.role for info in classify(make(tied=True))}
+    assert roles["embed.weight"] == "head"
+    assert "head.weight" not in roles
+    headless = make()
+    del headless.head
+    assert {info.name: info.role for info in classify(headless)}["embed.weight"] == "head"
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = make()
+    model.down.weight.requires_grad = False
+    assert "down.weight" not in [info.name for info in classify(model)]
+
+
+def test_an_unknown_matrix_is_named() -> None:
+    model = make()
+    model.extra = nn.Linear(3, 2)
+    with pytest.raises(UsageError, match=r"'extra.weight' \(2, 3\)"):
+        classify(model)
+
+
+def test_slices_must_cover_the_weight() -> None:
+    model = make()
+    model.down.slices = model.qkv[0].slices
+    with pytest.raises(UsageError, match="do not cover its 16 rows"):
+        classify(model)
+
+
+def test_names_do_not_depend_on_compilation() -> None:
+    model = make()
+    plain = [info.name for info in classify(model)]
+    model.down = torch.compile(model.down, backend="eager")
+    assert [info.name for info in classify(model)] == plain
