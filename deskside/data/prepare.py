@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import os
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -25,12 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from deskside.data import shards
 from deskside.data import tokenizer as bpe
+from deskside.data.baselines import GzipMeter, token_counts, unigram_bits
 from deskside.data.progress import Progress
 from deskside.data.scan import (
     Sampler,
@@ -39,12 +37,12 @@ from deskside.data.scan import (
     documents_of,
     note_tag,
     scan,
-    text_hash,
+    split_fraction,
     validation_texts,
 )
 from deskside.data.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
 from deskside.data.sources import BadInputLog, OnBad, Source
-from deskside.data.worker import Job, make_shard, start_worker
+from deskside.data.worker import Job, ShardCutter, make_shard, start_worker
 from deskside.errors import RunError, UsageError
 
 STATE = "prepare.json"
@@ -265,7 +263,8 @@ class _Work:
         eos_id = bpe.end_of_text(coder, self.out)[1]
         lengths = bpe.token_bytes(coder)
         settings = (str(self.out), eos_id, shards.dtype_for(len(lengths)))
-        small = self.found.text_bytes <= 2 * shard_bytes
+        total = self.found.text_bytes + self.found.val_text_bytes
+        small = total <= 2 * shard_bytes
         before = set(multiprocessing.active_children())
         pool = None
         if workers > 1 and not small:
@@ -276,7 +275,7 @@ class _Work:
             start_worker(*settings)
         running: dict[Future[ShardInfo], Job] = {}
         try:
-            with Progress("tokenise", self.found.text_bytes / 1e6, "MB", quiet=self.quiet) as bar:
+            with Progress("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
                 for job in self._jobs(fraction, seed, shard_bytes):
                     if self._is_made(job):
                         self.kept += 1
@@ -307,21 +306,20 @@ class _Work:
         assert self.found is not None
         log = BadInputLog()  # counted by the scan already
         forced = bytes.fromhex(self.found.forced_val) if self.found.forced_val else None
-        held_out = validation_texts(self.val_sources, log, self.text_field)
-        share = 0.0 if held_out else 0.005 if fraction is None else fraction
+        held_out, _ = validation_texts(self.val_sources, log, self.text_field)
+        share = split_fraction(fraction, held_out)
         splitter = Splitter(seed, share, self.found.tail_chars, forced, held_out)
         tags = {pair: i for i, pair in enumerate(self.found.tags)}
-        gzip = zlib.compressobj(9, wbits=31)
-        compressed = 0
-        groups = {split: _Group(split, shard_bytes) for split in ("val", "train")}
+        gzip = GzipMeter()
+        groups = {split: ShardCutter(split, shard_bytes) for split in ("val", "train")}
         for document in documents_of(self.val_sources, log, self.text_field):
-            compressed += len(gzip.compress(document.text.encode("utf-8")))
+            gzip.add(document.text)
             yield from groups["val"].add(document.text, note_tag(tags, document))
         for document in documents_of(self.sources, log, self.text_field):
             tag = note_tag(tags, document)
             for split, text in zip(("train", "val"), splitter.divide(document.text), strict=True):
                 if text and split == "val":
-                    compressed += len(gzip.compress(text.encode("utf-8")))
+                    gzip.add(text)
                 if text:
                     yield from groups[split].add(text, tag)
         for group in groups.values():
@@ -329,7 +327,7 @@ class _Work:
         if list(tags) != self.found.tags:
             raise _changed(self.out)
         self.duplicates = splitter.duplicates
-        self.gzip_bits = 8 * (compressed + len(gzip.flush()))
+        self.gzip_bits = gzip.bits()
 
     def _is_made(self, job: Job) -> bool:
         self.names[job.split].append(job.name)
@@ -369,7 +367,7 @@ class _Work:
         }
         if "val" in splits:
             val = splits["val"]
-            counts = {s: _token_counts(self.out, split, dtype, len(lengths)) for s, split in splits.items()}
+            counts = {s: token_counts(self.out, split, dtype, len(lengths)) for s, split in splits.items()}
             splits["val"] = val.model_copy(
                 update={
                     "gzip_bpb": self.gzip_bits / val.text_bytes,
@@ -395,56 +393,6 @@ class _Work:
         shards.write_index(self.out, index)
         shards.verify(self.out)
         return index
-
-
-class _Group:
-    """Collects the documents of one split until they fill a shard."""
-
-    def __init__(self, split: str, shard_bytes: int) -> None:
-        self.split, self.limit = split, shard_bytes
-        self.number = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.texts: list[str] = []
-        self.tags: list[int] = []
-        self.size = 0
-        self.digest = xxhash.xxh3_128()
-
-    def add(self, text: str, tag: int) -> Iterator[Job]:
-        self.texts.append(text)
-        self.tags.append(tag)
-        self.size += len(text.encode("utf-8"))
-        self.digest.update(text_hash(text))
-        if self.size >= self.limit:
-            yield from self.rest()
-
-    def rest(self) -> Iterator[Job]:
-        if self.texts:
-            name = f"{self.split}-{self.number:05d}"
-            yield Job(self.split, name, self.texts, self.tags, self.size, self.digest.hexdigest())
-            self.number += 1
-            self._clear()
-
-
-def unigram_bits(train: NDArray[np.int64], val: NDArray[np.int64], eos_id: int) -> float:
-    """Bits to code the validation's text tokens by their frequency in training, add-one smoothed; counts are [vocab].
-
-    The end-of-text token is text of no bytes and left out on both sides.
-    """
-    train, val = train.copy(), val.copy()
-    train[eos_id] = val[eos_id] = 0
-    bits = np.log2(train.sum() + len(train) - 1) - np.log2(train + 1)
-    return float((val * bits).sum())
-
-
-def _token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> NDArray[np.int64]:
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for shard in split.shards:
-        tokens = shards.open_tokens(out, shard, dtype)
-        for start in range(0, len(tokens), 1 << 23):
-            counts += np.bincount(tokens[start : start + (1 << 23)], minlength=vocab_size)
-    return counts
 
 
 def _sum_up(infos: list[ShardInfo]) -> SplitInfo:

@@ -67,11 +67,14 @@ class Sampler:
 class Scan:
     """What the first pass found. Kept in prepare.json, so that a resumed preparation need not look again.
 
-    `forced_val` is the document (its hash) that is validation because the fraction caught none.
+    `text_bytes` is of the training sources with what becomes validation, `val_text_bytes` of the validation sources.
+    `tail_chars` is above 0 where a single document gives its tail. `forced_val` is the document (its hash) that is
+    validation because the fraction caught none.
     """
 
     documents: int
     text_bytes: int
+    val_text_bytes: int
     tail_chars: int
     forced_val: str | None
     tags: list[tuple[str, str]]
@@ -111,6 +114,13 @@ class Splitter:
         return text, ""
 
 
+def split_fraction(fraction: float | None, held_out: frozenset[bytes]) -> float:
+    """The share of documents that becomes validation: none where there are validation sources."""
+    if held_out:
+        return 0.0
+    return DEFAULT_FRACTION if fraction is None else fraction
+
+
 def is_validation(key: bytes, seed: int, fraction: float) -> bool:
     return xxhash.xxh3_64_intdigest(key, seed=seed) < fraction * 2.0**64
 
@@ -143,10 +153,10 @@ def scan(
     """
     logs = {"train": BadInputLog(on_bad), "val": BadInputLog(on_bad)}
     tags: dict[tuple[str, str], int] = {}
-    held_out = validation_texts(val_sources, logs["val"], text_field, tags)
+    held_out, val_text_bytes = validation_texts(val_sources, logs["val"], text_field, tags)
     if val_sources and not held_out:
         raise UsageError(f"the validation sources hold no document {_reasons(logs['val'])}.")
-    share = 0.0 if held_out else DEFAULT_FRACTION if fraction is None else fraction
+    share = split_fraction(fraction, held_out)
     documents = text_bytes = chosen = 0
     smallest: tuple[int, bytes] | None = None
     first: tuple[str, bytes] | None = None
@@ -158,16 +168,7 @@ def scan(
             documents += 1
             text_bytes += size
             bar.advance(size / 1e6)
-            if documents == 1:
-                first = (document.text, key)
-            elif first is not None:  # there is a second document: the first is one of many
-                if (
-                    sampler is not None
-                    and first[1] not in held_out
-                    and not is_validation(first[1], seed, share)
-                ):
-                    sampler.add(*first)
-                first = None
+            first = (document.text, key) if documents == 1 else None
             if key in held_out:
                 continue
             if is_validation(key, seed, share):
@@ -176,7 +177,7 @@ def scan(
             rank = xxhash.xxh3_64_intdigest(key, seed=seed)
             if smallest is None or rank < smallest[0]:
                 smallest = (rank, key)
-            if sampler is not None and documents > 1:
+            if sampler is not None:
                 sampler.add(document.text, key)
     if documents == 0:
         raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
@@ -190,12 +191,14 @@ def scan(
             tail = _tail_length(train_text, fraction)
             train_text = train_text[: tail_cut(train_text, tail)]
         if sampler is not None:
+            sampler = Sampler(sampler.limit, sampler.seed)
             sampler.add(train_text, first[1])
     elif wants_validation and chosen == 0 and smallest is not None:
         forced = smallest[1]
     found = Scan(
         documents=documents,
         text_bytes=text_bytes,
+        val_text_bytes=val_text_bytes,
         tail_chars=tail,
         forced_val=forced.hex() if forced else None,
         tags=list(tags),
@@ -221,14 +224,15 @@ def validation_texts(
     log: BadInputLog,
     text_field: str,
     tags: dict[tuple[str, str], int] | None = None,
-) -> frozenset[bytes]:
-    """Hashes of all texts of the validation sources."""
-    keys = set()
+) -> tuple[frozenset[bytes], int]:
+    """Hashes of all texts of the validation sources, and their bytes together. With `tags`, their tags are added."""
+    keys, size = set(), 0
     for document in documents_of(val_sources, log, text_field):
         keys.add(text_hash(document.text))
+        size += len(document.text.encode("utf-8"))
         if tags is not None:
             note_tag(tags, document)
-    return frozenset(keys)
+    return frozenset(keys), size
 
 
 def documents_of(sources: Iterable[Source], log: BadInputLog, text_field: str) -> Iterator[Document]:

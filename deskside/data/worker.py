@@ -1,18 +1,21 @@
-"""What runs in a tokenising process: one shard's texts in, its files and its description out."""
+"""One shard as a job: cut from the stream of documents by the reader, made by a tokenising process."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from deskside.data import shards, tokenizer
+from deskside.data.scan import text_hash
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +31,36 @@ class Job:
     tags: list[int]
     text_bytes: int
     key: str
+
+
+class ShardCutter:
+    """Collects the documents of one split until they fill a shard."""
+
+    def __init__(self, split: str, shard_bytes: int) -> None:
+        self.split, self.limit = split, shard_bytes
+        self.number = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.texts: list[str] = []
+        self.tags: list[int] = []
+        self.size = 0
+        self.digest = xxhash.xxh3_128()
+
+    def add(self, text: str, tag: int) -> Iterator[Job]:
+        self.texts.append(text)
+        self.tags.append(tag)
+        self.size += len(text.encode("utf-8"))
+        self.digest.update(text_hash(text))
+        if self.size >= self.limit:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[Job]:
+        if self.texts:
+            name = f"{self.split}-{self.number:05d}"
+            yield Job(self.split, name, self.texts, self.tags, self.size, self.digest.hexdigest())
+            self.number += 1
+            self._clear()
 
 
 @dataclass

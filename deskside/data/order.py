@@ -1,0 +1,68 @@
+"""A pseudo-random order that can be entered anywhere: position -> item, without a table and without a random stream.
+
+A Feistel network turns any mixing function into a permutation of 2^(2h) numbers; numbers outside 0..n-1 are sent
+through it again until they fall inside ("cycle walking"; Black and Rogaway 2002), which leaves a permutation of n.
+The mixing is written out here in 64-bit integers, so the order never changes with a library's version.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def mix(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on one number."""
+    x = (x + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def key_of(*parts: int) -> int:
+    """One 64-bit key from several integers; their order counts."""
+    key = 0
+    for part in parts:
+        key = mix(key ^ mix(part & _MASK))
+    return key
+
+
+def permute(position: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
+    """Where each position (0 <= position < n) goes in the permutation of n that `key` names; same shape, int64.
+
+    Raises:
+        ValueError: a position outside 0..n-1.
+    """
+    position = np.asarray(position, dtype=np.int64)
+    if position.size and (int(position.min()) < 0 or int(position.max()) >= n):
+        raise ValueError(f"positions must lie in 0..{n - 1}")
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    keys = [np.uint64(mix(key + i)) for i in range(_ROUNDS)]
+    out = _feistel(position.astype(np.uint64).ravel(), half, keys)
+    outside = np.flatnonzero(out >= n)
+    while len(outside):
+        again = _feistel(out[outside], half, keys)
+        out[outside] = again
+        outside = outside[again >= n]
+    return out.astype(np.int64).reshape(position.shape)
+
+
+def _feistel(x: NDArray[np.uint64], half: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
+    bits, low = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = x >> bits, x & low
+    for key in keys:
+        left, right = right, left ^ (_mix_array(right ^ key) & low)
+    return (left << bits) | right
+
+
+def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix` on an array; unsigned array arithmetic wraps."""
+    x = x + np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    out: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return out

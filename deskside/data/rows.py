@@ -1,0 +1,227 @@
+"""A prepared data set seen as training rows of one length: which row stands at a position, and its tokens.
+
+There is one endless order of rows. Position p is a pure function of (data, sequence length, weights, seed, p): the
+mixture says which component and which of its rows, the component's epoch is how often it has been through all of them,
+and each epoch has its own permutation. Ranks and micro-batches take slices of this order, so the data of a run does not
+depend on how many GPUs it has, and a resumed run goes to its position at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deskside.data import shards, tokenizer
+from deskside.data.mixing import Mixture, components
+from deskside.data.order import key_of, permute
+from deskside.data.packing import Packing, pack
+from deskside.errors import UsageError
+
+IGNORE = -100  # the target of padding, which no loss counts
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """n rows of T tokens; inputs, targets and positions are int64 [n, T].
+
+    Within a piece the target is the document's next token, also where the document goes on in another row. Positions
+    count from 0 in every piece. Padding holds the end-of-text token with target -100, as a piece of its own.
+    `boundaries` holds where every piece and every padding begins in the flattened n * T tokens, and row r's are
+    boundaries[row_boundaries[r] : row_boundaries[r + 1]]. `valid` [n] counts the targets of each row.
+    """
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    boundaries: NDArray[np.int64]
+    row_boundaries: NDArray[np.int64]
+    valid: NDArray[np.int64]
+
+
+class PackedDataset:
+    """One split of a prepared data set, packed for one sequence length. Make it with `open`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        index: shards.DatasetIndex,
+        names: list[str],
+        packings: list[Packing],
+        mixture: Mixture,
+        tokens: list[NDArray[Any]],
+        sequence_length: int,
+    ) -> None:
+        self.directory, self.split, self.index = directory, split, index
+        self.component_names, self.packings, self.mixture = names, packings, mixture
+        self.sequence_length = sequence_length
+        self._tokens = tokens
+        self._base = np.cumsum([0, *(len(t) for t in tokens)])[:-1]
+        self._count_up = np.arange(sequence_length, dtype=np.int64)
+        self._row_tokens = [p.row_tokens() for p in packings]
+
+    @classmethod
+    def open(
+        cls, path: str | Path, split: str, sequence_length: int, weights: dict[str, float] | None = None
+    ) -> PackedDataset:
+        """Opens, checks (see `shards.check`) and packs. `weights` mixes sources and languages (see `mixing`).
+
+        Raises:
+            UsageError: no data set there, no such split, a wrong length or wrong weights.
+            RunError: the data is damaged.
+        """
+        directory = Path(path).expanduser()
+        index = shards.check(directory)
+        if split not in index.splits:
+            raise UsageError(
+                f"{directory}: has no split {split!r}. It has: {', '.join(sorted(index.splits))}."
+            )
+        if sequence_length < 2:
+            raise UsageError(f"sequence length {sequence_length}: at least 2.")
+        info = index.splits[split]
+        tokens, starts, lengths, tags = [], [], [], []
+        base = 0
+        for shard in info.shards:
+            tokens.append(shards.open_tokens(directory, shard, index.dtype))
+            table = shards.open_table(directory, shard)
+            starts.append(table["start"] + base)
+            lengths.append(np.diff(table["start"], append=shard.tokens - 1))
+            tags.append(table["tag"])
+            base += shard.tokens
+        start, length, tag = np.concatenate(starts), np.concatenate(lengths), np.concatenate(tags)
+        if weights:
+            names, values, owner = components(index.tags, np.unique(tag).tolist(), weights)
+            of_document = owner[tag]
+        else:
+            names, values, of_document = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
+        packings = []
+        for number, name in enumerate(names):
+            mine = of_document == number
+            if not mine.any():
+                raise UsageError(f"weight {name}: no document of it in the {split} split. Give it weight 0.")
+            packings.append(pack(start[mine], length[mine], sequence_length))
+        return cls(directory, split, index, names, packings, Mixture.of(values), tokens, sequence_length)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in one pass over everything."""
+        return sum(p.num_rows for p in self.packings)
+
+    @property
+    def num_tokens(self) -> int:
+        """Targets in one pass over everything."""
+        return sum(p.num_tokens for p in self.packings)
+
+    @property
+    def utilisation(self) -> float:
+        """The filled share of all rows, 0 to 1."""
+        return self.num_tokens / (self.num_rows * self.sequence_length)
+
+    @property
+    def token_bytes(self) -> NDArray[np.uint16]:
+        """Bytes of text per token id, shape [vocab], 0 for special tokens: for bits per byte."""
+        return tokenizer.token_bytes(tokenizer.load(self.directory))
+
+    def max_boundaries(self, rows: int) -> int:
+        """The most pieces and paddings that any `rows` neighbouring rows of the order can hold."""
+        counts = []
+        for packing, filled in zip(self.packings, self._row_tokens, strict=True):
+            segments = packing.row_pieces() + (filled < self.sequence_length)
+            most = np.sort(segments)[::-1][:rows]
+            # Neighbours can lie in different epochs of a component, so a row can stand among them more than once.
+            counts.append(np.repeat(most, rows // packing.num_rows + 2))
+        return int(np.sort(np.concatenate(counts))[::-1][:rows].sum())
+
+    def locate(self, seed: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(component, its row) of each position of the order, each shape [n]."""
+        component, count = self.mixture.locate(np.asarray(positions, dtype=np.int64))
+        row = np.empty_like(count)
+        for number in np.unique(component).tolist():
+            mine = component == number
+            rows = self.packings[number].num_rows
+            epoch, inside = np.divmod(count[mine], rows)
+            found = np.empty_like(inside)
+            for e in np.unique(epoch).tolist():
+                key = key_of(seed, e, self.sequence_length, number)
+                found[epoch == e] = permute(inside[epoch == e], rows, key)
+            row[mine] = found
+        return component, row
+
+    def valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of targets in the row at each position, shape [n], without reading any token."""
+        return self._valid(*self.locate(seed, positions))
+
+    def _valid(self, component: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+        valid = np.empty_like(row)
+        for number in np.unique(component).tolist():
+            mine = component == number
+            valid[mine] = self._row_tokens[number][row[mine]]
+        return valid
+
+    def rows(
+        self,
+        seed: int,
+        positions: NDArray[np.int64],
+        out: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
+    ) -> RowBatch:
+        """The rows at these positions of the shuffled, endless order. `out` gives arrays [n, T] to fill."""
+        return self._gather(*self.locate(seed, positions), out)
+
+    def plain_rows(self, numbers: NDArray[np.int64]) -> RowBatch:
+        """Rows by number, 0 to num_rows - 1, in the packing's own order."""
+        ends = np.cumsum([p.num_rows for p in self.packings])
+        component = np.searchsorted(ends, numbers, side="right")
+        return self._gather(component, numbers - np.concatenate(([0], ends))[component], None)
+
+    def _gather(
+        self,
+        component: NDArray[np.int64],
+        row: NDArray[np.int64],
+        out: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None,
+    ) -> RowBatch:
+        n, width = len(row), self.sequence_length
+        if out is None:
+            out = (
+                np.empty((n, width), np.int64),
+                np.empty((n, width), np.int64),
+                np.empty((n, width), np.int64),
+            )
+        inputs, targets, positions = out
+        eos = self.index.tokenizer.eos_id
+        boundaries: list[int] = []
+        row_boundaries = np.zeros(n + 1, dtype=np.int64)
+        for i, (c, r) in enumerate(zip(component.tolist(), row.tolist(), strict=True)):
+            packing = self.packings[c]
+            pieces = slice(int(packing.row_start[r]), int(packing.row_start[r + 1]))
+            starts = packing.start[pieces]
+            where = np.searchsorted(self._base, starts, side="right") - 1
+            local = starts - self._base[where]
+            at = 0
+            for shard, a, size in zip(
+                where.tolist(), local.tolist(), packing.length[pieces].tolist(), strict=True
+            ):
+                text = self._tokens[shard][a : a + size + 1]
+                end = at + size
+                inputs[i, at:end] = text[:-1]
+                targets[i, at:end] = text[1:]
+                positions[i, at:end] = self._count_up[:size]
+                boundaries.append(i * width + at)
+                at = end
+            if at < width:
+                inputs[i, at:] = eos
+                targets[i, at:] = IGNORE
+                positions[i, at:] = self._count_up[: width - at]
+                boundaries.append(i * width + at)
+            row_boundaries[i + 1] = len(boundaries)
+        return RowBatch(
+            inputs,
+            targets,
+            positions,
+            np.array(boundaries, np.int64),
+            row_boundaries,
+            self._valid(component, row),
+        )
