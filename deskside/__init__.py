@@ -1,3 +1,7 @@
 """deskside: plan, train and align language models on the GPU you own."""
 
+import time
+
 __version__ = "0.1.0"
+
+STARTED = time.perf_counter()  # a run's wall clock begins here, before the long imports

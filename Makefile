@@ -1,0 +1,34 @@
+# Everything runs in .venv, made on first use. Nothing but Python 3.11+ with pip and venv, git and make is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test test-full lint clean
+
+install: $(STAMP)
+
+# constraints.txt pins what is tested. Plain pip on purpose: torch comes from wherever pip is set up to take it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit('deskside needs Python 3.11 or newer: make PYTHON=python3.12') if sys.version_info < (3, 11) else None"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/deskside train demo
+
+test: install
+	$(BIN)/python -m pytest -q -m "not full"
+
+test-full: install
+	$(BIN)/python -m pytest -q --timeout 3600
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,7 @@
+"""`python -m deskside` is the command line; torchrun needs it."""
+
+import sys
+
+from deskside.cli import main
+
+sys.exit(main())

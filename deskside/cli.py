@@ -1,0 +1,93 @@
+"""The command line: find the command, import its package then and not before, turn errors into exit codes.
+
+Exit codes: 0 done, 1 the work failed, 2 wrong usage. No traceback reaches a person unless --debug is given.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from deskside import __version__
+from deskside.errors import RunError, UsageError
+
+# command -> (module, function, what it does)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "train": ("deskside.cli_train", "run", "pretrain a model from a preset, a TOML file or given weights"),
+    "data": ("deskside.data.commands", "run", "prepare, verify and show datasets"),
+    "eval": ("deskside.serve.commands", "run_eval", "bits per byte of a run or a Hugging Face model"),
+    "chat": ("deskside.serve.commands", "run_chat", "talk to a run or a Hugging Face model in the terminal"),
+    "export": ("deskside.serve.commands", "run_export", "write a run as a Hugging Face model"),
+    "report": ("deskside.report.commands", "run", "report.md, report.html and plots of a run"),
+}
+
+USAGE = f"""deskside {__version__}: plan, train and align language models on the GPU you own
+
+usage: deskside COMMAND [options]
+
+{{commands}}
+
+examples:
+  deskside train demo                       three minutes on a CPU, from bundled text
+  deskside data prepare corpus.jsonl.gz --out data/corpus
+  deskside train 124m --data.path data/corpus --hours 2
+  deskside train --resume runs/124m         go on after a stop
+  deskside chat runs/demo
+
+deskside COMMAND --help tells about a command; --debug before it shows tracebacks.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = bool(arguments) and arguments[0] == "--debug"
+    if debug:
+        arguments.pop(0)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands=_list()), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    try:
+        return _command(arguments[0])(arguments[1:])
+    except UsageError as error:
+        return _failed(error, 2, debug)
+    except RunError as error:
+        return _failed(error, 1, debug)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # the last line of defence: a bug is one line, and a traceback on demand
+        if debug:
+            raise
+        print(f"deskside: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+        print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
+        return 1
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+        raise UsageError(f"{name}: there is no such command; {hint}")
+    module, function, _ = COMMANDS[name]
+    command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+    return command
+
+
+def _failed(error: Exception, code: int, debug: bool) -> int:
+    if debug:
+        raise error
+    print(f"deskside: {error}", file=sys.stderr)
+    return code
+
+
+def _list() -> str:
+    return "\n".join(f"  {name:<8} {what}" for name, (_, _, what) in COMMANDS.items())

@@ -1,0 +1,249 @@
+"""`deskside train`: parse, show what would run, run it, print what came of it."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from deskside.config import merge, overrides, presets
+from deskside.config.run import RunConfig
+from deskside.errors import UsageError
+
+DESCRIPTION = """Pretrain a model.
+
+Examples:
+  deskside train demo
+  deskside train 124m --data.path data/english --hours 2
+  deskside train my.toml --optim.lr 0.01 --schedule.tokens 2_000_000_000 --name trial
+  deskside train 124m --dry-run
+  deskside train --resume runs/124m
+  torchrun --nproc-per-node 2 -m deskside train 124m --data.path data/english --hours 2
+"""
+
+
+@dataclass(kw_only=True)
+class TrainOptions:
+    """Options of the command itself."""
+
+    preset: Annotated[
+        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="PRESET", help="a preset or a .toml file")
+    ] = None
+    name: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help="folder under --runs; default: the preset's")
+    ] = None
+    hours: Annotated[
+        str | None, tyro.conf.arg(metavar="H", help="length of the run, the same as --schedule.hours")
+    ] = None
+    depth: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="shape from the depth dial instead of a preset")
+    ] = None
+    resume: Annotated[str | None, tyro.conf.arg(metavar="RUN", help="go on with a stopped run")] = None
+    init: Annotated[str | None, tyro.conf.arg(metavar="RUN|HF_DIR", help="start from these weights")] = None
+    runs: Annotated[str, tyro.conf.arg(metavar="DIR", help="where run directories are made")] = "runs"
+    dry_run: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show what would run, and stop")
+    ] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="JSON on standard output")] = False
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command; returns the exit code. Raises UsageError and RunError."""
+    options, given = overrides.parse(TrainOptions, argv, "deskside train", DESCRIPTION)
+    if options.resume is not None:
+        extra = [f for f in ("preset", "name", "hours", "depth", "init") if getattr(options, f) is not None]
+        if given or extra:
+            raise UsageError("--resume takes the configuration of the run; give no other options with it")
+        config = _recorded(Path(options.resume))
+    else:
+        config = _configure(options, given)
+    if options.dry_run:
+        return _show(config, options.json)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+
+    from deskside.train import pretrain
+
+    if options.resume is not None:
+        outcome = pretrain.resume(Path(options.resume))
+    else:
+        outcome = pretrain.start(
+            config,
+            Path(options.runs),
+            options.name,
+            _default_name(options),
+            shlex.join(["deskside", "train", *argv]),
+            weights=_weights(options.init) if options.init else None,
+            init=options.init,
+        )
+    if outcome.first and outcome.status == "finished":
+        from deskside.report.commands import write_report
+
+        page = write_report(outcome.run.path)
+        if options.json:
+            print(json.dumps(outcome.summary))
+        else:
+            _print_outcome(outcome.run.path, outcome.summary, page)
+    return 0
+
+
+def _configure(options: TrainOptions, given: dict[str, Any]) -> RunConfig:
+    if options.preset is not None and options.depth is not None:
+        raise UsageError("--depth and a preset both give a shape; give one of them")
+    if options.preset is None and options.depth is None and options.init is None:
+        raise UsageError(f"which preset? one of {', '.join(presets.names())}, d12 ... d20, or a .toml file")
+    layers: list[dict[str, Any]] = []
+    if options.preset is not None:
+        layers = presets.layers(options.preset)
+    if options.depth is not None:
+        layers = [presets.depth(options.depth)]
+    if options.init is not None:
+        layers.append({"model": _shape_of(options.init)})
+    if options.hours is not None:
+        schedule = given.setdefault("schedule", {})
+        if "hours" in schedule:
+            raise UsageError("--hours and --schedule.hours: give one of them")
+        schedule["hours"] = options.hours
+    return merge.build([*layers, given])
+
+
+def _default_name(options: TrainOptions) -> str:
+    if options.preset is not None:
+        return Path(options.preset).stem if options.preset.endswith(".toml") else options.preset
+    return f"d{options.depth}" if options.depth is not None else Path(str(options.init)).name
+
+
+def _recorded(path: Path) -> RunConfig:
+    from deskside.train.rundir import RunDirectory
+
+    return RunConfig.model_validate(RunDirectory.open(path).read_json("run.json")["config"])
+
+
+def _shape_of(source: str) -> dict[str, Any]:
+    from deskside.export.load import load_model
+
+    return load_model(source).config.model_dump(mode="json")
+
+
+def _weights(source: str) -> dict[str, Any]:
+    from deskside.export.load import load_model
+
+    return {name: p.detach() for name, p in load_model(source).model.named_parameters()}
+
+
+def _show(config: RunConfig, as_json: bool) -> int:
+    """The resolved configuration, parameters by group, FLOPs per token and the schedule."""
+    from deskside.budget.shape import flops_per_token, parameter_groups
+    from deskside.optim.schedule import describe
+
+    groups = parameter_groups(config.model)
+    flops = flops_per_token(config.model, config.batch.sequence_length)
+    length = config.schedule.length
+    tokens = steps = None
+    if length is not None and length.unit == "steps":
+        steps = int(length.value)
+        tokens = steps * config.batch.tokens
+    elif length is not None and length.unit == "tokens":
+        tokens = int(length.value)
+        steps = max(1, -(-tokens // config.batch.tokens))
+    rows = describe(config.schedule, steps or 1000)
+    if as_json:
+        schedule = [
+            {
+                "what": r.what,
+                "progress": r.progress,
+                "step": r.step if steps else None,
+                "lr_factor": r.lr_factor,
+            }
+            for r in rows
+        ]
+        result = {
+            "config": config.model_dump(mode="json"),
+            "parameters": {**groups, "total": sum(groups.values())},
+            "flops_per_token": flops,
+            "steps": steps,
+            "tokens": tokens,
+            "schedule": schedule,
+        }
+        print(json.dumps(result, indent=1))
+        return 0
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print("configuration", style="bold")
+    for path, _ in merge.keys():  # noqa: SIM118 - a function, not a dict
+        value: Any = config
+        for part in path:
+            value = getattr(value, part, None)
+        if value is not None and value != ():
+            console.print(f"  {'.'.join(path)} = {value}", markup=False)
+    table = Table("parameters", "count", "share", title=None)
+    for name, count in groups.items():
+        if count:
+            table.add_row(name, f"{count:,}", f"{count / sum(groups.values()):.1%}")
+    table.add_row("total", f"{sum(groups.values()):,}", "")
+    console.print(table)
+    console.print(f"training FLOPs per token: {flops:.4g} (modelled; 6 per matmul weight, causal attention)")
+    table = Table("schedule", "progress", "step", "learning rate", "sequence")
+    for row in rows:
+        sequence = row.stage.sequence_length if row.stage else config.batch.sequence_length
+        table.add_row(
+            row.what,
+            f"{row.progress:.1%}",
+            f"{row.step:,}" if steps else "",
+            f"{row.lr_factor:.0%}",
+            str(sequence),
+        )
+    console.print(table)
+    if steps:
+        console.print(f"{steps:,} steps of {config.batch.tokens:,} tokens: {tokens:,} tokens")
+    elif length is not None:
+        console.print(f"length {length}: the steps follow from the speed measured when the run starts")
+    else:
+        console.print("no length is set yet: give --hours, --schedule.steps or --schedule.tokens")
+    return 0
+
+
+def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
+    def number(value: float | None) -> str:
+        return "not known" if value is None else f"{value:.3f}"
+
+    print(f"validation  {number(summary['val_bpb'])} bits per byte")
+    print(f"gzip -9     {number(summary['gzip_bpb'])} bits per byte on the same text")
+    print(f"unigram     {number(summary['unigram_bpb'])} bits per byte on the same text")
+    speed = (
+        f"{summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else "speed not known"
+    )
+    print(
+        f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock), {speed}"
+    )
+    for number_, sample in enumerate(summary["samples"], 1):
+        print(f"\nsample {number_}: {sample['prompt']!r} ->")
+        print("\n".join(f"  {line}" for line in sample["text"].splitlines()))
+    print(f"\nreport: {page}")
+    print("next:")
+    for command in (
+        f"deskside chat {path}",
+        f"deskside eval {path}",
+        f"deskside export {path} --to hf --out my-model",
+    ):
+        print(f"  {_prefix()}{command}")
+
+
+def _prefix() -> str:
+    """How this program was started, so that the printed commands work when .venv/bin is not on the path."""
+    folder = Path(sys.argv[0]).parent
+    on_path = any(Path(p) == folder for p in os.environ.get("PATH", "").split(os.pathsep))
+    if Path(sys.argv[0]).name != "deskside" or on_path:
+        return ""
+    try:
+        return f"{folder.relative_to(Path.cwd())}/"
+    except ValueError:
+        return f"{folder}/"

@@ -1,0 +1,189 @@
+"""Checkpoints: written so that no kill, full disk or flipped bit can lose more than one interval.
+
+A checkpoint is a folder `step-000001000` with the weights and optimizer state (safetensors: nothing executes on load),
+`state.json` and `manifest.json`, which holds size and checksum of every other file. It is written under a temporary
+name, every file and the folder forced to the disk, then renamed: a folder with a final name is complete. Loading
+verifies the manifest; a damaged checkpoint is named and the next older one is used.
+
+Sharded runs hold their tensors in torch.distributed.checkpoint's format instead, in the same folder under the same
+manifest. Its metadata file is a pickle, so such a checkpoint must come from a place that you trust.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deskside.errors import RunError
+
+NAME = re.compile(r"step-(\d{9})")
+MANIFEST = "manifest.json"
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+
+class Damaged(Exception):
+    """A checkpoint whose files do not match its manifest; the text says which and how."""
+
+
+def folder_name(step: int) -> str:
+    """step-000001000 for step 1000."""
+    return f"step-{step:09d}"
+
+
+def find(folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints, newest first."""
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = NAME.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found.append(Checkpoint(entry, int(match[1])))
+    return sorted(found, key=lambda c: c.step, reverse=True)
+
+
+def save(
+    folder: Path, step: int, model: Tensors, optimizer: Tensors, state: dict[str, Any], sharded: bool = False
+) -> Checkpoint:
+    """Write one checkpoint. Every rank calls this when `sharded`, otherwise rank 0 alone.
+
+    Raises RunError when the disk refuses; then nothing stands under the final name and older checkpoints are untouched.
+    """
+    writer = not sharded or dist.get_rank() == 0
+    temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)
+    try:
+        if writer:
+            clean(folder)
+            temporary.mkdir(parents=True)
+        if sharded:
+            dist.barrier()
+            dcp.save(
+                {"model": model, "optimizer": optimizer}, checkpoint_id=temporary / "sharded", no_dist=False
+            )
+        else:
+            save_file({k: v.contiguous() for k, v in model.items()}, temporary / "model.safetensors")
+            save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / "optimizer.safetensors")
+        if writer:
+            _write(temporary / "state.json", json.dumps(state))
+            files = sorted(p for p in temporary.rglob("*") if p.is_file())
+            listing = {str(p.relative_to(temporary)): _fingerprint(p) for p in files}
+            _write(temporary / MANIFEST, json.dumps({"schema_version": 1, "files": listing}, indent=1))
+            for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
+                _sync(path)
+            if final.exists():  # the same step again, after a rollback
+                shutil.rmtree(final)
+            os.replace(temporary, final)
+            _sync(folder)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary)
+        free = shutil.disk_usage(folder).free / 2**20
+        raise RunError(
+            f"checkpoint of step {step} could not be written to {folder} ({error}; {free:.0f} MiB free); "
+            f"older checkpoints are untouched"
+        ) from None
+    return Checkpoint(final, step)
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises Damaged unless every file has the size and checksum that the manifest gives."""
+    path = checkpoint.path
+    try:
+        files = json.loads((path / MANIFEST).read_text("utf-8"))["files"]
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise Damaged(f"{path / MANIFEST} cannot be read ({error})") from None
+    for name, expected in files.items():
+        try:
+            actual = _fingerprint(path / name)
+        except OSError as error:
+            raise Damaged(f"{path / name} cannot be read ({error.strerror})") from None
+        for what in ("bytes", "xxh3_128"):
+            if actual[what] != expected[what]:
+                raise Damaged(f"{path / name} is damaged: {what} {actual[what]}, expected {expected[what]}")
+
+
+def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that verifies. Each damaged one is named through `warn`. None where there is none."""
+    for checkpoint in find(folder):
+        try:
+            verify(checkpoint)
+        except Damaged as damage:
+            warn(f"checkpoint step {checkpoint.step} is not used: {damage}")
+            continue
+        return checkpoint
+    return None
+
+
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The JSON part of a verified checkpoint."""
+    return dict(json.loads((checkpoint.path / "state.json").read_text("utf-8")))
+
+
+def is_sharded(checkpoint: Checkpoint) -> bool:
+    """Whether the tensors are in torch.distributed.checkpoint's format."""
+    return (checkpoint.path / "sharded").is_dir()
+
+
+def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Tensors:
+    """`name` is "model" or "optimizer"; of a checkpoint that is not sharded."""
+    return load_file(checkpoint.path / f"{name}.safetensors", device=str(device))
+
+
+def load_sharded(checkpoint: Checkpoint, model: Tensors, optimizer: Tensors) -> None:
+    """Fill the given (sharded) tensors in place. Every rank calls this."""
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint.path / "sharded")
+
+
+def prune(folder: Path, keep: int, permanent: Callable[[Checkpoint], bool]) -> None:
+    """Delete checkpoints beyond the newest `keep`, but for those that `permanent` keeps for good."""
+    for checkpoint in find(folder)[keep:]:
+        if not permanent(checkpoint):
+            # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint under a final name.
+            doomed = folder / f".tmp-old-{checkpoint.path.name}"
+            os.replace(checkpoint.path, doomed)
+            shutil.rmtree(doomed)
+
+
+def clean(folder: Path) -> None:
+    """Remove what an interrupted save or deletion left."""
+    for entry in folder.glob(".tmp-*"):
+        shutil.rmtree(entry)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

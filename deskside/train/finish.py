@@ -1,0 +1,121 @@
+"""The end of a run: samples, the Hugging Face model, summary.json."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deskside.config.run import RunConfig
+from deskside.data.rows import PackedDataset
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.engine.generate import generate
+from deskside.engine.sampling import Sampling
+from deskside.errors import UsageError
+from deskside.evaluate.bpb import BitsPerByte
+from deskside.export.hf import save_hf
+from deskside.model.transformer import Transformer
+from deskside.train.keeper import load_weights
+from deskside.train.parallel import World
+from deskside.train.rundir import RunDirectory
+
+SAMPLES = 3
+PROMPT_TOKENS = 8
+SAMPLE_TOKENS = 80
+SAMPLE_TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the training itself came to."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    mfu: float | None
+    peak_memory_gib: float
+
+
+def summarise(
+    config: RunConfig, validation: PackedDataset, model: Transformer, totals: Totals, result: BitsPerByte
+) -> dict[str, Any]:
+    """The outcome of a finished run as plain data."""
+    split = validation.index.splits["val"]
+    groups = model.num_params()
+    return {
+        "schema_version": 1,
+        "status": "finished",
+        "val_bpb": result.bpb,
+        "val_loss": result.loss,
+        "val_tokens": result.tokens,
+        "val_bytes": result.bytes,
+        "gzip_bpb": split.gzip_bpb,
+        "unigram_bpb": split.unigram_bpb,
+        "steps": totals.steps,
+        "tokens": totals.tokens,
+        "seconds": totals.seconds,
+        "clock": config.schedule.clock,
+        "tokens_per_second": totals.tokens_per_second,
+        "mfu": totals.mfu,
+        "peak_memory_gib": totals.peak_memory_gib,
+        "parameters": sum(groups.values()),
+        "parameters_by_group": groups,
+    }
+
+
+def samples(
+    model: Transformer, validation: PackedDataset, run: RunDirectory, seed: int
+) -> list[dict[str, str]]:
+    """Continuations of a few places spread over the validation text."""
+    tokenizer = load_tokenizer(run.tokenizer)
+    eos = validation.index.tokenizer.eos_id
+    numbers = np.unique(np.arange(SAMPLES) * validation.num_rows // SAMPLES)
+    rows = validation.plain_rows(numbers).inputs[:, :PROMPT_TOKENS]
+    prompts: list[list[int]] = [row.tolist() for row in rows]
+    results = generate(
+        model,
+        prompts,
+        max_new_tokens=SAMPLE_TOKENS,
+        sampling=Sampling(temperature=SAMPLE_TEMPERATURE, top_k=50),
+        eos_tokens=(eos,),
+        seed=seed,
+    )
+    return [
+        {
+            "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+            "text": _continuation(tokenizer, prompt, r.tokens),
+        }
+        for prompt, r in zip(prompts, results, strict=True)
+    ]
+
+
+def _continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The new text alone. Decoded with the prompt, because a token may hold part of a character."""
+    whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
+    return str(whole[len(tokenizer.decode(list(prompt), skip_special_tokens=True)) :])
+
+
+def export(run: RunDirectory, model: Transformer) -> str:
+    """Write the Hugging Face model into the run; returns a sentence on what was done."""
+    try:
+        save_hf(model, model.config, run.tokenizer, run.model)
+    except UsageError as error:  # an architecture that only exists here
+        return f"no Hugging Face model was written: {error}"
+    return f"the Hugging Face model is in {run.model}"
+
+
+def whole_model(model: Transformer, world: World) -> Transformer:
+    """The model with all its weights on this process. Every rank calls this; sharded weights are gathered."""
+    if not world.sharded:
+        return model
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = (
+            parameter.full_tensor().cpu() if hasattr(parameter, "full_tensor") else parameter.detach().cpu()
+        )
+    copy = Transformer(model.config)
+    load_weights(copy, tensors)
+    return copy.to(torch.device("cpu"))

@@ -1,0 +1,121 @@
+"""What listens to each step: the metrics file, the terminal, and trackers (off by default)."""
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deskside.config.parts import TrackConfig
+from deskside.errors import UsageError
+from deskside.train.rundir import RunDirectory
+
+LINE_SECONDS = 10.0  # between plain lines, where there is no terminal to draw a bar on
+
+
+class MetricsFile:
+    """One JSON object per step in metrics.jsonl."""
+
+    def __init__(self, run: RunDirectory):
+        self.run = run
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        self.run.append_metrics(row)
+
+    def close(self) -> None:
+        pass
+
+
+class Terminal:
+    """A progress bar with loss, speed and the time left; plain lines where standard error is no terminal."""
+
+    def __init__(self, first_step: int, total_steps: int):
+        self.console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._last_line = 0.0
+        self._last_bpb = ""
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("train", completed=first_step, total=total_steps, numbers="")
+            self._bar.start()
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        if row["val_bpb"] is not None:
+            self._last_bpb = f"  val {row['val_bpb']:.3f} bpb"
+        speed = f"  {row['tokens_per_second']:,.0f} tok/s" if row["tokens_per_second"] else ""
+        numbers = f"loss {row['loss']:.3f}{self._last_bpb}{speed}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], total=total_steps, numbers=numbers)
+        elif time.monotonic() - self._last_line >= LINE_SECONDS or row["step"] == total_steps:
+            self._last_line = time.monotonic()
+            print(f"step {row['step']}/{total_steps}  {numbers}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @staticmethod
+    def say(text: str) -> None:
+        """One line to the person; rich prints it above a bar that is being drawn."""
+        Console(stderr=True, highlight=False).print(text, markup=False)
+
+
+class TensorBoard:
+    """Events for TensorBoard under the run directory."""
+
+    def __init__(self, run: RunDirectory):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError(
+                "track.tensorboard: needs its package: pip install 'deskside[tensorboard]'"
+            ) from None
+        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"))
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker:
+    """Weights & Biases or trackio; the two share one interface."""
+
+    def __init__(self, package: str, project: str, run: RunDirectory, config: dict[str, Any]):
+        try:
+            self._package = __import__(package)
+        except ImportError:
+            raise UsageError(
+                f"track.{package}: needs its package: pip install 'deskside[{package}]'"
+            ) from None
+        self._package.init(project=project, name=run.path.name, config=config)
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        self._package.log(_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        self._package.finish()
+
+
+def trackers(config: TrackConfig, run: RunDirectory, resolved: dict[str, Any]) -> list[TensorBoard | Tracker]:
+    """The trackers that were switched on. Raises UsageError when a package is missing."""
+    chosen: list[TensorBoard | Tracker] = []
+    if config.tensorboard:
+        chosen.append(TensorBoard(run))
+    for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):
+        if project is not None:
+            chosen.append(Tracker(package, project, run, resolved))
+    return chosen
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if name != "step" and value is not None}

@@ -1,0 +1,134 @@
+"""What a checkpoint of a run holds, and how a run comes back from one.
+
+Random numbers need no state: every draw in training is a function of (seed, step), and the order of the data is a
+function of (seed, epoch, sequence length, position). So weights, optimizer state, the position in the data, the clock
+and the guard are the whole truth.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deskside.config.run import RunConfig
+from deskside.errors import RunError
+from deskside.optim.build import Optimizer
+from deskside.optim.groups import clean_name
+from deskside.train import checkpoint as files
+from deskside.train.clock import Clock
+from deskside.train.guard import Guard
+from deskside.train.interval import Interval, Position
+from deskside.train.parallel import World
+from deskside.train.rundir import RunDirectory
+from deskside.train.trainer import Progress
+
+
+class CheckpointKeeper:
+    """Saves a run's state and brings it back."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RunConfig,
+        world: World,
+        model: nn.Module,
+        optimizer: Optimizer,
+        guard: Guard,
+        clock: Clock,
+        event: Callable[[str], None],
+    ):
+        self.run, self.config, self.world = run, config, world
+        self.model, self.optimizer, self.guard, self.clock, self.event = model, optimizer, guard, clock, event
+        self._permanent = Interval(config.checkpoint.keep_every, Position(0, 0, 0.0))
+
+    def save(self, progress: Progress, seconds: float) -> None:
+        """Write a checkpoint and delete those that are no longer kept. Raises RunError when the disk refuses."""
+        tensors, data = self.optimizer.state_dict_flat()
+        state = {
+            "schema_version": 1,
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "rows": {str(length): rows for length, rows in progress.rows.items()},
+            "rollbacks": progress.rollbacks,
+            "clock_seconds": seconds,
+            "guard": self.guard.state(),
+            "optimizer": data,
+            "permanent": self._permanent.due(Position(progress.step, progress.tokens, seconds)),
+        }
+        folder = self.run.checkpoints
+        if self.world.sharded or self.world.first:
+            files.save(folder, progress.step, self.weights(), tensors, state, self.world.sharded)
+        if self.world.first:
+            files.prune(
+                folder, self.config.checkpoint.keep, lambda c: bool(files.load_state(c).get("permanent"))
+            )
+            self.event(f"checkpoint of step {progress.step} saved")
+        self.world.barrier()
+
+    def load_newest(self) -> Progress | None:
+        """Restore everything from the newest checkpoint that verifies; None when there is none."""
+        found = self._newest_good()
+        if found is None:
+            return None
+        state = files.load_state(found)
+        if files.is_sharded(found):
+            if not self.world.sharded:
+                raise RunError(
+                    f"{found.path} was written by sharded processes; resume it with torchrun and --parallel.mode shard"
+                )
+            self.optimizer.create_state()
+            tensors, _ = self.optimizer.state_dict_flat()
+            files.load_sharded(found, self.weights(), tensors)
+            self.optimizer.load_state_dict_flat(tensors, state["optimizer"])
+        else:
+            if self.world.sharded:
+                raise RunError(f"{found.path} is not sharded; resume it without --parallel.mode shard")
+            load_weights(self.model, files.load_tensors(found, "model", self.world.device))
+            self.optimizer.load_state_dict_flat(
+                files.load_tensors(found, "optimizer", self.world.device), state["optimizer"]
+            )
+        self.guard.restore(state["guard"])
+        self.clock.restore(float(state["clock_seconds"]))
+        rows = {int(length): int(count) for length, count in state["rows"].items()}
+        return Progress(int(state["step"]), int(state["tokens"]), rows, int(state["rollbacks"]))
+
+    def roll_back(self) -> Progress:
+        """Return to the newest good checkpoint inside a running process. Raises RunError when there is none."""
+        seconds = self.clock.seconds()
+        progress = self.load_newest()
+        if progress is None:
+            raise RunError(
+                "the run must go back, but has no good checkpoint; lower the learning rate and start again"
+            )
+        self.clock.restore_running(seconds)
+        if self.world.first:
+            self.run.cut_metrics(progress.step)
+        self.world.barrier()
+        return progress
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters by name; one that is used in two places stands once."""
+        return {clean_name(name): parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _newest_good(self) -> "files.Checkpoint | None":
+        found: files.Checkpoint | None = None
+        if self.world.first:
+            found = files.newest_good(self.run.checkpoints, self.event)
+        step = int(self.world.agreed([float(found.step if found else -1)])[0])
+        return files.Checkpoint(self.run.checkpoints / files.folder_name(step), step) if step >= 0 else None
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy tensors into the model's parameters by name. Raises RunError when names or shapes differ."""
+    own: dict[str, Any] = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    if own.keys() != tensors.keys():
+        odd = min(own.keys() ^ tensors.keys())
+        raise RunError(f"these weights belong to another architecture: '{odd}' stands on one side only")
+    for name, parameter in own.items():
+        if parameter.shape != tensors[name].shape:
+            raise RunError(
+                f"'{name}' is {tuple(tensors[name].shape)} in the weights, {tuple(parameter.shape)} here"
+            )
+        parameter.copy_(tensors[name])

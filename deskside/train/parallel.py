@@ -1,0 +1,142 @@
+"""More than one process: replicas whose gradients are summed, or FSDP2 shards.
+
+Gradients of replicas are summed in fixed buckets of fixed order after the last micro-batch. torch's DDP would overlap
+that with the backward pass, but it regroups its buckets after the first step, so the order of a sum, and with it the
+last bits, would differ between a run and its resumed twin.
+
+The loss of every process is already divided by the valid tokens of all processes, so gradients are summed, not
+averaged.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deskside.errors import UsageError
+
+BUCKET_ELEMENTS = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. `size` 1 is a run without process group."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    sharded: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the run directory."""
+        return self.rank == 0
+
+    def agreed(self, numbers: Sequence[float]) -> list[float]:
+        """Rank 0's numbers, on every rank."""
+        if self.size == 1:
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64)
+        dist.broadcast(values, src=0)
+        return values.tolist()
+
+    def smallest(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        if self.size == 1:
+            return number
+        value = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        return int(value)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def join(device: str, mode: str) -> World:
+    """The world that torchrun describes in the environment, or one process. Raises UsageError for what cannot be."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "compute.device: cuda was asked for, but torch finds no GPU; use --compute.device cpu"
+        )
+    if size == 1:
+        if mode == "shard":
+            raise UsageError(
+                "parallel.mode: shard needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
+            )
+        return World(torch.device(chosen))
+    local = int(os.environ["LOCAL_RANK"])
+    if chosen == "cuda" and local >= torch.cuda.device_count():
+        raise UsageError(f"torchrun started more processes than the {torch.cuda.device_count()} GPUs here")
+    target = torch.device("cuda", local) if chosen == "cuda" else torch.device("cpu")
+    if chosen == "cuda":
+        torch.cuda.set_device(target)
+    # Small agreements travel over gloo on the CPU, so that they never wait for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen == "cuda" else "gloo")
+    return World(target, dist.get_rank(), dist.get_world_size(), mode == "shard")
+
+
+def leave(world: World) -> None:
+    """End the process group."""
+    if world.size > 1:
+        dist.destroy_process_group()
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module], methods: Sequence[str], world: World) -> None:
+    """FSDP2 over all ranks: each block, then the rest. `methods` are entry points of `model` besides forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for name in methods:
+        register_fsdp_forward_method(model, name)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def set_last_micro_batch(model: nn.Module, last: bool) -> None:
+    """Under FSDP2 gradients are reduced once, with the last micro-batch."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
+    """Sum the gradients of replicas, in place, in buckets whose order never changes."""
+    if world.size == 1 or world.sharded:
+        return
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            raise RuntimeError(
+                "a parameter has no gradient on this rank; ranks would wait for each other for ever"
+            )
+        bucket.append(parameter.grad)
+        if sum(g.numel() for g in bucket) >= BUCKET_ELEMENTS:
+            _sum_bucket(bucket)
+            bucket = []
+    if bucket:
+        _sum_bucket(bucket)
+
+
+def _sum_bucket(gradients: list[Tensor]) -> None:
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,132 @@
+"""The run directory: everything about a run, readable without us.
+
+    runs/<name>/run.json         the resolved configuration, when and how it was started
+                environment.json the machine and the software
+                plan.json        planned steps and their journalled revisions, micro-batch, attention backend
+                metrics.jsonl    one object per step
+                events.log       what happened, in sentences
+                checkpoints/     see checkpoint.py
+                summary.json     the outcome, written at the end
+
+JSON files are replaced whole (temporary name, then rename), lines are appended whole; so a kill leaves at most one
+half-written last line, which readers skip and a resumed run cuts away.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from deskside.errors import RunError, UsageError
+
+
+class RunDirectory:
+    """Paths and atomic writes of one run. Only the process with rank 0 writes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.tokenizer = path / "tokenizer.json"
+        self.model = path / "model"
+
+    @classmethod
+    def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
+        """A new directory. A name that was asked for must be free; the default gets a number when it is taken."""
+        if name is not None:
+            if not name or name in (".", "..") or "/" in name or "\\" in name:
+                raise UsageError(f"--name {name!r}: must be a plain folder name")
+            path = root / name
+            if path.exists():
+                raise UsageError(
+                    f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
+                )
+        else:
+            path, number = root / default, 2
+            while path.exists():
+                path, number = root / f"{default}-{number}", number + 1
+        try:
+            (path / "checkpoints").mkdir(parents=True)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be made: {error.strerror}") from None
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """An existing run. Raises UsageError where there is none."""
+        if not (path / "run.json").is_file():
+            raise UsageError(f"{path}: is not a run (no run.json); runs are made by: deskside train PRESET")
+        return cls(path)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the run. Raises RunError naming the file when it is damaged."""
+        try:
+            value = json.loads((self.path / name).read_text("utf-8"))
+        except FileNotFoundError:
+            raise RunError(
+                f"{self.path / name}: is missing; the run cannot be continued without it"
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunError(
+                f"{self.path / name}: is damaged ({error}); restore it or start a new run"
+            ) from None
+        return dict(value)
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Replace a JSON file whole, safe against a kill at any moment."""
+        write_atomically(self.path / name, json.dumps(value, indent=1) + "\n")
+
+    def event(self, text: str) -> None:
+        """Append one dated sentence to events.log."""
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        append_line(self.path / "events.log", f"{now} {text}")
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Append one step's numbers."""
+        append_line(self.metrics, json.dumps(row))
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """The logged steps; a half-written last line is skipped."""
+        if self.metrics.exists():
+            with self.metrics.open(encoding="utf-8") as file:
+                for line in file:
+                    if line.endswith("\n"):
+                        yield json.loads(line)
+
+    def cut_metrics(self, step: int) -> int:
+        """Drop rows after `step`, so that a repeated step stands there once. Returns how many rows were dropped."""
+        rows = list(self.read_metrics())
+        kept = [row for row in rows if row["step"] <= step]
+        write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        return len(rows) - len(kept)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write under a temporary name, force it to the disk, rename. Raises RunError when the disk refuses."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a read-only or vanished folder cannot be tidied either
+            temporary.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line in one write. Raises RunError when the disk refuses; what stood there stays."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            start = file.seek(0, os.SEEK_END)
+            data = (line + "\n").encode()
+            if file.write(data) != len(data):
+                file.truncate(start)
+                raise RunError(f"{path}: the disk is full; free space and resume")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,164 @@
+"""From a configuration to a model that is ready to train on this machine: data, precision, attention, compile."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deskside import precision
+from deskside.config.run import RunConfig
+from deskside.config.schedule import Stage
+from deskside.data.prepare import prepare
+from deskside.data.rows import PackedDataset
+from deskside.errors import RunError, UsageError
+from deskside.kernels.attention import Requirements, choose
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
+from deskside.precision.selfcheck import check
+from deskside.train import parallel
+from deskside.train.activation import recompute
+from deskside.train.parallel import World
+from deskside.train.step import Attention
+
+TRIAL_ROWS = 8  # rows of the batch at which attention backends are timed
+
+Say = Callable[[str], None]
+
+
+def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
+    """The prepared dataset of a run, made from `data.sources` first where it does not exist yet."""
+    if config.data.path is None:
+        raise UsageError(
+            "data.path: no data was given; prepare some with: deskside data prepare SOURCE --out data/NAME, "
+            "then add --data.path data/NAME"
+        )
+    path = Path(config.data.path)
+    if world.first and config.data.sources and not (path / "index.json").exists():
+        say(f"preparing {', '.join(config.data.sources)} into {path}")
+        prepare(
+            list(config.data.sources),
+            path,
+            vocab_size=config.model.vocab_size,
+            val_fraction=config.data.val_fraction,
+            seed=config.seed,
+        )
+    world.barrier()
+    return path
+
+
+def open_split(config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
+    """A packed split. Raises UsageError when the model cannot hold its tokens."""
+    weights = dict(config.data.weights) if split == "train" and config.data.weights else None
+    dataset = PackedDataset.open(path, split=split, sequence_length=sequence_length, weights=weights)
+    needed = dataset.index.tokenizer.vocab_size
+    if needed > config.model.vocab_size:
+        raise UsageError(
+            f"model.vocab_size: {path} has {needed} tokens, the model {config.model.vocab_size}; "
+            f"use --model.vocab_size {needed}, or prepare the data again"
+        )
+    return dataset
+
+
+def choose_recipe(name: str, device: torch.device, say: Say) -> tuple[str, dict[str, Any]]:
+    """The precision recipe and what its self-check measured. Raises UsageError for one that fails here."""
+    wanted = ("bf16" if device.type == "cuda" else "fp32") if name == "auto" else name
+    result = check(wanted, device)
+    if not result.ok and name == "auto" and wanted != "fp32":
+        say(f"bf16 fails its self-check here ({result.reason}): training in fp32")
+        wanted = "fp32"
+        result = check(wanted, device)
+    if not result.ok:
+        raise UsageError(f"precision.name: {wanted} fails its self-check here: {result.reason}; use another")
+    return wanted, {"chosen": wanted, "asked": name, "errors": dict(result.errors)}
+
+
+def build_model(config: RunConfig, world: World, recipe: str) -> Transformer:
+    """The model on its device, initialised from the seed, with the precision recipe applied."""
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    model.to_empty(device=world.device)
+    initialize(model, config.seed)
+    precision.apply(model, recipe)
+    return model
+
+
+def choose_attention(
+    config: RunConfig, model: Transformer, world: World, sequence_length: int, recorded: dict[str, Any] | None
+) -> tuple[Attention, dict[str, Any]]:
+    """Backends for full and windowed layers: recorded ones for a resumed run, else by a checked, timed trial."""
+    if recorded:
+        return Attention(recorded["full"]["name"], (recorded.get("windowed") or {}).get("name")), recorded
+    windows = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
+    rows = min(TRIAL_ROWS, config.batch.tokens // sequence_length // world.size or 1)
+    wanted = None if config.compute.attention == "auto" else [config.compute.attention]
+    facts: dict[str, Any] = {}
+    for kind, window in (("full", None), ("windowed", next((w for w in windows if w is not None), None))):
+        if kind == "windowed" and window is None:
+            continue
+        if kind == "full" and None not in windows:
+            window = next(iter(windows))
+        need = Requirements(
+            batch=rows,
+            tokens=sequence_length,
+            heads=config.model.num_attention_heads,
+            kv_heads=config.model.num_key_value_heads,
+            head_dim=config.model.head_dim,
+            dtype=model.activation_dtype,
+            device=world.device,
+            window=window,
+            documents=config.data.document_mask,
+        )
+        choice = choose(need, wanted)
+        facts[kind] = {
+            "name": choice.name,
+            "milliseconds": {name: round(s * 1e3, 3) for name, s in choice.seconds.items()},
+            "errors": {name: float(f"{error:.2e}") for name, error in choice.errors.items()},
+            "rejected": choice.rejected,
+        }
+    return Attention(facts["full"]["name"], (facts.get("windowed") or {}).get("name")), facts
+
+
+def prepare_execution(config: RunConfig, model: Transformer, world: World) -> str:
+    """Activation checkpointing, sharding and compilation, in this order. Returns the compile mode."""
+    recompute(model.layers, config.compute.activation_checkpointing)
+    mode = config.compute.compile
+    if mode == "auto":
+        mode = "block" if world.device.type == "cuda" else "off"
+    if mode == "block":
+        for block in model.layers:
+            block.compile(dynamic=False)
+    elif mode == "model":
+        model.hidden_and_router = torch.compile(model.hidden_and_router, dynamic=False)  # type: ignore[method-assign]
+    if world.sharded:
+        parallel.shard(model, model.layers, ("loss_and_balance", "token_losses"), world)
+    return mode
+
+
+def be_deterministic(config: RunConfig) -> None:
+    """Only deterministic kernels. Raises RunError when CUDA's workspace was not set up for it before torch began."""
+    import os
+
+    if not config.deterministic:
+        return
+    torch.use_deterministic_algorithms(True)
+    if torch.cuda.is_available() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        raise RunError("deterministic: start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage of the configuration with its data, before the micro-batch is known."""
+
+    stage: Stage
+    tokens_per_step: int
+    dataset: PackedDataset
+
+
+def open_stages(config: RunConfig, path: Path) -> list[StagePlan]:
+    """The training split packed for every stage."""
+    return [
+        StagePlan(stage, config.stage_tokens(stage), open_split(config, path, "train", stage.sequence_length))
+        for stage in config.stages()
+    ]

@@ -1,0 +1,79 @@
+"""One optimizer step: micro-batches -> loss -> backward -> finite check -> update. Nothing here waits for the GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deskside.config.parts import ComputeConfig
+from deskside.data.loader import Batch
+from deskside.kernels.attention import AttentionContext
+from deskside.model.transformer import Transformer
+from deskside.optim.build import Optimizer
+from deskside.train.guard import Guard
+from deskside.train.parallel import World, set_last_micro_batch, sum_gradients
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention backends of a run: for full layers and for windowed ones."""
+
+    full: str
+    windowed: str | None = None
+
+
+@dataclass
+class Stepper:
+    """What a step needs. `parameters` are the trainable ones in the order in which gradients are summed."""
+
+    model: Transformer
+    optimizer: Optimizer
+    guard: Guard
+    world: World
+    compute: ComputeConfig
+    attention: Attention
+    grad_clip: float
+    parameters: Sequence[nn.Parameter]
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Sum of the losses of a micro-batch's valid tokens, and the load-balancing loss of a model with experts."""
+        context = AttentionContext(
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.tokens_BT.shape[1],
+            backend=self.attention.full,
+            window_backend=self.attention.windowed,
+        )
+        return self.model.loss_and_balance(
+            batch.tokens_BT,
+            batch.targets_BT,
+            context,
+            positions_BT=batch.positions_BT,
+            z_loss=self.compute.z_loss,
+            chunk_tokens=self.compute.loss_chunk_tokens,
+        )
+
+    def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> Tensor:
+        """Step number `step` (from 1). Returns (loss per valid token, gradient norm, 1.0 if skipped) on the device.
+
+        The loss is divided by the valid tokens of all micro-batches on all processes, so neither packing nor
+        accumulation changes it. A `dry` step computes everything and changes nothing.
+        """
+        valid = micro_batches[0].num_valid_step
+        total = torch.zeros((), device=self.world.device)
+        for index, batch in enumerate(micro_batches):
+            set_last_micro_batch(self.model, index == len(micro_batches) - 1)
+            loss, balance = self.losses(batch)
+            loss = loss / valid
+            total += loss.detach()
+            if balance is not None:
+                share = batch.num_valid / valid
+                loss = loss + self.model.config.router_aux_loss_coef * share * balance
+            loss.backward()
+        sum_gradients(self.parameters, self.world)
+        self.world.summed(total)
+        norm = self.optimizer.clip_and_norm(self.grad_clip)
+        skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
+        self.optimizer.step(skip)
+        self.optimizer.zero_grad()
+        return torch.stack((total, norm.to(total.dtype), skip))

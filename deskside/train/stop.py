@@ -1,0 +1,28 @@
+"""Ctrl-C and SIGTERM end a run at the next step boundary, with everything saved. A second Ctrl-C ends it at once."""
+
+import signal
+from types import FrameType, TracebackType
+
+
+class StopSignal:
+    """While entered, the first SIGINT or SIGTERM only sets `requested`."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[int, object] = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)  # type: ignore[arg-type]

@@ -1,0 +1,299 @@
+"""The training loop, short enough to read at one sight, and what surrounds a step.
+
+The host runs one step ahead of its knowledge: it reads the numbers of step k while the device computes step k + 1, so
+the GPU never waits for the host. Whatever needs the truth about a step (evaluation, a checkpoint, the end) settles
+first: it waits for the step in flight.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from deskside.config.run import RunConfig
+from deskside.data.loader import Batch, Loader
+from deskside.data.rows import PackedDataset
+from deskside.errors import RunError
+from deskside.optim.schedule import lr_factor
+from deskside.train.clock import Clock, StepPlan, remaining_steps, should_revise
+from deskside.train.interval import Interval, Position
+from deskside.train.step import Stepper
+from deskside.train.stop import StopSignal
+
+RECENT_STEPS = 20  # step times that the throughput is taken from
+MEASURED_STEPS = 5  # steps before what was measured replaces the estimate of the dry step
+
+
+@dataclass
+class StageWork:
+    """One stage of the run: its rows, its batch, and how long a step of it takes by the dry step (seconds)."""
+
+    until: float
+    sequence_length: int
+    tokens_per_step: int
+    micro_rows: int
+    window: int | None
+    dataset: PackedDataset
+    dry_seconds: float
+
+
+@dataclass
+class Progress:
+    """Where the run is. `rows` counts the rows used at each sequence length: the position in the data."""
+
+    step: int = 0
+    tokens: int = 0
+    rows: dict[int, int] = field(default_factory=dict)
+    rollbacks: int = 0
+
+
+class Keeper(Protocol):
+    """Saves and restores; see `keeper.py`."""
+
+    def save(self, progress: Progress, seconds: float) -> None: ...
+    def roll_back(self) -> Progress: ...
+
+
+class Hook(Protocol):
+    """Something that wants each step's row, such as the terminal or a tracker."""
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class TooManySkips(Exception):
+    """Guarded steps in a row reached the limit."""
+
+
+class Trainer:
+    """Runs steps until the plan is done or a signal comes.
+
+    `limit_seconds` is the length in time (None: counted in steps) and `reserve` says how much of it must be left for
+    what follows the last step. `measure` adds what only the process knows to a row (mfu, memory, watts).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stepper: Stepper,
+        plan: StepPlan,
+        clock: Clock,
+        progress: Progress,
+        stages: Sequence[StageWork],
+        keeper: Keeper,
+        hooks: Sequence[Hook],
+        *,
+        evaluate: Callable[[], float],
+        measure: Callable[[dict[str, Any]], dict[str, Any]],
+        event: Callable[[str], None],
+        journal: Callable[[StepPlan], None],
+        limit_seconds: float | None,
+        reserve: Callable[[], float],
+    ):
+        self.config, self.stepper, self.plan, self.clock = config, stepper, plan, clock
+        self.progress, self.stages, self.keeper, self.hooks = progress, stages, keeper, hooks
+        self.evaluate, self.measure, self.event, self.journal = evaluate, measure, event, journal
+        self.limit_seconds, self.reserve = limit_seconds, reserve
+        start = self.position()
+        self.save_every = Interval(config.checkpoint.every, start)
+        self.evaluate_every = Interval(config.evaluate.every, start)
+        self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.timed_seconds, self.timed_tokens = 0.0, 0
+        self._in_flight: tuple[int, dict[str, Any], Tensor] | None = None
+        self._lap: float | None = None
+        self._stage = -1
+        self._loader: Loader | None = None
+
+    def run(self, stop: StopSignal) -> str:
+        """Returns "finished", or the name of the signal that stopped the run (with everything saved)."""
+        try:
+            self._resume()
+            while not self.plan.done(self.progress.step):
+                try:
+                    self.one_step()
+                    if self.after_step(stop):
+                        return str(stop.requested)
+                except TooManySkips as trouble:
+                    self.go_back(str(trouble))
+            return "finished"
+        finally:
+            self.clock.stop()
+            self._close_loader()
+
+    def one_step(self) -> None:
+        """Launch the next step, then read the numbers of the one before it."""
+        progress, number = self.progress, self.progress.step + 1
+        stage, batches = self._enter_stage()
+        share = self.plan.progress(progress.step)
+        factor = lr_factor(self.config.schedule, share, max(1, self.plan.total_steps(progress.step)))
+        self.stepper.optimizer.set_progress(factor, share, progress.step)
+        numbers = self.stepper.run(next(batches), number)
+
+        progress.step = number
+        progress.tokens += stage.tokens_per_step
+        rows = stage.tokens_per_step // stage.sequence_length
+        progress.rows[stage.sequence_length] = progress.rows.get(stage.sequence_length, 0) + rows
+        before = self._in_flight
+        lr = next(iter(self.stepper.optimizer.lr_groups().values()))
+        self._in_flight = self._stage, {"step": number, "tokens": progress.tokens, "lr": lr}, numbers
+        if before is not None:
+            self._log(self._read(*before))
+
+    def after_step(self, stop: StopSignal) -> bool:
+        """Rank 0 decides what is due, all do it. Returns whether the run must stop here."""
+        must_stop, evaluate, save, remaining = self._decide(stop)
+        step = self.progress.step
+        if remaining >= 0:
+            self.plan.revise(
+                step, remaining, self.clock.seconds(), self._step_seconds(), "throughput changed"
+            )
+            self.journal(self.plan)
+        done = self.plan.done(step)
+        if not (must_stop or evaluate or save or done):
+            return False
+        row = self._settle()
+        self.clock.stop()
+        if evaluate and not done:
+            row["val_bpb"] = self.evaluate()
+        self._log(row)
+        if (save or must_stop) and not done:
+            self.keeper.save(self.progress, self.clock.seconds())
+        self._resume()
+        return must_stop and not done
+
+    def go_back(self, why: str) -> None:
+        """Return to the last checkpoint, but go on in the data, so that the same rows do not fail again."""
+        self.clock.stop()
+        self._in_flight = None
+        count, rows = self.progress.rollbacks + 1, self.progress.rows
+        if count > self.config.guard.max_rollbacks:
+            raise RunError(
+                f"{why}, and the run went back {self.config.guard.max_rollbacks} times already; "
+                f"lower the learning rate (--optim.lr) or look at the data near step {self.progress.step}"
+            )
+        self.progress = self.keeper.roll_back()
+        self.progress.rollbacks, self.progress.rows = count, rows
+        self.event(f"{why}: went back to step {self.progress.step} and skipped the data in between")
+        self._close_loader()
+        self._resume()
+
+    def position(self) -> Position:
+        return Position(self.progress.step, self.progress.tokens, self.clock.seconds())
+
+    def tokens_per_second(self) -> float | None:
+        """Mean over the steps of this process, pauses for evaluation and checkpoints left out."""
+        return self.timed_tokens / self.timed_seconds if self.timed_seconds else None
+
+    def _enter_stage(self) -> tuple[StageWork, Iterator[list[Batch]]]:
+        share = self.plan.progress(self.progress.step)
+        index = next((i for i, s in enumerate(self.stages) if share < s.until), len(self.stages) - 1)
+        stage = self.stages[index]
+        if index != self._stage or self._loader is None:
+            self._close_loader()
+            self._stage = index
+            self.recent.clear()
+            world = self.stepper.world
+            self.stepper.model.set_window(stage.window)
+            self._loader = Loader(
+                stage.dataset,
+                seed=self.config.seed,
+                start_row=self.progress.rows.get(stage.sequence_length, 0),
+                rows_per_step=stage.tokens_per_step // stage.sequence_length,
+                micro_batch_rows=stage.micro_rows,
+                rank=world.rank,
+                world_size=world.size,
+                device=world.device,
+                document_mask=self.config.data.document_mask,
+                prefetch=self.config.data.prefetch,
+            )
+            self._batches = iter(self._loader)
+            if len(self.stages) > 1:
+                self.event(
+                    f"stage {index + 1} of {len(self.stages)}: sequences of {stage.sequence_length} tokens"
+                )
+        return stage, self._batches
+
+    def _read(self, stage: int, row: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
+        """Wait for a step's numbers and complete its row. Raises TooManySkips."""
+        loss, norm, skipped = numbers.tolist()
+        now = time.perf_counter()
+        verdict = self.stepper.guard.judge(row["step"], loss, norm, bool(skipped))
+        tokens_per_second = None
+        if self._lap is not None:
+            seconds = now - self._lap
+            if (
+                stage == self._stage
+            ):  # else the first step of a new stage is in flight, and this is an old one's time
+                self.recent.append(seconds)
+            tokens = self.stages[stage].tokens_per_step
+            tokens_per_second = tokens / seconds
+            self.timed_seconds += seconds
+            self.timed_tokens += tokens
+        self._lap = now
+        if verdict.skipped:
+            self.event(f"step {row['step']} skipped: {verdict.reason}")
+        if verdict.too_many:
+            raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
+        row |= {"seconds": self.clock.seconds(), "loss": loss, "val_bpb": None, "grad_norm": norm}
+        row |= {"skipped": verdict.skipped, "tokens_per_second": tokens_per_second}
+        return self.measure(row)
+
+    def _settle(self) -> dict[str, Any]:
+        """Wait for the step in flight and return its row, not logged yet."""
+        assert self._in_flight is not None
+        in_flight, self._in_flight = self._in_flight, None
+        return self._read(*in_flight)
+
+    def _log(self, row: dict[str, Any]) -> None:
+        for hook in self.hooks:
+            hook.on_step(row, self.plan.total_steps(row["step"]))
+
+    def _decide(self, stop: StopSignal) -> tuple[bool, bool, bool, int]:
+        """(stop, evaluate, save, newly planned remaining steps or -1), the same on every rank."""
+        now = self.position()
+        decision = [
+            float(stop.requested is not None),
+            float(self.evaluate_every.due(now)),
+            float(self.save_every.due(now)),
+            float(self._replan()),
+        ]
+        if self.stepper.world.size > 1:
+            decision = self.stepper.world.agreed(decision)
+        return bool(decision[0]), bool(decision[1]), bool(decision[2]), int(decision[3])
+
+    def _replan(self) -> int:
+        step = self.progress.step
+        measured = len(self.recent) >= MEASURED_STEPS
+        if self.limit_seconds is None or step <= self.plan.journalled_until or not measured:
+            return -1
+        # The step in flight has not been paid for yet.
+        in_flight = self._step_seconds() if self._in_flight is not None else 0.0
+        left = self.limit_seconds - self.reserve() - self.clock.seconds() - in_flight
+        estimate = remaining_steps(
+            left, self.plan.progress(step), [s.until for s in self.stages], self._stage_seconds()
+        )
+        planned = self.plan.total_steps(step) - step
+        return estimate if should_revise(planned, estimate) else -1
+
+    def _step_seconds(self) -> float:
+        if len(self.recent) < MEASURED_STEPS:
+            return self.stages[self._stage].dry_seconds
+        return statistics.median(self.recent)
+
+    def _stage_seconds(self) -> list[float]:
+        """Seconds per step of every stage: the dry steps' estimates, scaled by what this stage really takes."""
+        factor = self._step_seconds() / self.stages[self._stage].dry_seconds
+        return [stage.dry_seconds * factor for stage in self.stages]
+
+    def _resume(self) -> None:
+        self.clock.start()
+        self._lap = time.perf_counter()
+
+    def _close_loader(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
