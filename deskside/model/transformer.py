@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deskside.budget.shape import flops_per_token, kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
@@ -207,6 +208,14 @@ class Transformer(nn.Module):
         for tensor in logical_tensors(self):
             counts[_group(tensor.name)] += tensor.view.numel()
         return counts
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs of forward and backward per token; the convention is `deskside.budget.shape`'s."""
+        return flops_per_token(self.config, sequence_length)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> float:
+        """Bytes that the key-value cache needs per token of one row, over all layers."""
+        return kv_bytes_per_token(self.config, dtype.itemsize)
 
     @property
     def head_weight(self) -> Tensor:

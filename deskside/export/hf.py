@@ -1,0 +1,229 @@
+"""Hugging Face directories: write one that AutoModelForCausalLM and AutoTokenizer load, and read published ones."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deskside.config.model import ModelConfig
+from deskside.errors import UsageError
+from deskside.export.hf_families import FAMILIES, Family, family_of, to_hf_config
+from deskside.export.hf_read import from_hf_config
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import LogicalTensor, logical_tensors
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json's content, and the state under Hugging Face's names (new tensors only where theirs stack ours).
+
+    Raises UsageError naming the options that have no Hugging Face form.
+    """
+    return to_hf_config(config), hf_tensors(model, family_of(config), lambda tensor: tensor.view)
+
+
+def hf_tensors(
+    model: Transformer, family: Family, value_of: Callable[[LogicalTensor], Tensor]
+) -> dict[str, Tensor]:
+    """Any per-parameter values (weights, gradients) under Hugging Face's names and in their layout."""
+    result: dict[str, Tensor] = {}
+    for name, parts in _by_hf_name(model, family).items():
+        values = [value_of(part) for part in parts]
+        tensor = values[0] if len(values) == 1 else torch.cat(values)
+        result[name] = tensor.T if _is_transposed(family, parts[0]) else tensor
+    return result
+
+
+def save_hf(
+    model: Transformer,
+    config: ModelConfig,
+    tokenizer_path: Path | None,
+    out_dir: Path,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files; returns `out_dir`.
+
+    tokenizer_path: a tokenizer.json, or a directory with one (its chat template and settings come along); None writes
+    none. All or nothing: the directory appears under its name when it is complete, and replaces an earlier export.
+    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or an `out_dir` that holds other things.
+    """
+    hf_config, state = to_hf(model, config)
+    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "config.json").exists():
+        raise UsageError(f"{out_dir} exists and is not a model directory; choose another --out")
+    generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
+    with _replaced_when_complete(out_dir) as folder:
+        if tokenizer_path is not None:
+            end = _write_tokenizer(tokenizer_path, folder, config)
+            ids = {"bos_token_id": end, "eos_token_id": end}
+            hf_config |= ids
+            generation |= ids | {"pad_token_id": end}
+        hf_config["dtype"] = hf_config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        _write_json(folder / "config.json", hf_config)
+        _write_json(folder / "generation_config.json", generation)
+        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return out_dir
+
+
+def load_hf(folder: Path, device: torch.device | str = "cpu") -> tuple[ModelConfig, Transformer]:
+    """Read a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model with float32 weights.
+
+    Raises UsageError when it is not one, has options that are not computed here, or its tensors do not match.
+    """
+    source = _read_json(folder / "config.json")
+    config = from_hf_config(source)
+    family = FAMILIES[source["model_type"]]
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to_empty(device=device)
+    with ExitStack() as stack, torch.no_grad():
+        stored = _Stored(folder, family, stack)
+        wanted = _by_hf_name(model, family)
+        for name, parts in wanted.items():
+            tensor = stored.read(name)
+            if _is_transposed(family, parts[0]):
+                tensor = tensor.T
+            rows = [part.view.shape[0] for part in parts]
+            expected = (sum(rows), *parts[0].view.shape[1:])
+            if tuple(tensor.shape) != expected:
+                raise UsageError(
+                    f"{folder}: {name} is {tuple(tensor.shape)}, its config.json needs {expected}"
+                )
+            for part, values in zip(parts, tensor.split(rows), strict=True):
+                part.view.copy_(values)
+        extra = stored.unread(tied=config.tie_word_embeddings)
+    if extra:
+        raise UsageError(
+            f"{folder}: {len(extra)} tensors that this architecture does not have, such as {extra[0]}"
+        )
+    return config, model
+
+
+class _Stored:
+    """The tensors of a directory, in one safetensors file or in shards with an index."""
+
+    def __init__(self, folder: Path, family: Family, stack: ExitStack):
+        self.folder, self.family = folder, family
+        self.seen: set[str] = set()
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.exists():
+            names = sorted(set(_read_json(index)["weight_map"].values()))
+        elif single.exists():
+            names = [single.name]
+        else:
+            raise UsageError(f"{folder} has no model.safetensors; save it with safe_serialization first")
+        self.file_of: dict[str, Any] = {}
+        for name in names:
+            try:
+                file = stack.enter_context(safe_open(folder / name, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise UsageError(f"{folder / name} cannot be read: {error}") from error
+            self.file_of |= dict.fromkeys(file.keys(), file)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its full name, or by the name without the family's prefix."""
+        for candidate in (name, name.removeprefix(self.family.prefix)):
+            if candidate in self.file_of:
+                self.seen.add(candidate)
+                tensor: Tensor = self.file_of[candidate].get_tensor(candidate)
+                return tensor
+        raise UsageError(f"{self.folder} has no tensor {name}; its config.json says it should")
+
+    def unread(self, tied: bool) -> list[str]:
+        """Weights that nobody asked for. A tied model may store its head once more."""
+        known = (*self.family.buffers, *(["lm_head.weight"] if tied else []))
+        return sorted(name for name in self.file_of if name not in self.seen and not name.endswith(known))
+
+
+def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:
+    """Their name -> our tensors, in the order in which theirs stacks them."""
+    result: dict[str, list[LogicalTensor]] = {}
+    for tensor in logical_tensors(model):
+        result.setdefault(_hf_name(tensor.name, family), []).append(tensor)
+    return result
+
+
+def _hf_name(name: str, family: Family) -> str:
+    module, _, leaf = name.rpartition(".")
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
+    return f"{family.names[re.sub(r'(?<=[.])[0-9]+(?=[.])', '{}', module)].format(*numbers)}.{leaf}"
+
+
+def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
+    return family.transposed and tensor.kind == "matrix"
+
+
+def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> int:
+    """Copy or write the tokenizer's files; returns the id of <|endoftext|>."""
+    file = source / "tokenizer.json" if source.is_dir() else source
+    content = _read_json(file)
+    ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    if END_OF_TEXT not in ids:
+        raise UsageError(f"{file} has no special token {END_OF_TEXT}; train the tokenizer with it")
+    if max(ids.values()) >= config.vocab_size:
+        raise UsageError(
+            f"{file} has token {max(ids.values())}, above the model's vocab_size {config.vocab_size}"
+        )
+    shutil.copyfile(file, folder / "tokenizer.json")
+    for name in TOKENIZER_EXTRAS:
+        if (file.parent / name).exists():
+            shutil.copyfile(file.parent / name, folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "pad_token": END_OF_TEXT,
+            "model_max_length": config.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+        }
+        _write_json(folder / "tokenizer_config.json", settings)
+    return int(ids[END_OF_TEXT])
+
+
+@contextmanager
+def _replaced_when_complete(out_dir: Path) -> Iterator[Path]:
+    """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
+    try:
+        partial.chmod(0o755)  # mkdtemp makes it private
+        yield partial
+        if out_dir.exists():
+            old = Path(f"{partial}.old")
+            os.rename(out_dir, old)
+            os.rename(partial, out_dir)
+            shutil.rmtree(old)
+        else:
+            os.rename(partial, out_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,254 @@
+"""Directories: what transformers wrote loads here, what we wrote loads there, and bad ones are named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from deskside.config.model import ModelConfig
+from deskside.errors import UsageError
+from deskside.export.hf import load_hf, save_hf
+from deskside.export.hf_read import from_hf_config
+from deskside.model.transformer import Transformer
+from tests.export.test_hf_parity import CASES, GPT2, MOE, TINY, batch, random_model
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3}
+
+
+def published(name: str) -> Any:
+    """Small models as transformers itself makes and saves them."""
+    torch.manual_seed(0)
+    common = {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 64, **SIZES}
+    if name == "qwen3":
+        config = transformers.Qwen3Config(
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=6,
+            max_window_layers=1,
+            rope_theta=5e5,
+            **common,
+        )
+        return transformers.Qwen3ForCausalLM(config)
+    if name == "moe":
+        config = transformers.Qwen3MoeConfig(
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            **common,
+        )
+        return transformers.Qwen3MoeForCausalLM(config)
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=True, **common))
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": 61}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "moe", "llama", "gpt2"])
+def test_published_checkpoints_load(name: str, shards: bool, tmp_path: Path) -> None:
+    theirs = published(name).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if shards else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == shards
+    config, model = load_hf(tmp_path)
+    inputs, _ = batch()
+    torch.testing.assert_close(model(inputs), theirs(inputs).logits, atol=1e-4, rtol=1e-4)
+    if name == "qwen3":
+        assert [config.layer_window(i) for i in range(3)] == [None, 6, 6] and config.rope_theta == 5e5
+
+
+def test_gpt2_as_openai_published_it(tmp_path: Path) -> None:
+    """Names without the prefix, and the causal masks stored as if they were weights."""
+    theirs = published("gpt2").eval()
+    theirs.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state = {name.removeprefix("transformer."): tensor.clone() for name, tensor in state.items()}
+    state |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(3)}
+    save_file(state, tmp_path / "model.safetensors")
+    _, model = load_hf(tmp_path)
+    inputs, _ = batch()
+    torch.testing.assert_close(model(inputs), theirs(inputs).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_config_of_before_transformers_5() -> None:
+    """rope_theta beside the other fields, no layer_types, no head_dim in a Llama."""
+    base = {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 64, **SIZES}
+    llama = from_hf_config({**base, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": None})
+    assert llama.rope_theta == 5e5 and llama.head_dim == 8 and not llama.qk_norm
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    qwen = from_hf_config({**base, "model_type": "qwen3", "head_dim": 8, **window})
+    assert [qwen.layer_window(i) for i in range(3)] == [None, None, 4]
+    off = from_hf_config({**base, "model_type": "qwen3", **window, "use_sliding_window": False})
+    assert off.sliding_window is None and off.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"norm_position": "post"}, "norm_position = post"),
+        ({"hidden_act": "relu2", "gated_mlp": False}, "gated_mlp = false"),
+        ({"final_logit_softcapping": 15.0}, r"final_logit_softcapping = 15\.0"),
+        ({"norm": "layernorm"}, "norm = layernorm"),
+        ({"mlp_bias": True}, "mlp_bias = true"),
+        ({"qk_norm": False, "sliding_window": 4, "window_pattern": "S"}, "sliding_window = 4"),
+        ({"position_embedding": "learned"}, "gated_mlp = true"),
+        ({**GPT2, "num_key_value_heads": 2}, "num_key_value_heads"),
+        ({**GPT2, "head_dim": 16}, "head_dim"),
+        ({**GPT2, "norm": "rmsnorm"}, "norm = rmsnorm"),
+        ({**MOE, "qk_norm": False}, "qk_norm = false"),
+        ({**MOE, "sliding_window": 4, "window_pattern": "SL"}, "window_pattern"),
+    ],
+)
+def test_what_has_no_form_is_named(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    model = random_model(**change)
+    with pytest.raises(UsageError, match=named):
+        save_hf(model, model.config, None, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def tokenizer_file(folder: Path, special: str = "<|endoftext|>") -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[special], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog. " * 5], trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama", "qwen3 moe"])
+def test_auto_classes_just_work(case: str, tmp_path: Path) -> None:
+    file = tokenizer_file(tmp_path / "tokenizer")
+    model = random_model(**CASES[case], vocab_size=300)
+    out = save_hf(model, model.config, file, tmp_path / "hf", torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert theirs.dtype == torch.bfloat16
+    text = "The quick  brown fox: 42 naïve 猫.\n\tEnd "
+    ids = tokenizer(text)["input_ids"]
+    assert ids == Tokenizer.from_file(str(file)).encode(text).ids and tokenizer.decode(ids) == text
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == theirs.config.eos_token_id == end
+    assert theirs.generation_config.eos_token_id == end
+    assert tokenizer("a<|endoftext|>b")["input_ids"][1] == end
+    written = theirs.generate(**tokenizer("the", return_tensors="pt"), max_new_tokens=3)
+    assert written.shape[1] >= 2
+
+
+def test_chat_template_comes_along(tmp_path: Path) -> None:
+    file = tokenizer_file(tmp_path / "tokenizer")
+    (file.parent / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    model = random_model(vocab_size=300)
+    out = save_hf(model, model.config, file.parent, tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[user]hi"
+
+
+def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
+    model = random_model(vocab_size=300)
+    with pytest.raises(UsageError, match="does not exist"):
+        save_hf(model, model.config, tmp_path / "none.json", tmp_path / "hf")
+    with pytest.raises(UsageError, match=r"special token <\|endoftext\|>"):
+        save_hf(model, model.config, tokenizer_file(tmp_path / "other", "<s>"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
+
+
+def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
+    one, two = random_model(), random_model(num_hidden_layers=3)
+    out = save_hf(one, one.config, None, tmp_path / "hf")
+    save_hf(two, two.config, None, out)
+    assert load_hf(out)[0].num_hidden_layers == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="not a model directory"):
+        save_hf(one, one.config, None, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failed_export_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    out = save_hf(model, model.config, None, tmp_path / "hf")
+    before = (out / "model.safetensors").read_bytes()
+
+    def full_disk(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("deskside.export.hf.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save_hf(model, model.config, None, out)
+    assert (out / "model.safetensors").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [
+        "hf"
+    ]
+
+
+def broken(out: Path, what: str) -> None:
+    weights, config = out / "model.safetensors", out / "config.json"
+    state, settings = load_file(weights), json.loads(config.read_text())
+    if what == "missing tensor":
+        del state["model.norm.weight"]
+    elif what == "extra tensor":
+        state["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    elif what == "wrong shape":
+        settings["intermediate_size"] = 47
+    elif what == "other architecture":
+        settings["model_type"] = "mamba"
+    elif what == "scaled rope":
+        settings["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    elif what == "impossible":
+        settings["num_key_value_heads"] = 3
+    elif what == "incomplete":
+        del settings["hidden_size"]
+    save_file(state, weights)
+    config.write_text(json.dumps(settings))
+    if what == "truncated":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif what == "no weights":
+        weights.unlink()
+    elif what == "not json":
+        config.write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing tensor", r"no tensor model\.norm\.weight"),
+        ("extra tensor", r"q_proj\.bias"),
+        ("wrong shape", r"gate_proj\.weight is \(48, 32\)"),
+        ("other architecture", "'mamba' is not supported"),
+        ("scaled rope", "rope_type 'yarn'"),
+        ("impossible", "num_key_value_heads"),
+        ("incomplete", "lacks 'hidden_size'"),
+        ("truncated", "cannot be read"),
+        ("no weights", "no model.safetensors"),
+        ("not json", "not JSON"),
+        ("no directory", "does not exist"),
+    ],
+)
+def test_bad_directories_are_named(what: str, message: str, tmp_path: Path) -> None:
+    model = random_model()
+    out = save_hf(model, model.config, None, tmp_path / "hf")
+    if what == "no directory":
+        out = tmp_path / "nowhere"
+    else:
+        broken(out, what)
+    with pytest.raises(UsageError, match=message):
+        load_hf(out)
+
+
+def test_dtype_of_the_file(tmp_path: Path) -> None:
+    model: Transformer = random_model()
+    save_hf(model, ModelConfig(**TINY), None, tmp_path / "hf", torch.bfloat16)
+    assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
+    _, loaded = load_hf(tmp_path / "hf")
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}

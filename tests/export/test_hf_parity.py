@@ -1,0 +1,201 @@
+"""The model against transformers: logits and every gradient in float32, through our export and our import."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deskside.config.model import ModelConfig
+from deskside.export.hf import hf_tensors, load_hf, save_hf, to_hf
+from deskside.export.hf_families import family_of
+from deskside.model.init import InitOptions, initialize
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import copy_logical, logical_tensors
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "num_key_value_heads": 4,
+    "position_embedding": "learned",
+    "hidden_act": "gelu_new",
+    "gated_mlp": False,
+    "mlp_bias": True,
+    "attention_bias": True,
+    "norm": "layernorm",
+    "norm_bias": True,
+    "norm_eps": 1e-5,
+    "qk_norm": False,
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOW = {"num_hidden_layers": 4, "sliding_window": 5, "window_pattern": "SL"}
+SEPARATE = {"fused_qkv": False, "fused_gate_up": False}
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3 mha": {"num_key_value_heads": 4},
+    "qwen3 mqa": {"num_key_value_heads": 1},
+    "qwen3 tied": {"tie_word_embeddings": True},
+    "qwen3 separate": SEPARATE,
+    "qwen3 separate qkv, tied, mqa": {
+        "fused_qkv": False,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
+    "qwen3 bias": {"attention_bias": True},
+    "qwen3 wide heads": {"head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-3},
+    "qwen3 gelu": {"hidden_act": "gelu"},
+    "qwen3 relu2": {"hidden_act": "relu2"},
+    "qwen3 window": WINDOW,
+    "qwen3 window, late": {"num_hidden_layers": 3, "sliding_window": 3, "window_pattern": "LSS"},
+    "llama": {"qk_norm": False},
+    "llama mha, bias, separate, tied": {
+        "qk_norm": False,
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        **SEPARATE,
+    },
+    "gpt2": {**GPT2, "tie_word_embeddings": True},
+    "gpt2 untied, separate": {**GPT2, "fused_qkv": False},
+    "qwen3 moe": MOE,
+    "qwen3 moe, not normalised, tied": {**MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "qwen3 moe window": {**MOE, "sliding_window": 4, "window_pattern": "S"},
+}
+
+
+def random_model(**changes: Any) -> Transformer:
+    """Every parameter random, norms and biases too, at a scale where each one matters."""
+    model = Transformer(ModelConfig(**{**TINY, **changes}))
+    initialize(model, 0, InitOptions(embedding_std=0.5, head_std=0.3, output="fan_in"))
+    g = torch.Generator().manual_seed(1)
+    for tensor in logical_tensors(model):
+        if tensor.kind in ("norm", "bias"):
+            tensor.view.add_(torch.randn(tensor.view.shape, generator=g) * 0.2)
+        if "router" in tensor.name:
+            tensor.view.mul_(50)  # far from even, so that gradients through the choice are of size one
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, TINY["vocab_size"], (2, 18), generator=g)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def their_gradients(theirs: torch.nn.Module) -> dict[str, Tensor]:
+    """By the names of published checkpoints: transformers holds experts stacked in memory."""
+    result = {}
+    for name, parameter in theirs.named_parameters():
+        assert parameter.grad is not None, name
+        if name.endswith("experts.gate_up_proj"):
+            for e, grad in enumerate(parameter.grad):
+                base = name.replace("gate_up_proj", str(e))
+                result[f"{base}.gate_proj.weight"], result[f"{base}.up_proj.weight"] = grad.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for e, grad in enumerate(parameter.grad):
+                result[f"{name.replace('down_proj', str(e))}.down_proj.weight"] = grad
+        else:
+            result[name] = parameter.grad
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_transformers(case: str, tmp_path: Path) -> None:
+    model = random_model(**CASES[case])
+    config = model.config
+    save_hf(model, config, None, tmp_path / "hf")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(theirs).__name__ == family_of(config).architecture
+
+    inputs, targets = batch()
+    their_logits = theirs(inputs).logits
+    loss = F.cross_entropy(their_logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    their_grads = their_gradients(theirs)
+
+    loaded_config, loaded = load_hf(tmp_path / "hf")
+    kept = {name: CASES[case][name] for name in SEPARATE if name in CASES[case]}
+    assert _same_model(loaded_config.model_copy(update=kept), config)
+    for ours in (model, loaded):
+        torch.testing.assert_close(ours(inputs), their_logits, atol=1e-4, rtol=1e-4)
+        our_loss = ours.loss(inputs, targets, chunk_tokens=5)
+        torch.testing.assert_close(our_loss, loss, atol=1e-4, rtol=1e-5)
+        our_loss.backward()
+        grads = hf_tensors(ours, family_of(config), lambda t: t.of(t.parameter.grad))  # type: ignore[arg-type]
+        assert set(grads) == set(their_grads)
+        for name, grad in grads.items():
+            torch.testing.assert_close(
+                grad, their_grads[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            assert grad.abs().max() > 1e-3, f"{name} has next to no gradient, so this compares nothing"
+
+
+def _same_model(loaded: ModelConfig, config: ModelConfig) -> bool:
+    """Equal, in everything that an architecture keeps (a window pattern may be spelt otherwise)."""
+    ignored = {"window_pattern"}
+    if not config.num_experts:
+        ignored |= {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}
+    if config.position_embedding == "learned":
+        ignored |= {"rope_theta"}
+    windows = [[c.layer_window(i) for i in range(c.num_hidden_layers)] for c in (loaded, config)]
+    return windows[0] == windows[1] and loaded.model_dump(exclude=ignored) == config.model_dump(
+        exclude=ignored
+    )
+
+
+def test_load_balancing_loss_equals_transformers(tmp_path: Path) -> None:
+    model = random_model(**MOE, num_key_value_heads=4)
+    save_hf(model, model.config, None, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    inputs, targets = batch()
+    out = theirs(inputs, output_router_logits=True)
+    out.aux_loss.backward()
+    _, balance = model.loss_and_balance(inputs, targets)
+    assert balance is not None
+    torch.testing.assert_close(balance, out.aux_loss, atol=1e-5, rtol=1e-5)
+    balance.backward()
+    router = model.layers[0].mlp.mixture.router.weight
+    torch.testing.assert_close(router.grad, theirs.model.layers[0].mlp.gate.weight.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_separate_and_fused_are_the_same_model() -> None:
+    fused, separate = random_model(), random_model(**SEPARATE)
+    assert len(list(separate.parameters())) > len(list(fused.parameters()))
+    inputs, _ = batch()
+    copy_logical(fused, separate)
+    torch.testing.assert_close(fused(inputs), separate(inputs))
+    for one, other in zip(
+        to_hf(fused, fused.config)[1].items(), to_hf(separate, separate.config)[1].items(), strict=True
+    ):
+        assert one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gpt2", "qwen3 window", "qwen3 moe"])
+def test_greedy_text_equals_transformers_generate(case: str, tmp_path: Path) -> None:
+    model = random_model(**CASES[case])
+    save_hf(model, model.config, None, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    prompt = batch()[0][:1, :6]
+    expected = theirs.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    cache, text, step = model.new_cache(1, 40), prompt, prompt
+    for _ in range(20):
+        step = model.forward_cached(step, cache)[:, -1:].argmax(-1)
+        text = torch.cat((text, step), 1)
+    assert text.tolist() == expected.tolist()

@@ -1,0 +1,75 @@
+"""Initialisation does what its text says."""
+
+import pytest
+import torch
+from torch import nn
+
+from deskside.config.model import ModelConfig
+from deskside.model.init import InitOptions, initialize
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import logical_tensors
+from tests.model.tiny import TINY, make, tokens
+
+
+def test_initialisation_says_what_it_does() -> None:
+    config = ModelConfig(**{**TINY, "hidden_size": 256, "vocab_size": 512, "attention_bias": True})
+    model = Transformer(config)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    initialize(model, 0)
+    for t in logical_tensors(model):
+        std = float(t.view.std())
+        if t.kind == "norm":
+            assert (t.view == 1).all()
+        elif t.kind == "bias" or t.name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert not t.view.any(), t.name
+        elif t.kind == "embedding":
+            assert std == pytest.approx(config.initializer_range, rel=0.05)
+        elif t.kind == "head":
+            assert std == pytest.approx(0.001, rel=0.05)
+        else:
+            assert std == pytest.approx(t.view.shape[1] ** -0.5, rel=0.1), t.name
+    targets = torch.randint(0, 512, (2, 17))
+    assert float(model.loss(tokens(), targets).detach()) / 34 == pytest.approx(
+        torch.tensor(512.0).log().item(), rel=0.01
+    )
+
+
+def test_initialisation_is_a_function_of_the_seed() -> None:
+    one, same, other = (Transformer(ModelConfig(**TINY)) for _ in range(3))
+    initialize(one, 3)
+    torch.randn(5)
+    initialize(same, 3)
+    initialize(other, 4)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.embed.weight, other.embed.weight)
+    views = [
+        t.view.flatten()[:8].tolist() for t in logical_tensors(one) if t.kind == "matrix" and t.view.any()
+    ]
+    assert len({tuple(v) for v in views}) == len(views)  # no two matrices alike
+
+
+def test_output_option() -> None:
+    model = Transformer(ModelConfig(**TINY))
+    initialize(model, 0, InitOptions(output="depth", matrix_gain=2.0, head_std=0.5))
+    down = model.layers[0].mlp.output.projection.weight
+    assert float(down.detach().std()) == pytest.approx(2 * 48**-0.5 / 2, rel=0.1)
+    assert float(model.head_weight.detach().std()) == pytest.approx(0.5, rel=0.1)
+
+
+def test_meta_device_then_materialised() -> None:
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**TINY))
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    initialize(model, 0, InitOptions(embedding_std=0.5, head_std=0.3, output="fan_in"))
+    assert torch.equal(model(tokens()), make()(tokens()))
+
+
+def test_rotary_tables_stay_float32_and_out_of_the_state() -> None:
+    model = make()
+    assert not any("rope" in name for name in model.state_dict())
+    table = model.rope_cos.clone()
+    model.bfloat16()
+    assert model.rope_cos.dtype == torch.float32 and torch.equal(model.rope_cos, table)
+    assert model(tokens()).dtype == torch.bfloat16

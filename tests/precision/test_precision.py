@@ -1,0 +1,132 @@
+"""fp32 and bf16 recipes on a module of our own making, and the self-check against GEMMs that are broken."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deskside.errors import UsageError
+from deskside.ops.linear import Embedding, Linear
+from deskside.ops.norm import LayerNorm, RMSNorm
+from deskside.precision.recipes import RECIPES, apply, restore
+from deskside.precision.selfcheck import check, check_gemm
+
+
+def tiny() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Embedding(20, 16), RMSNorm(16, 1e-6), Linear(16, [("a", 8), ("b", 8)]))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_masters() -> None:
+    model, tokens = tiny(), torch.arange(20)
+    full = model(tokens)
+    assert full.dtype == torch.float32
+    apply(model, "bf16")
+    low = model(tokens)
+    assert low.dtype == torch.bfloat16
+    error = (low.float() - full).norm() / full.norm()
+    assert 1e-4 < error < 2e-2
+    low.float().square().sum().backward()
+    for parameter in model.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+    restore(model)
+    assert torch.equal(model(tokens), full)
+
+
+def test_fp32_changes_nothing() -> None:
+    model, tokens = tiny(), torch.arange(20)
+    full = model(tokens)
+    apply(model, "bf16")
+    apply(model, "fp32")
+    assert torch.equal(model(tokens), full)
+
+
+def test_unknown_recipe_is_named() -> None:
+    with pytest.raises(UsageError, match="'fp3'"):
+        apply(tiny(), "fp3")
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(64, 1e-6), LayerNorm(64, 1e-6, bias=True)])
+def test_norms_compute_in_float32(norm: nn.Module) -> None:
+    """On bf16 input the result is the float64 result, rounded once."""
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    x = (torch.randn(7, 64) * 3 + 100).bfloat16()  # a large mean: variance in bf16 would be noise
+    d = x.double()
+    if isinstance(norm, LayerNorm):
+        assert norm.bias is not None
+        exact = (d - d.mean(-1, keepdim=True)) / (d.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+        exact = exact * norm.weight.double() + norm.bias.double()
+    else:
+        exact = d / (d.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()  # type: ignore[operator]
+    got = norm(x)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_selfcheck_passes_on_cpu(recipe: str) -> None:
+    result = check(recipe, "cpu")
+    assert result.ok and result.reason == ""
+    assert set(result.errors) == {"output", "input gradient", "weight gradient"}
+    assert all(0 < error < RECIPES[recipe].tolerance for error in result.errors.values())
+
+
+def test_bf16_does_not_pass_as_fp32() -> None:
+    result = check_gemm(
+        lambda x, w: (x.bfloat16() @ w.bfloat16().T).float(), RECIPES["fp32"].tolerance, "cpu"
+    )
+    assert not result.ok and "output is off" in result.reason
+
+
+class Broken(torch.autograd.Function):
+    """A right output, and one gradient spoiled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fault: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fault = fault
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        d_x, d_weight = grad @ weight, grad.T @ x
+        if ctx.fault == "input gradient is all zero":
+            d_x = torch.zeros_like(d_x)
+        elif ctx.fault == "weight gradient is all zero":
+            d_weight = torch.zeros_like(d_weight)
+        elif ctx.fault == "weight gradient is not finite":
+            d_weight[3, 5] = torch.inf
+        else:
+            d_x = -d_x
+        return d_x, d_weight, None
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "input gradient is all zero",
+        "weight gradient is all zero",
+        "weight gradient is not finite",
+        "input gradient is off",
+    ],
+)
+def test_selfcheck_sees_a_broken_gradient(fault: str) -> None:
+    result = check_gemm(lambda x, w: Broken.apply(x, w, fault), 1e-2, "cpu")
+    assert not result.ok and fault in result.reason
+
+
+def test_selfcheck_reports_a_kernel_that_cannot_run() -> None:
+    def missing(x: Tensor, weight: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image\nlong story")
+
+    result = check_gemm(missing, 1e-2, "cpu")
+    assert not result.ok and result.reason == "cannot run here: no kernel image"
