@@ -1,0 +1,1 @@
+"""Evaluation: bits per byte of prepared data and of plain text."""

@@ -1,0 +1,226 @@
+"""Bits per byte: how many bits the model needs for each byte of text, whatever its tokenizer.
+
+    bits per byte = sum of -log p(token) over the tokens that stand for text, in nats / ln 2 / bytes of that text
+
+Loss per token cannot be compared between tokenizers, because a larger vocabulary has fewer and harder tokens for the
+same text; bytes are the same for all. Special tokens stand for no text. They are inputs, so that the first word of a
+document is predicted from the end-of-text token, but as targets they are left out of the nats as well as of the bytes:
+the end of a document is not part of its text, and other tokenizers have no such token to compare with.
+
+A document longer than a row is cut into pieces that do not overlap, where training cuts it too. A piece's first token
+is predicted from the last token of the piece before it, with nothing else carried over. So each token of the text is
+predicted exactly once, and a longer row gives a lower number, because fewer tokens lack their context.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from deskside.data.loader import Batch, validation_batches
+from deskside.data.packing import cut
+from deskside.data.rows import IGNORE, PackedDataset
+from deskside.data.tokenizer import encode
+from deskside.errors import RunError, UsageError
+from deskside.kernels.attention import AttentionContext
+from deskside.model.transformer import Transformer
+
+NARROWEST = (
+    32  # tokens; pieces of text are padded to a power of two from here on, so that shapes rarely change
+)
+
+Reduce = Callable[[Tensor], object]
+
+
+class Attention(Protocol):
+    """Names of attention backends, for full and for windowed layers (None: the same)."""
+
+    @property
+    def full(self) -> str: ...
+    @property
+    def windowed(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class BitsPerByte:
+    """Summed -log p in nats, bytes of text, and tokens that stand for it."""
+
+    nats: float
+    bytes: int
+    tokens: int
+
+    @property
+    def bpb(self) -> float:
+        """Bits per byte."""
+        return self.nats / math.log(2) / self.bytes
+
+    @property
+    def loss(self) -> float:
+        """Nats per token, over tokens that stand for text."""
+        return self.nats / self.tokens
+
+
+def evaluate_dataset(
+    model: Transformer,
+    dataset: PackedDataset,
+    *,
+    micro_rows: int,
+    device: torch.device | str,
+    max_tokens: int | None = None,
+    attention: Attention | None = None,
+    document_mask: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    reduce: Reduce | None = None,
+) -> BitsPerByte:
+    """Bits per byte of a packed split, `micro_rows` rows at a time.
+
+    max_tokens: about as many, in rows spread evenly over the split; None takes all. document_mask: documents that are
+    packed into one row do not see each other; off, they do, as in training without it.
+    With more than one process each takes its share of the batches; `reduce` sums a float64 tensor over all of them, in
+    place. Every process runs the model equally often, because sharded models wait for each other.
+    Raises UsageError when the split holds no text, RunError when the model's output is not finite.
+    """
+    bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
+    max_rows = None if max_tokens is None else max(1, max_tokens // dataset.sequence_length)
+    batches = validation_batches(dataset, micro_rows, "cpu", max_rows, document_mask)
+    totals = torch.zeros(3, dtype=torch.float64)
+    for batch, counted in _share(batches, rank, world_size):
+        targets_BT = batch.targets_BT.to(device)
+        bytes_BT = torch.where(targets_BT == IGNORE, 0, bytes_V[targets_BT.clamp(min=0)])
+        targets_BT = torch.where(bytes_BT > 0, targets_BT, IGNORE)
+        if not counted:
+            targets_BT = torch.full_like(targets_BT, IGNORE)
+        context = _context(attention)
+        positions_BT = None
+        if batch.cu_seqlens is not None and batch.positions_BT is not None:
+            length = batch.tokens_BT.shape[1]
+            context = replace(context, cu_seqlens=batch.cu_seqlens.to(device), max_seqlen=length)
+            positions_BT = batch.positions_BT.to(device)
+        losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
+        text_BT = targets_BT != IGNORE
+        totals += _sums(losses_BT, bytes_BT * text_BT, text_BT)
+    if reduce is not None:
+        reduce(totals)
+    return _result(totals, "the validation split")
+
+
+def evaluate_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    start_token: int,
+    texts: Iterable[str],
+    *,
+    sequence_length: int,
+    batch_tokens: int,
+    device: torch.device | str,
+    attention: Attention | None = None,
+) -> BitsPerByte:
+    """Bits per byte of plain documents; each begins with `start_token` and sees nothing of the others.
+
+    The bytes are those of the text in UTF-8. About `batch_tokens` tokens go through the model at a time. Raises
+    UsageError for a sequence length that the model does not have, or no text; RunError for output that is not finite.
+    """
+    if not 2 <= sequence_length <= model.config.max_position_embeddings:
+        raise UsageError(
+            f"sequence length {sequence_length}: this model takes 2 to {model.config.max_position_embeddings} tokens"
+        )
+    totals = torch.zeros(3, dtype=torch.float64)
+    text_bytes = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal text_bytes
+        for text in texts:
+            text_bytes += len(text.encode("utf-8"))
+            yield text
+
+    pieces = _pieces(counted(), tokenizer, start_token, sequence_length)
+    for inputs, targets in _rectangles(pieces, sequence_length, batch_tokens, start_token):
+        targets_BT = torch.from_numpy(targets).to(device)
+        losses_BT = model.token_losses(torch.from_numpy(inputs).to(device), targets_BT, _context(attention))
+        text_BT = targets_BT != IGNORE
+        totals += _sums(losses_BT, torch.zeros_like(targets_BT), text_BT)
+    totals[1] = text_bytes
+    return _result(totals, "the input")
+
+
+def _context(attention: Attention | None) -> AttentionContext:
+    if attention is None:
+        return AttentionContext()
+    return AttentionContext(backend=attention.full, window_backend=attention.windowed)
+
+
+def _share(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[tuple[Batch, bool]]:
+    """This process's batches; where they do not come out even, a last one again that is not to be counted."""
+    number, last = 0, None
+    for number, last in enumerate(batches, start=1):
+        if (number - 1) % world_size == rank:
+            yield last, True
+    over = number % world_size
+    if over and rank >= over and last is not None:
+        yield last, False
+
+
+def _sums(losses_BT: Tensor, bytes_BT: Tensor, text_BT: Tensor) -> Tensor:
+    """(nats, bytes, tokens), float64 on the CPU."""
+    return torch.stack([losses_BT.double().sum(), bytes_BT.double().sum(), text_BT.double().sum()]).cpu()
+
+
+def _result(totals: Tensor, what: str) -> BitsPerByte:
+    nats, size, tokens = totals.tolist()
+    if not size or not tokens:
+        raise UsageError(f"{what} holds no text to evaluate")
+    if not math.isfinite(nats):
+        raise RunError(f"the model's loss on {what} is {nats}: its weights or its activations are not finite")
+    return BitsPerByte(nats, int(size), int(tokens))
+
+
+def _pieces(
+    texts: Iterable[str], tokenizer: Tokenizer, start_token: int, sequence_length: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """(inputs, targets) of every piece of every document, at most `sequence_length` tokens each."""
+    for text in texts:
+        ids = encode(tokenizer, text)
+        stream = np.concatenate(([start_token], ids.astype(np.int64)))
+        starts, lengths = cut(np.array([0]), np.array([len(ids)]), sequence_length)
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            yield stream[start : start + length], stream[start + 1 : start + length + 1]
+
+
+def _rectangles(
+    pieces: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    sequence_length: int,
+    batch_tokens: int,
+    padding: int,
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Pieces of similar length together, padded on the right to one of few shapes (rows, width)."""
+    waiting: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
+    for piece in pieces:
+        width = min(sequence_length, max(NARROWEST, 1 << (len(piece[0]) - 1).bit_length()))
+        group = waiting.setdefault(width, [])
+        group.append(piece)
+        if len(group) == _rows(batch_tokens, width):
+            yield _padded(waiting.pop(width), len(group), width, padding)
+    for width, group in waiting.items():
+        yield _padded(group, _rows(batch_tokens, width), width, padding)
+
+
+def _rows(batch_tokens: int, width: int) -> int:
+    return max(1, batch_tokens // width)
+
+
+def _padded(
+    group: list[tuple[NDArray[np.int64], NDArray[np.int64]]], rows: int, width: int, padding: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    inputs = np.full((rows, width), padding, dtype=np.int64)
+    targets = np.full((rows, width), IGNORE, dtype=np.int64)
+    for row, (tokens, next_tokens) in enumerate(group):
+        inputs[row, : len(tokens)] = tokens
+        targets[row, : len(next_tokens)] = next_tokens
+    return inputs, targets

@@ -1,0 +1,239 @@
+"""Bits per byte against transformers' logits and a float64 log-softmax, piece by piece, by hand."""
+
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from deskside.config.model import ModelConfig
+from deskside.data import tokenizer as bpe
+from deskside.data.prepare import prepare
+from deskside.data.rows import PackedDataset
+from deskside.errors import RunError, UsageError
+from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
+from deskside.export.hf import save_hf
+from deskside.model.init import InitOptions, initialize
+from deskside.model.transformer import Transformer
+
+LENGTH = 32
+WORDS = [
+    "the",
+    "of",
+    "naïve",
+    "café",
+    "東京",
+    "sea",
+    "and",
+    "12",
+    "ships,",
+    "नमस्ते",
+    "went",
+    "to",
+    "😀",
+    "a\n",
+]
+
+
+@dataclass
+class Setting:
+    data: Path
+    tokenizer: Tokenizer
+    end: int
+    model: Transformer
+    oracle: torch.nn.Module  # transformers' model of the same weights, float64
+    texts: list[str]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    folder = tmp_path_factory.mktemp("bpb")
+    rng = np.random.default_rng(2)
+    texts = [" ".join(rng.choice(WORDS, size=int(n))) for n in rng.integers(3, 90, size=16)]
+    (folder / "text.jsonl").write_text("".join(_line(text) for text in texts), "utf-8")
+    prepare(
+        [str(folder / "text.jsonl")],
+        folder / "data",
+        vocab_size=300,
+        val_fraction=0.4,
+        workers=1,
+        quiet=True,
+    )
+    tokenizer = bpe.load(folder / "data")
+    config = ModelConfig(
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=LENGTH,
+    )
+    model = Transformer(config)
+    initialize(model, seed=3, options=InitOptions(head_std=0.4, output="fan_in"))
+    save_hf(model, config, folder / "data" / "tokenizer.json", folder / "hf")
+    oracle = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64)
+    return Setting(folder / "data", tokenizer, bpe.end_of_text(tokenizer)[1], model, oracle, texts)
+
+
+def _line(text: str) -> str:
+    return json.dumps({"text": text}) + "\n"
+
+
+@torch.no_grad()
+def oracle_nats(setting: Setting, stream: list[int], ignore: int | None) -> tuple[float, int]:
+    """-log p of each token of `stream` but its first, in pieces of LENGTH inputs; `ignore` is no counted target."""
+    nats, tokens = 0.0, 0
+    for start in range(0, len(stream) - 1, LENGTH):
+        inputs = stream[start : start + LENGTH]
+        targets = stream[start + 1 : start + LENGTH + 1]
+        logits = setting.oracle(torch.tensor([inputs])).logits[0]
+        for position, target in enumerate(targets):
+            if target != ignore:
+                row = logits[position]
+                nats += float(torch.log(torch.exp(row - row.max()).sum()) + row.max() - row[target])
+                tokens += 1
+    return nats, tokens
+
+
+def test_text_equals_the_oracle(setting: Setting) -> None:
+    nats, tokens, size = 0.0, 0, 0
+    for text in setting.texts:
+        ids = setting.tokenizer.encode(text, add_special_tokens=False).ids
+        some, count = oracle_nats(setting, [setting.end, *ids], None)
+        nats, tokens, size = nats + some, tokens + count, size + len(text.encode())
+    for batch_tokens in (LENGTH, 7 * LENGTH + 3):
+        result = evaluate_text(
+            setting.model,
+            setting.tokenizer,
+            setting.end,
+            setting.texts,
+            sequence_length=LENGTH,
+            batch_tokens=batch_tokens,
+            device="cpu",
+        )
+        assert (result.tokens, result.bytes) == (tokens, size)
+        assert result.nats == pytest.approx(nats, rel=1e-6)
+        assert result.bpb == pytest.approx(nats / size / math.log(2), rel=1e-6)
+        assert result.loss == pytest.approx(nats / tokens, rel=1e-6)
+
+
+def validation_streams(dataset: PackedDataset) -> list[list[int]]:
+    """E and the tokens of each validation document, and the E after it, read from the flat shard."""
+    (shard,) = dataset.index.splits["val"].shards
+    flat = np.fromfile(dataset.directory / shard.file, dtype=dataset.index.dtype).tolist()
+    ends = [i for i, token in enumerate(flat) if token == dataset.index.tokenizer.eos_id]
+    return [flat[a : b + 1] for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("micro_rows", [1, 5])
+def test_dataset_equals_the_oracle(setting: Setting, micro_rows: int) -> None:
+    """With masked documents every piece stands alone, whatever it is packed with."""
+    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    streams = validation_streams(dataset)
+    sums = [oracle_nats(setting, stream, setting.end) for stream in streams]
+    nats, tokens = sum(n for n, _ in sums), sum(t for _, t in sums)
+    size = sum(len(setting.tokenizer.decode(stream).encode()) for stream in streams)
+    result = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows, device="cpu", document_mask=True)
+    assert (result.tokens, result.bytes) == (tokens, size)
+    assert result.nats == pytest.approx(nats, rel=1e-6)
+    assert result.tokens == dataset.num_tokens - len(streams)  # each document's end is not counted
+    seen = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows, device="cpu")
+    assert (seen.tokens, seen.bytes) == (tokens, size)
+    assert seen.nats != pytest.approx(nats, rel=1e-6)  # here they see each other
+
+
+def test_text_and_dataset_agree(setting: Setting) -> None:
+    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    texts = [setting.tokenizer.decode(stream[1:-1]) for stream in validation_streams(dataset)]
+    by_text = evaluate_text(
+        setting.model,
+        setting.tokenizer,
+        setting.end,
+        texts,
+        sequence_length=LENGTH,
+        batch_tokens=256,
+        device="cpu",
+    )
+    by_dataset = evaluate_dataset(setting.model, dataset, micro_rows=4, device="cpu", document_mask=True)
+    assert by_text.bpb == pytest.approx(by_dataset.bpb, rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
+    """Each process runs the model equally often; the sums are those of one process."""
+    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    whole = evaluate_dataset(setting.model, dataset, micro_rows=3, device="cpu")
+    parts: list[torch.Tensor] = []
+    calls = []
+    forward = setting.model.token_losses
+
+    def counted(*args: torch.Tensor) -> torch.Tensor:
+        calls[-1] += 1
+        return forward(*args)
+
+    setting.model.token_losses = counted  # type: ignore[assignment,method-assign]
+    try:
+        for rank in range(world_size):
+            calls.append(0)
+
+            # A process may have nothing of its own to count, so the others' sums must come before it looks.
+            def gather(sums: torch.Tensor) -> None:
+                parts.append(sums.clone())
+                sums += 1
+
+            evaluate_dataset(
+                setting.model,
+                dataset,
+                micro_rows=3,
+                device="cpu",
+                rank=rank,
+                world_size=world_size,
+                reduce=gather,
+            )
+    finally:
+        del setting.model.token_losses
+    nats, size, tokens = torch.stack(parts).sum(0).tolist()
+    assert (int(size), int(tokens)) == (whole.bytes, whole.tokens)
+    assert nats == pytest.approx(whole.nats, rel=1e-9)
+    batches = math.ceil(dataset.num_rows / 3)
+    assert set(calls) == {math.ceil(batches / world_size)}
+
+
+def test_max_tokens_takes_about_as_many(setting: Setting) -> None:
+    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    result = evaluate_dataset(setting.model, dataset, micro_rows=2, device="cpu", max_tokens=4 * LENGTH)
+    assert 2 * LENGTH < result.tokens <= 4 * LENGTH
+    assert result.bpb > 0
+
+
+def test_no_text_and_broken_weights_are_said(setting: Setting) -> None:
+    def run(texts: list[str], length: int = LENGTH) -> BitsPerByte:
+        return evaluate_text(
+            setting.model,
+            setting.tokenizer,
+            setting.end,
+            texts,
+            sequence_length=length,
+            batch_tokens=64,
+            device="cpu",
+        )
+
+    with pytest.raises(UsageError, match="holds no text"):
+        run([])
+    with pytest.raises(UsageError, match="this model takes 2 to 32 tokens"):
+        run(["a"], LENGTH + 1)
+    weight = setting.model.head_weight
+    kept = weight.detach().clone()
+    try:
+        weight.data[0, 0] = math.nan
+        with pytest.raises(RunError, match="not finite"):
+            run(["some text"])
+    finally:
+        weight.data.copy_(kept)
