@@ -2,13 +2,14 @@
 
 It serves to choose the first micro-batch that is tried on a card, and to show where the memory goes. The sum is the
 peak of allocated bytes, near the start of the backward pass; the allocator's fragmentation and the CUDA context come
-on top. What a block keeps for its backward pass was read from the graphs that torch.compile's partitioner (or eager
-autograd) saves, in bfloat16, for several block shapes:
+on top. What a block keeps for its backward pass, in bfloat16, was read from the tensors that autograd (eager) and
+torch.compile's partitioner (compiled) save for this project's own blocks; a test reads them again:
 
     bytes per token and layer           compiled                 eager
-    residual, deltas, norms             8 D                      16 D
-    q, k, v, attention output           4 (Hc + Kc)              6 (Hc + Kc)
-    QK-norm                             2 (Hc + Kc) + 4 (H + K)  4 (Hc + Kc) + 4 (H + K)
+    residual, deltas, norms             8 D + 8                  20 D + 8
+    q, k, v, attention output           4 (Hc + Kc) + 4 H        4 (Hc + Kc) + 4 H
+    q, k once more, if RoPE or QK-norm  2 (Hc + Kc)              2 (Hc + Kc)
+    QK-norm                             4 (H + K)                8 (Hc + Kc) + 4 (H + K)
     MLP, gated                          6 F                      8 F
     MLP, not gated                      4 F                      4 F
 
@@ -79,10 +80,12 @@ def _kept_bytes_per_token(shape: Shape, compiled: bool, checkpointing: Checkpoin
     D, layers = shape.hidden_size, shape.num_hidden_layers
     heads = shape.num_attention_heads + shape.num_key_value_heads
     channels = heads * shape.head_dim
-    stream = (8 if compiled else 16) * D
-    attention = (4 if compiled else 6) * channels
+    stream = (8 if compiled else 20) * D + 8
+    attention = 4 * channels + 4 * shape.num_attention_heads
+    if shape.qk_norm or shape.position_embedding == "rope":
+        attention += 2 * channels
     if shape.qk_norm:
-        attention += (2 if compiled else 4) * channels + 4 * heads
+        attention += 4 * heads + (0 if compiled else 8 * channels)
     per_ffn = (6 if compiled else 8) if shape.gated_mlp else 4
     if shape.num_experts:
         mlp = shape.num_experts_per_tok * (per_ffn * shape.moe_intermediate_size + 4 * D)

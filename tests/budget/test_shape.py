@@ -1,0 +1,142 @@
+"""Parameters and FLOPs against transformers' models and torch's FLOP counter."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from deskside.budget.shape import (
+    active_params,
+    attention_span,
+    flops_per_token,
+    kv_bytes_per_token,
+    matmul_params,
+    num_params,
+    parameter_groups,
+)
+from deskside.config.model import ModelConfig
+from deskside.model.transformer import Transformer
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"num_hidden_layers": 3, "num_key_value_heads": 12, "tie_word_embeddings": True},
+    {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 96,
+        "intermediate_size": 1000,
+    },
+    {"num_hidden_layers": 2, "attention_bias": True, "vocab_size": 1000},
+]
+MOE = {"num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+SMALL = {
+    "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 160,
+}  # fmt: skip
+SHARED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings", "tie_word_embeddings", "attention_bias",
+)  # fmt: skip
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+
+
+def qwen3(shape: ModelConfig) -> PretrainedConfig:
+    given = {key: getattr(shape, key) for key in SHARED}
+    if shape.num_experts:
+        return Qwen3MoeConfig(**given, **{key: getattr(shape, key) for key in EXPERTS}, decoder_sparse_step=1)
+    return Qwen3Config(**given)
+
+
+def on_meta(config: PretrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("given", [*SHAPES, MOE, {**MOE, "num_experts": 128, "num_experts_per_tok": 8}])
+def test_parameters_equal_transformers_qwen3(given: dict[str, Any]) -> None:
+    shape = ModelConfig(**given)
+    assert num_params(shape) == count(on_meta(qwen3(shape)))
+
+
+def test_parameters_equal_transformers_gpt2() -> None:
+    shape = ModelConfig(
+        vocab_size=50257, max_position_embeddings=1024, num_key_value_heads=12, intermediate_size=3072,
+        position_embedding="learned", hidden_act="gelu_new", gated_mlp=False, mlp_bias=True, attention_bias=True,
+        norm="layernorm", norm_bias=True, qk_norm=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    assert num_params(shape) == count(on_meta(GPT2Config())) == 124_439_808
+    assert parameter_groups(shape)["position"] == 1024 * 768
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, MOE, {"norm_position": "post", "norm": "layernorm", "norm_bias": True},
+        {"mlp_bias": True, "gated_mlp": False},
+        {"position_embedding": "learned", "qk_norm": False}, {"tie_word_embeddings": True}, {"norm": "layernorm"},
+        {"norm": "layernorm", "qk_norm": True, "attention_bias": True, "fused_qkv": False},
+    ],
+)  # fmt: skip
+def test_groups_equal_our_model(given: dict[str, Any]) -> None:
+    shape = ModelConfig(**{**SMALL, **given})
+    with torch.device("meta"):
+        model = Transformer(shape)
+    assert parameter_groups(shape) == model.num_params()
+    assert num_params(shape) == count(model)
+
+
+@pytest.mark.parametrize("given", SHAPES)
+def test_flops_equal_the_counter_of_torch(given: dict[str, Any]) -> None:
+    """The counter sees the full square of attention, which is our convention at twice the sequence."""
+    shape = ModelConfig(**given)
+    tokens = 48
+    model = on_meta(qwen3(shape))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, tokens, dtype=torch.long, device="meta")).logits.sum().backward()
+    assert counter.get_total_flops() == flops_per_token(shape, 2 * tokens) * tokens
+
+
+def test_flops_of_experts_equal_the_counter_of_torch() -> None:
+    shape = ModelConfig(**{**SMALL, **MOE})
+    config = qwen3(shape)
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(32)[None]).logits.sum().backward()
+    assert counter.get_total_flops() == flops_per_token(shape, 64) * 32
+
+
+def test_active_parameters_are_the_chosen_experts() -> None:
+    shape = ModelConfig(**{**SMALL, **MOE})
+    assert num_params(shape) - active_params(shape) == 2 * (6 - 2) * 3 * 64 * 96
+    assert active_params(ModelConfig()) == num_params(ModelConfig())
+    dense = ModelConfig()
+    groups = parameter_groups(dense)
+    assert matmul_params(dense) == groups["attention"] + groups["mlp"] + groups["head"]
+
+
+@given(st.integers(1, 400), st.integers(1, 400))
+def test_span_of_a_window_by_brute_force(tokens: int, window: int) -> None:
+    exact = sum(min(i + 1, window) for i in range(tokens)) / tokens
+    assert abs(attention_span(tokens, window) - exact) <= 0.5
+    assert attention_span(tokens, tokens) == attention_span(tokens, None) == tokens / 2
+
+
+def test_windows_count_by_layer() -> None:
+    full = ModelConfig(num_hidden_layers=4)
+    windowed = ModelConfig(num_hidden_layers=4, window_pattern="SSSL", sliding_window=256)
+    saved = 12 * 12 * 64 * 3 * (1024 - (256 - 256**2 / 4096))
+    assert flops_per_token(full, 2048) - flops_per_token(windowed, 2048) == pytest.approx(saved)
+
+
+def test_kv_cache_bytes() -> None:
+    assert kv_bytes_per_token(ModelConfig(), 2) == 12 * 2 * 3 * 64 * 2
