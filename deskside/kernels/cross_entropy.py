@@ -143,14 +143,21 @@ def _chunk_loss(
 def _chunk_loss_and_grad(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """(n,) losses of one chunk, and the gradient of their sum in the raw logits (n, V), in the logits' dtype."""
+    """(n,) losses of one chunk, and the gradient of their sum in the raw logits (n, V), in the logits' dtype.
+
+    Overwrites float32 logits: on a CPU, fresh memory for each pass costs more than the arithmetic.
+    """
     capped = _cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    slope = None if softcap is None else 1 - (capped / softcap) ** 2
     valid = targets != ignore_index
     target = torch.where(valid, targets, 0)[:, None]
-    lse = torch.logsumexp(capped, dim=-1, keepdim=True)
-    losses = (lse - capped.gather(1, target) + z_loss * lse * lse).squeeze(1)
-    factor = torch.where(valid[:, None], 1 + 2 * z_loss * lse, 0.0)
-    grad = torch.exp(capped - lse) * factor
+    picked = capped.gather(1, target)
+    highest = capped.amax(dim=-1, keepdim=True)
+    exponentials = capped.sub_(highest).exp_()
+    total = exponentials.sum(dim=-1, keepdim=True)
+    lse = highest + total.log()
+    losses = (lse - picked + z_loss * lse * lse).squeeze(1)
+    grad = exponentials.mul_(torch.where(valid[:, None], (1 + 2 * z_loss * lse) / total, 0.0))
     target_grad = valid[:, None].to(grad.dtype)
     if (
         torch.compiler.is_compiling()
@@ -159,8 +166,8 @@ def _chunk_loss_and_grad(
         grad = torch.where(entries == target, grad - target_grad, grad)
     else:
         grad.scatter_add_(1, target, -target_grad)
-    if softcap is not None:
-        grad = grad * (1 - (capped / softcap) ** 2)
+    if slope is not None:
+        grad = grad * slope
     return torch.where(valid, losses, 0.0), grad.to(logits.dtype)
 
 
@@ -177,4 +184,4 @@ def _chunk_function(function: Callable[..., Any], device: str) -> Callable[..., 
 
 @lru_cache(maxsize=4)
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function)

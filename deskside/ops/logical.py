@@ -90,7 +90,7 @@ def _logical_path(model: nn.Module, path: str) -> str:
     """`path` without the names of transparent modules and of lists of projections."""
     kept: list[str] = []
     module = model
-    inside_operator = False
+    inside_operator = getattr(model, "transparent", False)
     for part in path.split(".") if path else []:
         module = getattr(module, part)
         if getattr(module, "transparent", False):

@@ -98,3 +98,32 @@ def test_never_holds_more_logits_than_one_chunk() -> None:
     with Watch():
         linear_cross_entropy(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk_tokens=64).backward()
     assert largest <= max(64 * 64, 512 * 4)
+
+
+def test_compiled_chunk_equals_the_eager_one() -> None:
+    """The chunk function takes another way when it is compiled, as it is on CUDA. Captured without code generation."""
+    from deskside.kernels.cross_entropy import _chunk_loss_and_grad
+
+    hidden, weight, targets = problem()
+    logits = hidden @ weight.T
+    for softcap, z_loss in ((None, 0.0), (5.0, 0.01)):
+        compiled = torch.compile(_chunk_loss_and_grad, fullgraph=True, backend="eager")
+        got = compiled(logits.clone(), targets, softcap, z_loss, -100)
+        expected = _chunk_loss_and_grad(logits.clone(), targets, softcap, z_loss, -100)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_bf16_equals_float64() -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(100, 64, generator=g).cuda().bfloat16().requires_grad_()
+    weight = (torch.randn(512, 64, generator=g) * 0.1).cuda().requires_grad_()
+    targets = torch.randint(0, 512, (100,), generator=g).cuda()
+    loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=32)
+    (loss * 3.0).backward()
+    _, total, d_hidden, d_weight = expected(hidden.detach(), weight.detach(), targets, None, 0.0)
+    assert hidden.grad is not None and weight.grad is not None
+    for got, truth in ((loss, total), (hidden.grad, d_hidden), (weight.grad, d_weight)):
+        assert (got.double() - truth).norm() <= 2e-2 * truth.norm()
