@@ -1,8 +1,8 @@
 """FlexAttention with a block mask: windows and documents without a dense mask (Dong et al. 2024, arXiv 2412.05496).
 
 The block mask is built outside of the compiled block, once per forward (once per shape where there are no documents).
-FlexAttention is fast only when compiled: inside a compiled block it is part of it, elsewhere it is compiled on first
-use.
+It has no backward on a CPU. It is fast only when compiled: inside a compiled block it is part of it, elsewhere it is
+compiled on first use.
 """
 
 from collections.abc import Callable
@@ -67,12 +67,11 @@ register(
     Backend(
         "flex",
         flex,
-        frozenset({"cpu", "cuda"}),
+        frozenset({"cuda"}),
         FLOAT,
         window=True,
         documents=True,
         not_causal=True,
-        on_request=frozenset({"cpu"}),
         prepare=block_mask,
     )
 )
