@@ -195,3 +195,12 @@ def test_choose_rejects_a_broken_backend(fault: str) -> None:
 def test_unknown_backend_is_named() -> None:
     with pytest.raises(UsageError, match=r"'flush'.*flash"):
         choose(need(), ["flush"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("window", "documents"), [(None, False), (128, False), (None, True), (128, True)])
+def test_a_fast_backend_works_on_this_card(window: int | None, documents: bool) -> None:
+    cuda = {"dtype": torch.bfloat16, "device": torch.device("cuda"), "tokens": 1024, "head_dim": 64}
+    choice = choose(need(window=window, documents=documents, **cuda))
+    assert choice.name not in {"reference", "chunked"}, choice.rejected
