@@ -200,7 +200,7 @@ class _Work:
         state = {
             "arguments": self.arguments,
             "scan": self.found.as_dict() if self.found else None,
-            "shards": {name: info.model_dump(mode="json") for name, info in self.done.items()},
+            "shards": {name: info.model_dump(mode="json") for name, info in sorted(self.done.items())},
         }
         text = json.dumps(state, ensure_ascii=False) + "\n"
         shards.write_file(self.out / STATE, lambda file: file.write(text.encode("utf-8")))

@@ -214,5 +214,6 @@ def split_long(text: str, limit: int = 1 << 16) -> list[str]:
                 break
         parts.append(text[start:at])
         start = at
-    parts.append(text[start:])
+    if start < len(text) or not parts:
+        parts.append(text[start:])
     return parts

@@ -1,0 +1,28 @@
+"""A small prepared data set with two languages, made once for all tests that only read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from data_corpus import make_corpus
+
+from deskside.data.prepare import prepare
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several shards per split, so that everything that crosses a shard is met."""
+    folder = tmp_path_factory.mktemp("prepared")
+    make_corpus(folder / "corpus.jsonl", 300)
+    out = folder / "out"
+    prepare(
+        [str(folder / "corpus.jsonl")],
+        out,
+        vocab_size=400,
+        val_fraction=0.1,
+        workers=1,
+        shard_bytes=60_000,
+        quiet=True,
+    )
+    return out

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deskside.data import sources
+from deskside.data.sources import BadInputLog, Document, Source, iter_documents
+from deskside.errors import UsageError
+
+
+def read(spec: str | Path, field: str = "text") -> tuple[list[Document], BadInputLog]:
+    log = BadInputLog()
+    return list(iter_documents(Source.parse(str(spec)), log, text_field=field)), log
+
+
+def lines(*records: object) -> bytes:
+    return b"".join(json.dumps(r, ensure_ascii=False).encode() + b"\n" for r in records)
+
+
+GOOD = [{"text": "one", "source": "wiki:Page:3", "lang": "en"}, {"text": "दो"}, {"text": "three\nlines"}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_jsonl(tmp_path: Path, name: str) -> None:
+    data = lines(*GOOD)
+    packed = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}.get(
+        name[-3:].strip("."), bytes
+    )(data)
+    (tmp_path / name).write_bytes(packed)
+    found, log = read(tmp_path / name)
+    assert [d.text for d in found] == ["one", "दो", "three\nlines"]
+    assert (found[0].source, found[0].lang) == ("wiki", "en")
+    assert (found[1].source, found[1].lang) == ("a", "")
+    assert found[1].origin == f"{tmp_path / name}:2"
+    assert log.total == 0
+
+
+def test_several_zstd_frames_and_gzip_members(tmp_path: Path) -> None:
+    first, second = lines(GOOD[0]), lines(GOOD[1])
+    pack = zstandard.ZstdCompressor().compress
+    (tmp_path / "a.jsonl.zst").write_bytes(pack(first) + pack(second))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(first) + gzip.compress(second))
+    found, log = read(tmp_path)
+    assert [d.text for d in found] == ["one", "दो"] * 2 and log.total == 0
+
+
+def test_parquet(tmp_path: Path) -> None:
+    table = pa.table({"text": ["one", None, "  ", "four"], "lang": ["en", "en", "hi", None]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    found, log = read(tmp_path / "a.parquet")
+    assert [(d.text, d.lang, d.origin[-2:]) for d in found] == [("one", "en", ":1"), ("four", "", ":4")]
+    assert log.counts == {sources.NOT_TEXT: 1, sources.EMPTY: 1}
+    _, log = read(tmp_path / "a.parquet", field="content")
+    assert log.counts == {sources.NO_COLUMN: 1}
+    _, log = read(tmp_path / "a.parquet", field="lang")
+    assert sources.NO_COLUMN not in log.counts
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    assert read(tmp_path / "b.parquet")[1].counts == {sources.TRUNCATED: 1}
+
+
+def test_parquet_row_that_is_not_utf8(tmp_path: Path) -> None:
+    raw = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary())
+    bad = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
+    found, log = read(tmp_path / "a.parquet")
+    assert [d.text for d in found] == ["good", "fine"] and log.counts == {sources.NOT_UTF8: 1}
+
+
+def test_every_kind_of_bad_line_is_counted_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        lines({"text": "good"})
+        + b'{"text": "caf\xe9"}\n'
+        + b'{"text": "cut\n'
+        + lines({"body": "x"}, ["text"], {"text": 5}, {"text": None}, {"text": " \n"})
+        + b'{"text": "half \\ud800 pair"}\n\n'
+        + b"[" * 100_000
+        + b"\n"
+        + b'{"text": '
+        + b"1" * 5000
+        + b"}\n"
+        + b'{"text": "last without newline"}'
+    )
+    found, log = read(path)
+    assert [d.text for d in found] == ["good", "last without newline"]
+    assert log.counts == {
+        sources.NOT_UTF8: 2,
+        sources.BAD_JSON: 3,
+        sources.NO_FIELD: 2,
+        sources.NOT_TEXT: 2,
+        sources.EMPTY: 1,
+    }
+    assert log.examples[sources.NOT_UTF8][0].startswith(f"{path}:2")
+    assert log.examples[sources.BAD_JSON][0].startswith(f"{path}:3")
+    for line in range(2, 9):
+        with pytest.raises(UsageError, match=r"bad\.jsonl:1.*--on-bad skip"):
+            one = tmp_path / "bad.jsonl"
+            one.write_bytes(path.read_bytes().split(b"\n")[line - 1] + b"\n")
+            list(iter_documents(Source.parse(str(one)), BadInputLog("refuse")))
+
+
+@given(keep=st.floats(0.02, 0.98), kind=st.sampled_from(["gz", "zst"]))
+@settings(max_examples=40, deadline=None)
+def test_truncated_archive_keeps_the_whole_lines(
+    tmp_path_factory: pytest.TempPathFactory, keep: float, kind: str
+) -> None:
+    records = [{"text": f"document {i} " + "word " * (i % 50)} for i in range(300)]
+    data = lines(*records)
+    packed = gzip.compress(data) if kind == "gz" else zstandard.ZstdCompressor().compress(data)
+    path = tmp_path_factory.mktemp("cut") / f"a.jsonl.{kind}"
+    path.write_bytes(packed[: int(len(packed) * keep)])
+    found, log = read(path)
+    assert log.counts == {sources.TRUNCATED: 1}
+    assert [d.text for d in found] == [r["text"] for r in records][: len(found)]
+
+
+def test_flipped_bits_in_an_archive(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(lines(*GOOD)))
+    packed[-5] ^= 0xFF  # the stored checksum
+    (tmp_path / "a.jsonl.gz").write_bytes(packed)
+    (tmp_path / "b.jsonl.gz").write_bytes(b"not an archive")
+    (tmp_path / "c.jsonl.zst").write_bytes(b"not an archive")
+    _, log = read(tmp_path)
+    assert log.counts == {sources.TRUNCATED: 3}
+
+
+def test_text_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwith a mark\n")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "c.txt").write_bytes(b" \n")
+    (tmp_path / "notes.md").write_text("not read")
+    source = Source.parse(str(tmp_path))
+    found, log = read(tmp_path)
+    assert [(d.text, d.source) for d in found] == [("with a mark\n", tmp_path.name)]
+    assert log.counts == {sources.NOT_UTF8: 1, sources.EMPTY: 1}
+    assert source.ignored == (str(tmp_path / "notes.md"),)
+    assert len(read(tmp_path / "*.txt")[0]) == 1
+
+
+def test_missing_files_are_bad_input(tmp_path: Path) -> None:
+    for name in ("no.txt", "no.jsonl.gz", "no.parquet"):
+        found, log = read(tmp_path / name)
+        assert found == [] and log.counts == {sources.MISSING: 1}
+    with pytest.raises(UsageError, match=r"no\.txt.*missing"):
+        list(iter_documents(Source.parse(str(tmp_path / "no.txt")), BadInputLog("refuse")))
+
+
+@pytest.mark.parametrize("spec", ["a.docx", "hf:name", "hf:a/b:c:d:e", "bundled:no.txt", "nowhere/*.jsonl"])
+def test_specs_that_name_nothing(spec: str) -> None:
+    with pytest.raises(UsageError):
+        Source.parse(spec)
+
+
+def test_bundled_texts() -> None:
+    shakespeare, _ = read("bundled:tiny_shakespeare.txt")
+    assert len(shakespeare) == 1 and shakespeare[0].text.startswith("First Citizen:")
+    indic, log = read("bundled:tiny_indic.jsonl")
+    assert (
+        len(indic) == 34
+        and {d.lang for d in indic} == {"hi", "bn", "ta", "te", "mr", "ml"}
+        and log.total == 0
+    )
+
+
+def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
+        asked.append((name, config, split, streaming))
+        return [{"text": "one"}, {"body": "no"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found, log = read("hf:owner/name:config:validation")
+    assert asked == [("owner/name", "config", "validation", True)]
+    assert [(d.text, d.source) for d in found] == [("one", "owner/name")] and log.counts == {
+        sources.NO_FIELD: 1
+    }
+    assert Source.parse("hf:owner/name").hub == ("owner/name", None, "train")
+
+    def offline(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UsageError, match=r"hf:owner/name: .*Couldn't reach.*give their paths"):
+        read("hf:owner/name")
