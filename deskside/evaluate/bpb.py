@@ -78,13 +78,15 @@ def evaluate_dataset(
     rank: int = 0,
     world_size: int = 1,
     reduce: Reduce | None = None,
+    tick: Callable[[int], object] | None = None,
 ) -> BitsPerByte:
     """Bits per byte of a packed split, `micro_rows` rows at a time.
 
     max_tokens: about as many, in rows spread evenly over the split; None takes all. document_mask: documents that are
     packed into one row do not see each other; off, they do, as in training without it.
     With more than one process each takes its share of the batches; `reduce` sums a float64 tensor over all of them, in
-    place. Every process runs the model equally often, because sharded models wait for each other.
+    place. Every process runs the model equally often, because sharded models wait for each other. `tick` is called
+    with each batch's number of targets, for a progress bar.
     Raises UsageError when the split holds no text, RunError when the model's output is not finite.
     """
     bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
@@ -106,6 +108,8 @@ def evaluate_dataset(
         losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
         text_BT = targets_BT != IGNORE
         totals += _sums(losses_BT, bytes_BT * text_BT, text_BT)
+        if tick is not None:
+            tick(batch.num_valid)
     if reduce is not None:
         reduce(totals)
     return _result(totals, "the validation split")

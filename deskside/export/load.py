@@ -1,0 +1,285 @@
+"""A path -> a model that is ready to be used: a run, one checkpoint of it, or a Hugging Face directory.
+
+Of a run the newest checkpoint is taken whose weights match the checksum in its manifest; a damaged one is named and the
+next older one is used. A run without checkpoints may still have the exported model that it ended with.
+"""
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from deskside.config.model import ModelConfig
+from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.errors import RunError, UsageError
+from deskside.export.hf import load_hf
+from deskside.model.transformer import Transformer
+
+Kind = Literal["run", "checkpoint", "hf"]
+CHECKPOINT = re.compile(r"step-(\d{9})")
+WEIGHTS, SHARDED, MANIFEST = "model.safetensors", "sharded", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with all that belongs to it.
+
+    start_token stands before a text; eos_tokens end one. `tokenizer_dir` holds tokenizer.json (and a chat template,
+    where there is one). run_dir, run and step are of a run or checkpoint, `run` being run.json; else None and empty.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    config: ModelConfig
+    kind: Kind
+    tokenizer_dir: Path
+    start_token: int
+    eos_tokens: frozenset[int]
+    run_dir: Path | None
+    run: dict[str, Any]
+    step: int | None
+
+    @property
+    def name(self) -> str:
+        """What to call it: the run's name, or the directory's."""
+        return str(self.run.get("name") or self.tokenizer_dir.resolve().name)
+
+
+class _Damaged(Exception):
+    """Weights that do not match their manifest; the text says which and how."""
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def load_model(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    warn: Callable[[str], None] = _to_standard_error,
+) -> Loaded:
+    """Load a run, a checkpoint or a Hugging Face directory.
+
+    dtype: of weights with two or more dimensions, and so of the activations; norms keep float32. With bfloat16 the
+    numbers are those of BF16 training, which casts the same weights where it uses them. `warn` gets a sentence for
+    each damaged checkpoint that was passed over.
+    Raises UsageError when there is no such model, RunError when all its checkpoints are damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        near = Path("runs") / path
+        hint = (
+            f"did you mean {near}?" if near.is_dir() else "give a run (runs/NAME) or a Hugging Face directory"
+        )
+        raise UsageError(f"{path}: no such directory; {hint}")
+    if not path.is_dir():
+        raise UsageError(f"{path}: is a file; give a run (runs/NAME) or a Hugging Face directory")
+    if (path / "run.json").is_file():
+        loaded = _from_run(path, device, warn)
+    elif CHECKPOINT.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
+        loaded = _from_checkpoint(path, device)
+    elif (path / "config.json").is_file():
+        config, model = load_hf(path, device)
+        loaded = _complete(model, config, "hf", path, None, {}, None)
+    else:
+        raise UsageError(
+            f"{path}: holds neither a run (run.json) nor a Hugging Face model (config.json); "
+            "runs are made by: deskside train PRESET"
+        )
+    _cast(loaded.model, dtype)
+    loaded.model.eval()
+    return loaded
+
+
+def _from_run(run_dir: Path, device: torch.device | str, warn: Callable[[str], None]) -> Loaded:
+    run, config = _read_run(run_dir)
+    found = _checkpoints(run_dir / "checkpoints")
+    for checkpoint, step in found:
+        try:
+            model = _read_weights(checkpoint, config, device)
+        except _Damaged as damage:
+            warn(f"checkpoint of step {step} is not used: {damage}")
+            continue
+        return _complete(model, config, "run", run_dir, run_dir, run, step)
+    exported = run_dir / "model"
+    if (exported / "config.json").is_file():
+        config, model = load_hf(exported, device)
+        return _complete(model, config, "run", exported, run_dir, run, None)
+    if found:
+        raise RunError(
+            f"{run_dir}: all {len(found)} checkpoints are damaged; train again, or restore one of them"
+        )
+    raise UsageError(f"{run_dir}: has no checkpoint yet; make one with: deskside train --resume {run_dir}")
+
+
+def _from_checkpoint(path: Path, device: torch.device | str) -> Loaded:
+    run_dir = path.resolve().parent.parent
+    if not (run_dir / "run.json").is_file():
+        raise UsageError(
+            f"{path}: this checkpoint is not inside a run (runs/NAME/checkpoints/{path.name}), "
+            "so its configuration is unknown; put it back there"
+        )
+    run, config = _read_run(run_dir)
+    match = CHECKPOINT.fullmatch(path.resolve().name)
+    assert match is not None  # the caller has seen that it does
+    try:
+        model = _read_weights(path, config, device)
+    except _Damaged as damage:
+        raise RunError(f"{damage}; use the run itself ({run_dir}), which takes the newest good one") from None
+    return _complete(model, config, "checkpoint", run_dir, run_dir, run, int(match[1]))
+
+
+def _complete(
+    model: Transformer,
+    config: ModelConfig,
+    kind: Kind,
+    tokenizer_dir: Path,
+    run_dir: Path | None,
+    run: dict[str, Any],
+    step: int | None,
+) -> Loaded:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if highest >= config.vocab_size:
+        raise UsageError(
+            f"{tokenizer_dir / 'tokenizer.json'}: has token {highest}, above the model's vocabulary of "
+            f"{config.vocab_size}; put the model's own tokenizer there"
+        )
+    end = end_of_text(tokenizer, tokenizer_dir)[1]
+    eos = {end, *_eos_of_generation_config(tokenizer_dir)}
+    turn = tokenizer.token_to_id(CHAT_TOKENS[1])
+    eos |= {turn} if turn is not None else set()
+    begin = _named_token(tokenizer, tokenizer_dir, "bos_token")
+    return Loaded(
+        model,
+        tokenizer,
+        config,
+        kind,
+        tokenizer_dir,
+        end if begin is None else begin,
+        frozenset(eos),
+        run_dir,
+        run,
+        step,
+    )
+
+
+def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
+    path = run_dir / "run.json"
+    run = _json(path)
+    config = run.get("config")
+    shape = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(shape, dict):
+        raise UsageError(f"{path}: has no model configuration; is this a run that `deskside train` made?")
+    try:
+        return run, ModelConfig.model_validate(shape)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path}: config.model.{where}: {first['msg']}") from None
+
+
+def _checkpoints(folder: Path) -> list[tuple[Path, int]]:
+    """Complete checkpoints and their steps, newest first."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    matches = [(entry, CHECKPOINT.fullmatch(entry.name)) for entry in entries if entry.is_dir()]
+    return sorted(((entry, int(m[1])) for entry, m in matches if m), key=lambda pair: pair[1], reverse=True)
+
+
+@torch.no_grad()
+def _read_weights(checkpoint: Path, config: ModelConfig, device: torch.device | str) -> Transformer:
+    """A model with a checkpoint's weights in float32. Raises _Damaged, or RunError for another architecture's."""
+    _verify(checkpoint)
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to_empty(device=device)
+    own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if (checkpoint / SHARDED).is_dir():
+        with warnings.catch_warnings():  # one process reading what many wrote is what is meant here
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load({"model": own}, checkpoint_id=checkpoint / SHARDED, no_dist=True)
+        return model
+    try:
+        stored = load_file(checkpoint / WEIGHTS, device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise _Damaged(f"{checkpoint / WEIGHTS} cannot be read ({error})") from None
+    for name in sorted(own.keys() | stored.keys()):
+        if name not in own or name not in stored or own[name].shape != stored[name].shape:
+            raise RunError(f"{checkpoint / WEIGHTS}: {name} does not fit the configuration in run.json")
+        own[name].copy_(stored[name])
+    return model
+
+
+def _verify(checkpoint: Path) -> None:
+    """Compare size and checksum of the files that hold weights with the manifest. Raises _Damaged."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text("utf-8"))["files"]
+        wanted = {
+            name: (entry["bytes"], entry["xxh3_128"])
+            for name, entry in files.items()
+            if name == WEIGHTS or name.startswith(f"{SHARDED}/")
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _Damaged(f"{checkpoint / MANIFEST} cannot be read ({error})") from None
+    if not wanted:
+        raise _Damaged(f"{checkpoint / MANIFEST} lists no weights")
+    for name, (size, checksum) in wanted.items():
+        digest = xxhash.xxh3_128()
+        try:
+            with (checkpoint / name).open("rb") as file:
+                while block := file.read(1 << 22):
+                    digest.update(block)
+            actual = (checkpoint / name).stat().st_size
+        except OSError as error:
+            raise _Damaged(f"{checkpoint / name} cannot be read ({error.strerror})") from None
+        if (actual, digest.hexdigest()) != (size, checksum):
+            raise _Damaged(f"{checkpoint / name} is damaged: its bytes do not match {MANIFEST}")
+
+
+@torch.no_grad()
+def _cast(model: Transformer, dtype: torch.dtype) -> None:
+    """Store what is cast at every use anyway in the dtype of its use: the same numbers, without the casts."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _eos_of_generation_config(folder: Path) -> set[int]:
+    path = folder / "generation_config.json"
+    ids = _json(path).get("eos_token_id") if path.is_file() else None
+    return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+
+
+def _named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
+    """The id of the token that tokenizer_config.json names under `key`."""
+    path = folder / "tokenizer_config.json"
+    named = _json(path).get(key) if path.is_file() else None
+    named = named.get("content") if isinstance(named, dict) else named
+    token = tokenizer.token_to_id(named) if isinstance(named, str) else None
+    return int(token) if token is not None else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: does not hold a JSON object")
+    return content

@@ -1,0 +1,1 @@
+"""Using a trained model: evaluation, export and chat from the command line."""

@@ -1,0 +1,246 @@
+"""Talking to a model in the terminal.
+
+A chat model has a chat template beside its tokenizer; what is typed then becomes messages. A model without one only
+continues text: what is typed is added to the text so far, on a line of its own, and an empty line lets it go on.
+
+`Conversation` holds what was said and knows no terminal; `converse` is the terminal around it.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deskside.engine.generate import Reason, events
+from deskside.engine.sampling import Sampling
+from deskside.engine.text import TextStream
+from deskside.errors import UsageError
+from deskside.export.load import Loaded
+
+HELP = """/reset       forget the conversation
+/save FILE   write the conversation to a file
+/help        this list
+/quit        leave (so does Ctrl-D; Ctrl-C stops an answer, twice leaves)"""
+PLAIN = "This model has no chat template: it continues your text. An empty line lets it go on."
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How answers are made. seed None takes a new one each time."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int | None
+    system: str | None
+
+
+class Conversation:
+    """What was said, and the next answer to it."""
+
+    def __init__(self, loaded: Loaded, options: ChatOptions):
+        self.loaded, self.options = loaded, options
+        self._render = chat_template(loaded.tokenizer_dir)
+        if options.system is not None and self._render is None:
+            raise UsageError(
+                "--system: this model has no chat template, so it has no system message; leave it out"
+            )
+        self._seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
+        self.reason: Reason | None = None  # why the last answer ended; None while it runs or was stopped
+        self.forgotten = False  # whether the last answer could not see the beginning
+        self.reset()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model only continues text."""
+        return self._render is None
+
+    def reset(self) -> None:
+        """Forget everything, the system message apart."""
+        self._answers = 0
+        self._text = ""
+        system = self.options.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def reply(self, said: str) -> Generator[str, None, None]:
+        """The answer in pieces of whole characters. It becomes part of the conversation as far as it was read."""
+        if self.plain:
+            self._text += f"\n{said}" if self._text and said else said
+            prompt = self._text_prompt()
+        else:
+            self._messages.append({"role": "user", "content": said})
+            prompt = self._message_prompt()
+        self.reason = None
+        stream = TextStream(self.loaded.tokenizer)
+        pieces: list[str] = []
+        self._answers += 1
+        try:
+            for event in events(
+                self.loaded.model,
+                [prompt],
+                max_new_tokens=self.options.max_new_tokens,
+                sampling=self.options.sampling,
+                eos_tokens=self.loaded.eos_tokens,
+                seed=self._seed + self._answers,
+            ):
+                if event.token is not None and (piece := stream.push(event.token)):
+                    pieces.append(piece)
+                    yield piece
+                self.reason = event.reason
+            if piece := stream.finish():
+                pieces.append(piece)
+                yield piece
+        finally:
+            if self.plain:
+                self._text += "".join(pieces)
+            else:
+                self._messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def transcript(self) -> str:
+        """Everything that was said, as text."""
+        if self.plain:
+            return self._text + "\n"
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._messages) + "\n"
+
+    @property
+    def _room(self) -> int:
+        """Tokens that a prompt may have, so that an answer finds room after it."""
+        positions = self.loaded.config.max_position_embeddings
+        return max(1, positions - min(self.options.max_new_tokens, positions // 2))
+
+    def _text_prompt(self) -> list[int]:
+        tokens = self.loaded.tokenizer.encode(self._text, add_special_tokens=False).ids
+        self.forgotten = len(tokens) + 1 > self._room
+        newest = tokens[len(tokens) - self._room + 1 :] if self.forgotten else tokens
+        return [self.loaded.start_token, *newest]
+
+    def _message_prompt(self) -> list[int]:
+        """The newest messages that fit, each exchange whole, the system message always."""
+        assert self._render is not None
+        kept = list(self._messages)
+        first = 1 if kept[0]["role"] == "system" else 0
+        self.forgotten = False
+        while len(tokens := self._render(kept)) > self._room:
+            if len(kept) - first <= 1:
+                raise UsageError(
+                    f"this message is {len(tokens)} tokens and the model sees {self._room}; make it shorter"
+                )
+            del kept[first : first + 2]
+            self.forgotten = True
+        return tokens
+
+
+def chat_template(folder: Path) -> Callable[[list[dict[str, str]]], list[int]] | None:
+    """Messages -> tokens by the template beside a tokenizer; None where there is none."""
+    config = folder / "tokenizer_config.json"
+    inside = config.is_file() and '"chat_template"' in config.read_text("utf-8")
+    if not inside and not (folder / "chat_template.jinja").is_file():
+        return None
+    from transformers import AutoTokenizer  # slow to import, and only chat models need it
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def render(messages: list[dict[str, str]]) -> list[int]:
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return [int(token) for token in tokens]
+
+    return render
+
+
+def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
+    """One answer to `prompt`, or a conversation over standard input. Returns the exit code."""
+    conversation = Conversation(loaded, options)
+    if prompt is not None:
+        interrupted = _answer(conversation, prompt)
+        return 130 if interrupted else 0
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):  # line editing, where Python has it
+            import readline  # noqa: F401
+        at = "" if loaded.step is None else f", step {loaded.step}"
+        _say(f"{loaded.name}{at}. /help lists the commands.")
+    if conversation.plain:
+        _say(PLAIN)
+    interrupted = False
+    while True:
+        try:
+            line = input("> ") if terminal else _next_line()
+        except EOFError:
+            if terminal:
+                print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            if interrupted or not terminal:
+                return 0
+            interrupted = True
+            _say("Ctrl-C again leaves.")
+            continue
+        interrupted = False
+        if line.startswith("/"):
+            if not _command(conversation, line):
+                return 0
+        else:
+            interrupted = _answer(conversation, line)
+
+
+def _next_line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _answer(conversation: Conversation, said: str) -> bool:
+    """Print the answer as it comes. Returns whether Ctrl-C stopped it."""
+    reply = conversation.reply(said)
+    stopped = False
+    try:
+        for piece in reply:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        stopped = True
+    except UsageError as error:  # a message that is too long is no reason to leave
+        _say(str(error))
+        return False
+    finally:
+        reply.close()
+    print(flush=True)
+    if stopped:
+        _say("(stopped)")
+    elif conversation.reason == "length" and sys.stdin.isatty():
+        _say(f"(stopped after {conversation.options.max_new_tokens} tokens or at the model's last position)")
+    if conversation.forgotten and sys.stdin.isatty():
+        _say("(the conversation is longer than the model can see: its beginning was left out)")
+    return stopped
+
+
+def _command(conversation: Conversation, line: str) -> bool:
+    """Do what a /command says. Returns False to leave."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name == "/quit":
+        return False
+    if name == "/reset":
+        conversation.reset()
+        _say("(forgotten)")
+    elif name == "/save" and rest:
+        try:
+            Path(rest).expanduser().write_text(conversation.transcript(), "utf-8")
+            _say(f"saved to {rest}")
+        except OSError as error:
+            _say(f"{rest}: cannot be written: {error.strerror}")
+    elif name == "/save":
+        _say("/save FILE: which file?")
+    elif name == "/help":
+        _say(HELP)
+    else:
+        _say(f"{name}: there is no such command\n{HELP}")
+    return True
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

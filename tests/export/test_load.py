@@ -1,0 +1,173 @@
+"""Every kind of path to a model, and every way in which it can be wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from safetensors.torch import save_file
+
+from deskside.config.model import ModelConfig
+from deskside.data import tokenizer as bpe
+from deskside.errors import RunError, UsageError
+from deskside.export.hf import save_hf
+from deskside.export.load import load_model
+from deskside.model.init import InitOptions, initialize
+from deskside.model.transformer import Transformer
+from deskside.precision.recipes import apply
+
+SHAPE = ModelConfig(
+    vocab_size=280,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=64,
+)
+TOKENS_BT = torch.tensor([[3, 80, 81, 99, 200, 4, 4, 17]])
+
+
+def made(seed: int, config: ModelConfig = SHAPE) -> Transformer:
+    model = Transformer(config)
+    initialize(model, seed, InitOptions(head_std=0.3, output="fan_in"))
+    return model
+
+
+def save(run: Path, step: int, model: Transformer, sharded: bool = False) -> Path:
+    """A checkpoint as training writes it: see deskside/train/checkpoint.py."""
+    folder = run / "checkpoints" / f"step-{step:09d}"
+    folder.mkdir(parents=True)
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if sharded:
+        dcp.save({"model": tensors, "optimizer": {}}, checkpoint_id=folder / "sharded", no_dist=True)
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    (folder / "state.json").write_text("{}")
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        digest = xxhash.xxh3_128(path.read_bytes()).hexdigest()
+        files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "xxh3_128": digest}
+    (folder / "manifest.json").write_text(json.dumps({"schema_version": 1, "files": files}))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "runs" / "small"
+    path.mkdir(parents=True)
+    config = {"model": SHAPE.model_dump(mode="json")}
+    (path / "run.json").write_text(json.dumps({"schema_version": 1, "name": "small", "config": config}))
+    bpe.save(bpe.train(["a text of some words, and some more words"] * 3, 270), path)
+    return path
+
+
+def test_run_gives_its_newest_checkpoint(run: Path) -> None:
+    for step in (10, 300, 20):
+        save(run, step, made(step))
+    loaded = load_model(run)
+    assert (loaded.kind, loaded.step, loaded.run_dir, loaded.name) == ("run", 300, run, "small")
+    assert torch.equal(loaded.model(TOKENS_BT), made(300)(TOKENS_BT))
+    assert loaded.config == SHAPE
+    end = loaded.tokenizer.token_to_id("<|endoftext|>")
+    assert loaded.start_token == end
+    assert loaded.eos_tokens == {end, loaded.tokenizer.token_to_id("<|im_end|>")}
+
+
+def test_one_checkpoint_of_a_run(run: Path, tmp_path: Path) -> None:
+    folder = save(run, 10, made(10))
+    save(run, 20, made(20))
+    loaded = load_model(folder)
+    assert (loaded.kind, loaded.step, loaded.run_dir) == ("checkpoint", 10, run.resolve())
+    assert torch.equal(loaded.model(TOKENS_BT), made(10)(TOKENS_BT))
+    shutil.copytree(folder, tmp_path / "away" / folder.name)
+    with pytest.raises(UsageError, match="not inside a run"):
+        load_model(tmp_path / "away" / folder.name)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sharded_checkpoint(run: Path) -> None:
+    save(run, 10, made(10), sharded=True)
+    assert torch.equal(load_model(run).model(TOKENS_BT), made(10)(TOKENS_BT))
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "gone", "manifest"])
+def test_damaged_checkpoint_is_named_and_the_older_one_used(run: Path, harm: str) -> None:
+    save(run, 10, made(10))
+    folder = save(run, 20, made(20))
+    weights = folder / "model.safetensors"
+    if harm == "flip":
+        data = bytearray(weights.read_bytes())
+        data[-5] ^= 1
+        weights.write_bytes(data)
+    elif harm == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif harm == "gone":
+        weights.unlink()
+    else:
+        (folder / "manifest.json").write_text('{"files": {')
+    warnings: list[str] = []
+    loaded = load_model(run, warn=warnings.append)
+    assert loaded.step == 10
+    assert torch.equal(loaded.model(TOKENS_BT), made(10)(TOKENS_BT))
+    (warning,) = warnings
+    assert "step 20" in warning
+    assert str(folder) in warning
+    with pytest.raises(RunError, match=r"step-000000020"):
+        load_model(folder)
+    shutil.rmtree(run / "checkpoints" / "step-000000010")
+    with pytest.raises(RunError, match="all 1 checkpoints are damaged"):
+        load_model(run, warn=warnings.append)
+
+
+def test_hugging_face_directory_and_run_without_checkpoints(run: Path, tmp_path: Path) -> None:
+    for folder, kind in ((tmp_path / "hf", "hf"), (run / "model", "run")):
+        save_hf(made(5), SHAPE, run, folder)
+        loaded = load_model(folder if kind == "hf" else run)
+        assert (loaded.kind, loaded.step) == (kind, None)
+        assert torch.equal(loaded.model(TOKENS_BT), made(5)(TOKENS_BT))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bfloat16_gives_the_numbers_of_bf16_training(run: Path, tied: bool) -> None:
+    config = SHAPE.model_copy(update={"tie_word_embeddings": tied})
+    content = {"name": "small", "config": {"model": config.model_dump(mode="json")}}
+    (run / "run.json").write_text(json.dumps(content))
+    trained = made(10, config)
+    save(run, 10, trained)
+    apply(trained, "bf16")
+    loaded = load_model(run, dtype=torch.bfloat16)
+    assert loaded.model.activation_dtype == torch.bfloat16
+    assert torch.equal(loaded.model(TOKENS_BT), trained(TOKENS_BT))
+
+
+def test_wrong_paths_say_what_to_do(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such directory"):
+        load_model(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="holds neither a run"):
+        load_model(tmp_path)
+    with pytest.raises(UsageError, match="is a file"):
+        load_model(run / "run.json")
+    with pytest.raises(UsageError, match="no checkpoint yet; make one with: deskside train --resume"):
+        load_model(run)
+
+
+def test_what_does_not_belong_together_is_refused(run: Path) -> None:
+    save(run, 10, made(10, SHAPE.model_copy(update={"intermediate_size": 64})))
+    with pytest.raises(RunError, match=r"does not fit the configuration in run\.json"):
+        load_model(run)
+    shutil.rmtree(run / "checkpoints")
+    small = SHAPE.model_copy(update={"vocab_size": 100})
+    (run / "run.json").write_text(json.dumps({"config": {"model": small.model_dump(mode="json")}}))
+    save(run, 10, made(10, small))
+    with pytest.raises(UsageError, match="above the model's vocabulary of 100"):
+        load_model(run)
+    (run / "run.json").write_text(json.dumps({"config": {"model": {"hidden_size": "wide"}}}))
+    with pytest.raises(UsageError, match=r"config\.model"):
+        load_model(run)
+    (run / "run.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read as JSON"):
+        load_model(run)

@@ -1,0 +1,225 @@
+"""Conversations: the text that comes out, the commands, and Ctrl-C in a real terminal."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from made_run import MadeRun, make
+from tokenizers import Tokenizer
+
+from deskside.engine.generate import generate
+from deskside.engine.sampling import GREEDY, Sampling
+from deskside.errors import UsageError
+from deskside.export.load import Loaded, load_model
+from deskside.serve.chat import ChatOptions, Conversation, converse
+from deskside.serve.commands import run_chat
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
+    return make(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def loaded(made: MadeRun) -> Loaded:
+    return load_model(made.path)
+
+
+@pytest.fixture
+def chatty(made: MadeRun, tmp_path: Path) -> Loaded:
+    """The same model with a chat template beside its tokenizer."""
+    import shutil
+
+    run = tmp_path / "chatty"
+    shutil.copytree(made.path, run)
+    (run / "chat_template.jinja").write_text(TEMPLATE)
+    (run / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return load_model(run)
+
+
+def options(new: int = 12, sampling: Sampling = GREEDY, system: str | None = None) -> ChatOptions:
+    return ChatOptions(sampling, new, 7, system)
+
+
+def continuation(loaded: Loaded, text: str, new: int, begin: list[int] | None = None) -> str:
+    """What greedy generation makes of a text, decoded at once."""
+    tokenizer: Tokenizer = loaded.tokenizer
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    prompt = [loaded.start_token, *ids] if begin is None else begin
+    result = generate(loaded.model, [prompt], max_new_tokens=new, eos_tokens=loaded.eos_tokens)[0]
+    return tokenizer.decode(result.tokens)
+
+
+def test_plain_model_continues_the_whole_text(loaded: Loaded) -> None:
+    chat = Conversation(loaded, options())
+    first = "".join(chat.reply("the sea"))
+    assert first == continuation(loaded, "the sea", 12)
+    second = "".join(chat.reply("and"))
+    assert second == continuation(loaded, f"the sea{first}\nand", 12)
+    third = "".join(chat.reply(""))
+    assert third == continuation(loaded, f"the sea{first}\nand{second}", 12)
+    assert chat.transcript() == f"the sea{first}\nand{second}{third}\n"
+    assert chat.reason == "length"
+    chat.reset()
+    assert "".join(chat.reply("the sea")) == first
+
+
+def test_stopped_answer_is_kept_as_far_as_it_came(loaded: Loaded) -> None:
+    chat = Conversation(loaded, options(60))
+    reply = chat.reply("the sea")
+    some = next(reply) + next(reply)
+    reply.close()
+    assert chat.transcript() == f"the sea{some}\n"
+    assert chat.reason is None
+
+
+def test_long_text_keeps_its_end_and_says_so(loaded: Loaded) -> None:
+    chat = Conversation(loaded, options(12))
+    text = "songs and ships " * 1500
+    answer = "".join(chat.reply(text))
+    assert chat.forgotten
+    ids = loaded.tokenizer.encode(text, add_special_tokens=False).ids
+    newest = [loaded.start_token, *ids[-(4096 - 12 - 1) :]]
+    assert answer == continuation(loaded, "", 12, newest)
+
+
+def test_seed_repeats_a_conversation(loaded: Loaded) -> None:
+    def talk(seed: int) -> list[str]:
+        chat = Conversation(loaded, ChatOptions(Sampling(1.0), 15, seed, None))
+        return ["".join(chat.reply("a")), "".join(chat.reply(""))]
+
+    assert talk(3) == talk(3)
+    assert talk(3) != talk(4)
+
+
+def test_chat_template_is_used_and_old_exchanges_are_dropped_whole(chatty: Loaded) -> None:
+    chat = Conversation(chatty, options(20, system="be brief"))
+    answer = "".join(chat.reply("hello"))
+    tokenizer = chatty.tokenizer
+    tokenizer.encode_special_tokens = False
+    text = (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    prompt = tokenizer.encode(text, add_special_tokens=False).ids
+    assert answer == continuation(chatty, "", 20, prompt)
+    assert chat.transcript() == f"system: be brief\n\nuser: hello\n\nassistant: {answer}\n"
+    for _ in range(6):
+        list(chat.reply("the ship went to the sea " * 80))
+    assert chat.forgotten
+    assert chat.transcript().count("user:") == 7  # forgotten by the model, not by the transcript
+    with pytest.raises(UsageError, match="make it shorter"):
+        list(chat.reply("ships " * 5000))
+
+
+def test_system_message_needs_a_template(loaded: Loaded) -> None:
+    with pytest.raises(UsageError, match="--system"):
+        Conversation(loaded, options(system="be brief"))
+
+
+def test_one_shot_prints_the_answer_alone(
+    made: MadeRun, loaded: Loaded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--prompt", "the sea", "--temperature", "0", "--max_new_tokens", "9", "--device", "cpu"]
+    assert run_chat([str(made.path), *arguments]) == 0
+    assert capsys.readouterr().out == continuation(loaded, "the sea", 9) + "\n"
+
+
+def test_lines_from_a_pipe_with_commands(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "said.txt"
+    lines = f"the sea\n/save {saved}\n/reset\n/nonsense\n/save\n/save /no/such/folder/x\nand\n/quit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert converse(loaded, options(), None) == 0
+    streams = capsys.readouterr()
+    first, second = (continuation(loaded, text, 12) for text in ("the sea", "and"))
+    assert streams.out == f"{first}\n{second}\n"
+    assert saved.read_text("utf-8") == f"the sea{first}\n"
+    assert "it continues your text" in streams.err
+    assert "/nonsense: there is no such command" in streams.err
+    assert "which file?" in streams.err
+    assert "cannot be written" in streams.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea"))  # no newline at the end, no /quit
+    assert converse(loaded, options(), None) == 0
+    assert capsys.readouterr().out == f"{first}\n"
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.shown = ""
+        self._ours, theirs = pty.openpty()
+        code = "import sys; from deskside.serve.commands import run_chat; sys.exit(run_chat(sys.argv[1:]))"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        )
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 90) -> None:
+        """Read until what was shown since the last call matches."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            left = end - time.monotonic()
+            assert left > 0, f"no {pattern!r} in {self.shown[-2000:]!r}"
+            if select.select([self._ours], [], [], left)[0]:
+                self.shown += os.read(self._ours, 65536).decode("utf-8", "replace")
+        self.shown = self.shown[found.end() :]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def test_ctrl_c_stops_the_answer_and_twice_leaves(made: MadeRun) -> None:
+    terminal = Terminal([str(made.path), "--max-new-tokens", "3000", "--device", "cpu"])
+    try:
+        terminal.wait_for("continues your text")
+        terminal.wait_for("> ")
+        terminal.type("the sea\n")
+        terminal.wait_for("the sea\r?\n.")  # its echo, then the answer begins
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for(r"\(stopped\)")
+        terminal.wait_for("> ")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(timeout=30) == 0
+    finally:
+        terminal.close()
+
+
+def test_ctrl_c_at_the_prompt_asks_once_and_control_d_leaves(made: MadeRun) -> None:
+    terminal = Terminal([str(made.path), "--device", "cpu"])
+    try:
+        terminal.wait_for("> ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for("Ctrl-C again leaves")
+        terminal.type("/help\n")
+        terminal.wait_for("/save FILE")
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=30) == 0
+    finally:
+        terminal.close()
