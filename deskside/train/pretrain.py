@@ -289,7 +289,7 @@ class _Run:
         fits, seconds = [], []
         for index, plan in enumerate(self.stage_plans):
             rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
-            self.model.set_window(plan.stage.window)
+            self.stepper.set_window(plan.stage.window)
 
             def dry(micro_rows: int, dataset: PackedDataset = plan.dataset) -> float:
                 return self.dry_step(micro_rows, dataset, 1)
@@ -418,6 +418,7 @@ class _Run:
             device=self.world.device,
             max_tokens=max_tokens,
             attention=self.attention,
+            document_mask=self.masked,
             rank=self.world.rank,
             world_size=self.world.size,
             reduce=self.world.summed,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from deskside import precision
 from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
 from deskside.data.prepare import prepare
@@ -16,6 +15,7 @@ from deskside.errors import RunError, UsageError
 from deskside.kernels.attention import Requirements, choose
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
+from deskside.precision.recipes import apply
 from deskside.precision.selfcheck import check
 from deskside.train import parallel
 from deskside.train.activation import recompute
@@ -80,7 +80,7 @@ def build_model(config: RunConfig, world: World, recipe: str) -> Transformer:
         model = Transformer(config.model)
     model.to_empty(device=world.device)
     initialize(model, config.seed)
-    precision.apply(model, recipe)
+    apply(model, recipe)
     return model
 
 

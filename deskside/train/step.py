@@ -36,6 +36,12 @@ class Stepper:
     grad_clip: float
     parameters: Sequence[nn.Parameter]
 
+    def set_window(self, window: int | None) -> None:
+        """Give the windowed layers another window (a stage's), or the configuration's for None."""
+        for block in self.model.layers:
+            if block.attn.window is not None:
+                block.attn.window = window or self.model.config.sliding_window
+
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Sum of the losses of a micro-batch's valid tokens, and the load-balancing loss of a model with experts."""
         context = AttentionContext(

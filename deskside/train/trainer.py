@@ -65,6 +65,16 @@ class Hook(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """A step that was launched and whose numbers the host has not read. `finished`: when, where that is known."""
+
+    stage: int
+    row: dict[str, Any]
+    numbers: Tensor
+    finished: float | None
+
+
 class TooManySkips(Exception):
     """Guarded steps in a row reached the limit."""
 
@@ -103,7 +113,7 @@ class Trainer:
         self.evaluate_every = Interval(config.evaluate.every, start)
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.timed_seconds, self.timed_tokens = 0.0, 0
-        self._in_flight: tuple[int, dict[str, Any], Tensor] | None = None
+        self._in_flight: InFlight | None = None
         self._lap: float | None = None
         self._stage = -1
         self._loader: Loader | None = None
@@ -132,6 +142,8 @@ class Trainer:
         factor = lr_factor(self.config.schedule, share, max(1, self.plan.total_steps(progress.step)))
         self.stepper.optimizer.set_progress(factor, share, progress.step)
         numbers = self.stepper.run(next(batches), number)
+        # A CPU is done when the call returns; a GPU has only been told what to do.
+        finished = time.perf_counter() if numbers.device.type == "cpu" else None
 
         progress.step = number
         progress.tokens += stage.tokens_per_step
@@ -139,9 +151,10 @@ class Trainer:
         progress.rows[stage.sequence_length] = progress.rows.get(stage.sequence_length, 0) + rows
         before = self._in_flight
         lr = next(iter(self.stepper.optimizer.lr_groups().values()))
-        self._in_flight = self._stage, {"step": number, "tokens": progress.tokens, "lr": lr}, numbers
+        row = {"step": number, "tokens": progress.tokens, "lr": lr}
+        self._in_flight = InFlight(self._stage, row, numbers, finished)
         if before is not None:
-            self._log(self._read(*before))
+            self._log(self._read(before))
 
     def after_step(self, stop: StopSignal) -> bool:
         """Rank 0 decides what is due, all do it. Returns whether the run must stop here."""
@@ -197,7 +210,7 @@ class Trainer:
             self._stage = index
             self.recent.clear()
             world = self.stepper.world
-            self.stepper.model.set_window(stage.window)
+            self.stepper.set_window(stage.window)
             self._loader = Loader(
                 stage.dataset,
                 seed=self.config.seed,
@@ -217,19 +230,18 @@ class Trainer:
                 )
         return stage, self._batches
 
-    def _read(self, stage: int, row: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
+    def _read(self, step: InFlight) -> dict[str, Any]:
         """Wait for a step's numbers and complete its row. Raises TooManySkips."""
-        loss, norm, skipped = numbers.tolist()
-        now = time.perf_counter()
+        row = step.row
+        loss, norm, skipped = step.numbers.tolist()
+        now = step.finished or time.perf_counter()
         verdict = self.stepper.guard.judge(row["step"], loss, norm, bool(skipped))
         tokens_per_second = None
         if self._lap is not None:
             seconds = now - self._lap
-            if (
-                stage == self._stage
-            ):  # else the first step of a new stage is in flight, and this is an old one's time
+            if step.stage == self._stage:  # a new stage's first step may be in flight already
                 self.recent.append(seconds)
-            tokens = self.stages[stage].tokens_per_step
+            tokens = self.stages[step.stage].tokens_per_step
             tokens_per_second = tokens / seconds
             self.timed_seconds += seconds
             self.timed_tokens += tokens
@@ -246,7 +258,7 @@ class Trainer:
         """Wait for the step in flight and return its row, not logged yet."""
         assert self._in_flight is not None
         in_flight, self._in_flight = self._in_flight, None
-        return self._read(*in_flight)
+        return self._read(in_flight)
 
     def _log(self, row: dict[str, Any]) -> None:
         for hook in self.hooks:
