@@ -141,17 +141,23 @@ def _samples(record: RunRecord) -> tuple[Block, ...]:
 def _events(record: RunRecord) -> tuple[Block, ...]:
     if not record.events:
         return (Paragraph("No events were logged."),)
-    counts = [
-        f"{sum(stem in line.lower() for line in record.events)} {name}"
-        for name, stem in (("skip", "skip"), ("rollback", "roll"), ("resume", "resum"))
+    skips = sum(line.get("skipped") is True for line in record.metrics)
+    told = [
+        f"{skips} of {len(record.metrics)} logged steps skipped",
+        f"{_lines_with(record, 'went back to step', 'rolled back')} rollbacks",
+        f"{_lines_with(record, 'resumed')} resumes",
     ]
-    opening = Paragraph(f"Lines that tell of: {', '.join(counts)} (measured).")
+    opening = Paragraph(f"{', '.join(told)} (measured).")
     if len(record.events) <= EVENTS_SHOWN:
         return (opening, Code("\n".join(record.events)))
     noted = [line for line in record.events if any(stem in line.lower() for stem in NOTED)]
     shown = noted[-EVENTS_SHOWN:] or record.events[-EVENTS_SHOWN:]
     whole = Details(f"All {len(record.events)} lines", (Code("\n".join(record.events)),))
     return (opening, Code("\n".join(shown)), whole)
+
+
+def _lines_with(record: RunRecord, *stems: str) -> int:
+    return sum(any(stem in line.lower() for stem in stems) for line in record.events)
 
 
 def _configuration(record: RunRecord) -> tuple[Block, ...]:

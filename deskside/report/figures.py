@@ -5,6 +5,7 @@ Matplotlib is used through its object interface with the Agg canvas, so no globa
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,13 +30,13 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Figure], list[str]]:
         ("loss", "Training loss", "loss", _loss, "no training loss was logged"),
         ("val_bpb", "Validation bits per byte", "val_bpb", _validation, "no validation was logged"),
         ("throughput", "Throughput", "tokens_per_second", _throughput, "no throughput was logged"),
-        ("memory", "Memory", "memory_gib", _memory, "no memory was logged (it is measured on a GPU)"),
+        ("memory", "Memory", "memory_gib", _memory, "no memory was logged"),
         ("learning_rate", "Learning rate", "lr", _learning_rate, "no learning rate was logged"),
     ]
     figures, absent = [], []
     for name, title, key, plot, excuse in plots:
         path = folder / f"{name}.png"
-        if not record.series(key)[0]:
+        if not record.series(key)[0] and not (name == "val_bpb" and _final(record)):
             absent.append(f"No plot of {title.lower()}: {excuse}.")
             path.unlink(missing_ok=True)  # one of an earlier report would not be this run's any more
             continue
@@ -43,14 +44,14 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Figure], list[str]]:
         FigureCanvasAgg(canvas)
         axes = canvas.add_subplot()
         caption = plot(record, axes)
-        _dress(axes, title)
+        _dress(axes, title, record)
         folder.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path, format="png", metadata={"Software": None})
         figures.append(Figure(path, title, caption))
     return figures, absent
 
 
-def _dress(axes: Axes, title: str) -> None:
+def _dress(axes: Axes, title: str, record: RunRecord) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_title("measured", loc="right", fontsize=9, color="#555555")
     axes.set_xlabel("training tokens")
@@ -58,7 +59,9 @@ def _dress(axes: Axes, title: str) -> None:
     axes.grid(True, color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
+    final = _final(record)
+    ends = [*record.series("step")[0], *([final[0]] if final else [])]
+    axes.set_xlim(0, max(ends, default=0) * 1.02 or 1)  # the same for all, so that they can be read together
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
 
@@ -90,19 +93,36 @@ def _loss(record: RunRecord, axes: Axes) -> str:
 
 def _validation(record: RunRecord, axes: Axes) -> str:
     x, y = record.series("val_bpb")
-    axes.plot(x, y, color=DARK, linewidth=1.6, marker="o", markersize=4.5, label="model")
+    if x:
+        axes.plot(x, y, color=DARK, linewidth=1.6, marker="o", markersize=4.5, label="during training")
+    final = _final(record)
+    if final is not None:
+        style: dict[str, Any] = {
+            "marker": "s",
+            "markersize": 7,
+            "markerfacecolor": "white",
+            "markeredgewidth": 1.6,
+        }
+        axes.plot(*final, color=DARK, linestyle="", label="at the end", **style)
+        x, y = [*x, final[0]], [*y, final[1]]
     shown = []
-    for key, name, style in (("gzip_bpb", "gzip", (0, (6, 3))), ("unigram_bpb", "unigram", (0, (1, 2)))):
+    for key, name, dashes in (("gzip_bpb", "gzip", (0, (6, 3))), ("unigram_bpb", "unigram", (0, (1, 2)))):
         level = number(record.summary.get(key))
         if level is not None and level <= 1.25 * max(y):  # farther off, it would flatten the curve
-            axes.axhline(level, color=DARK, linewidth=1.1, linestyle=style, label=f"{name} {level:.3f}")
+            axes.axhline(level, color=DARK, linewidth=1.1, linestyle=dashes, label=f"{name} {level:.3f}")
             shown.append(name)
     axes.set_ylabel("bits per byte of text")
-    axes.annotate(
-        f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(-2, 7), textcoords="offset points", ha="right", fontsize=9
-    )
+    axes.margins(y=0.1)
+    place: dict[str, Any] = {"xytext": (-2, 9), "textcoords": "offset points", "ha": "right", "fontsize": 9}
+    axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), **place)
     beside = f", beside {' and '.join(shown)} on the same text" if shown else ""
     return f"Bits per byte of validation text, lower is better{beside}. Measured."
+
+
+def _final(record: RunRecord) -> tuple[float, float] | None:
+    """(tokens, bits per byte) of the evaluation at the end, on the whole validation split."""
+    tokens, bpb = (number(record.summary.get(key)) for key in ("tokens", "val_bpb"))
+    return None if tokens is None or bpb is None else (tokens, bpb)
 
 
 def _throughput(record: RunRecord, axes: Axes) -> str:
@@ -127,7 +147,7 @@ def _memory(record: RunRecord, axes: Axes) -> str:
     _line(axes, x, y)
     axes.set_ylabel("memory (GiB)")
     axes.set_ylim(0, max(y) * 1.15 or 1)
-    return "Peak memory of the device. Measured."
+    return "Peak memory, of the GPU where the run used one. Measured."
 
 
 def _learning_rate(record: RunRecord, axes: Axes) -> str:

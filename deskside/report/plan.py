@@ -2,11 +2,13 @@
 
 import itertools
 import statistics
+from typing import Any
 
 from deskside.report import words
 from deskside.report.document import Block, Details, Paragraph, Table
 from deskside.report.rundir import RunRecord, mapping, number, objects, text
 
+SHOWN_ELSEWHERE = {"length", "clock", "initial", "revisions", "fit", "attention", "precision", "compile"}
 SHOWN_IN_TABLE = {
     "step",
     "steps",
@@ -33,17 +35,39 @@ def plan_blocks(record: RunRecord) -> tuple[Block, ...]:
     revisions = objects(plan.get("revisions"))
     if revisions:
         blocks.append(Details(f"Every revision of the plan ({len(revisions)})", (_journal(revisions),)))
-    fit = mapping(plan.get("fit"))
-    if fit:
-        blocks += _fit(fit)
-    rest = {k: v for k, v in mapping(plan.get("initial")).items() if k not in SHOWN_IN_TABLE}
-    settled = [
-        *words.facts(mapping(plan.get("attention")), "measured", "attention: "),
-        *words.facts(rest, "modelled", "plan: "),
-    ]
-    if settled:
-        blocks.append(Table(("settled at the start", "value", "source"), tuple(settled)))
+    stages = objects(plan.get("fit")) or [mapping(plan.get("fit"))]
+    for number_, fit in enumerate(stages, start=1):
+        blocks += _fit(fit, f" of stage {number_}" if len(stages) > 1 else "")
+    blocks += _settled(plan)
     return tuple(blocks)
+
+
+def _settled(plan: dict[str, Any]) -> list[Block]:
+    """What was chosen when the run began, and folded away, why."""
+    rows: list[tuple[str, str, str]] = []
+    for kind, choice in mapping(plan.get("attention")).items():
+        name = text(choice) or text(mapping(choice).get("name"))
+        taken = number(mapping(mapping(choice).get("milliseconds")).get(name))
+        if name:
+            speed = "" if taken is None else f", {taken:.3g} ms forward and backward"
+            rows.append((f"attention, {words.label(kind)} layers", name + speed, "measured" if speed else ""))
+    precision = mapping(plan.get("precision"))
+    if text(precision.get("chosen")):
+        rows.append(("precision", text(precision["chosen"]), ""))
+    if text(plan.get("compile")):
+        rows.append(("torch.compile", text(plan["compile"]), ""))
+    initial = {k: v for k, v in mapping(plan.get("initial")).items() if k not in SHOWN_IN_TABLE}
+    rest = {k: v for k, v in plan.items() if k not in SHOWN_ELSEWHERE}
+    why = [
+        *words.facts(mapping(plan.get("attention")), "measured", "attention: "),
+        *words.facts(precision, "measured", "precision: "),
+        *words.facts({**initial, **rest}, "modelled"),
+    ]
+    blocks: list[Block] = [Table(("settled at the start", "value", "source"), tuple(rows))] if rows else []
+    if why:
+        table = Table(("what", "value", "source"), tuple(why))
+        blocks.append(Details("Everything that was settled at the start, and why", (table,)))
+    return blocks
 
 
 def _comparison(record: RunRecord) -> Table:
@@ -116,18 +140,18 @@ def _journal(revisions: list[dict[str, object]]) -> Table:
     )
 
 
-def _fit(fit: dict[str, object]) -> list[Block]:
+def _fit(fit: dict[str, object], which: str) -> list[Block]:
     attempts = objects(fit.get("attempts"))
     settled = {key: value for key, value in fit.items() if key != "attempts"}
     said = words.plain({words.label(key): value for key, value in settled.items()})
     blocks: list[Block] = (
-        [Paragraph(f"Micro-batch settled by a dry step (measured): {said}.")] if settled else []
+        [Paragraph(f"Micro-batch{which}, settled by a dry step (measured): {said}.")] if settled else []
     )
     if attempts:
         keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
         rows = tuple(tuple(words.plain(attempt.get(key)) for key in keys) for attempt in attempts)
         table = Table(tuple(words.label(key) for key in keys), rows)
-        blocks.append(Details(f"Micro-batches that were tried ({len(attempts)}, measured)", (table,)))
+        blocks.append(Details(f"Micro-batches{which} that were tried ({len(attempts)}, measured)", (table,)))
     return blocks
 
 

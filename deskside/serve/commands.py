@@ -43,6 +43,7 @@ class Eval:
     """Bits per byte of a model: of its run's validation data, or of a text. Lower is better.
 
     Example: deskside eval runs/demo --json
+
     Example: deskside eval runs/demo --text book.txt
     """
 
@@ -71,6 +72,7 @@ class Chat:
     """Talk to a model. Without a chat template, as after pretraining, it continues your text.
 
     Example: deskside chat runs/demo
+
     Example: deskside chat runs/demo --prompt "Once upon a time" --temperature 0
     """
 

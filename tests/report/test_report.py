@@ -32,6 +32,7 @@ def metric(step: int, **other: Any) -> dict[str, Any]:
         "memory_gib": 3.5 if step < 200 else 3.8,
         "watts": 290.0,
         "celsius": 71,
+        "skipped": step == 120,
         "throttled": 250 <= step <= 256,
         **other,
     }
@@ -76,15 +77,27 @@ def make_run(folder: Path, steps: int = 400) -> Path:
             "clock": "wall: from the start of the process, compile included",
             "initial": {"steps": 380, "tokens": 6225920, "seconds": 180, "step_seconds": 0.47, "memory_gib": 4.1},
             "revisions": [revision(0, 380, 0.47, "dry step"), revision(40, 360, 0.42, "faster")],
-            "fit": {
-                "micro_tokens": 16384,
-                "accumulation": 1,
-                "attempts": [
-                    {"micro_rows": 16, "fits": False, "seconds": None},
-                    {"micro_rows": 8, "fits": True, "seconds": 0.44},
-                ],
+            "fit": [
+                {
+                    "micro_rows": 8,
+                    "accumulation": 2,
+                    "attempts": [
+                        {"micro_rows": 16, "fits": False, "seconds": None},
+                        {"micro_rows": 8, "fits": True, "seconds": 0.44},
+                    ],
+                }
+            ],
+            "attention": {
+                "full": {
+                    "name": "cudnn",
+                    "milliseconds": {"cudnn": 1.93, "sdpa": 2.4},
+                    "errors": {"cudnn": 2e-3},
+                    "rejected": {"flex": "is slow"},
+                }
             },
-            "attention": {"backend": "sdpa_cudnn", "forward_backward_ms": 1.93},
+            "precision": {"chosen": "bf16", "asked": "auto", "errors": {"output": 3e-3}},
+            "compile": "block",
+            "scaling_tokens": 6225920,
         },
         "summary.json": {
             "status": "finished",
@@ -157,7 +170,8 @@ def test_whole_run(tmp_path: Path) -> None:
         assert "Better than gzip by 41 %: 1.962 bits per byte on validation text" in text
         assert "3.331 of gzip and 4.612 of unigram (all measured, lower is better)" in text
         assert "158.3 TFLOP/s" in text
-        assert "1 skip, 0 rollback, 1 resume" in text
+        assert "1 of 400 logged steps skipped, 0 rollbacks, 1 resumes" in text
+        assert "cudnn, 1.93 ms forward and backward" in text
         assert "optim.name" in text
         assert "deskside chat" in text
         assert "deskside train --resume" not in text
@@ -197,6 +211,9 @@ def test_second_report_replaces_the_first(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     report(folder)
     (folder / "metrics.jsonl").write_text(json.dumps(metric(3, val_bpb=None)) + "\n")
+    page, _ = report(folder)
+    assert (folder / "plots" / "val_bpb.png").exists()  # the evaluation at the end
+    (folder / "summary.json").unlink()
     page, _ = report(folder)
     assert not (folder / "plots" / "val_bpb.png").exists()
     assert "No plot of validation bits per byte" in "".join(page.words)
@@ -311,5 +328,5 @@ def test_command_prints_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     streams = capsys.readouterr()
     told = json.loads(streams.out)
     assert Path(told["report"]).is_file()
-    assert len(told["plots"]) == 4 + 1 - (0 if list(folder.glob("plots/val_bpb.png")) else 1)
+    assert len(told["plots"]) == 5
     assert "plan.json is missing" in streams.err
