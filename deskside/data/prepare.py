@@ -16,6 +16,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -47,7 +48,7 @@ from deskside.errors import RunError, UsageError
 
 STATE = "prepare.json"
 SHARD_BYTES = 32 << 20
-SAMPLE_CHARS = 80 << 20
+SAMPLE_BYTES = 80 << 20
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def prepare(
     resume: bool = True,
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
-    sample_chars: int = SAMPLE_CHARS,
+    sample_bytes: int = SAMPLE_BYTES,
     quiet: bool = False,
 ) -> Report:
     """Prepares a data set in the directory `out`; see the module's docstring.
@@ -119,7 +120,7 @@ def prepare(
         "shard_bytes": shard_bytes,
     }
     if tokenizer is None:
-        arguments |= {"vocab_size": vocab_size, "sample_chars": sample_chars}
+        arguments |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes}
         if vocab_size < bpe.MIN_VOCAB:
             raise UsageError(f"--vocab-size {vocab_size}: at least {bpe.MIN_VOCAB}.")
     else:
@@ -130,7 +131,7 @@ def prepare(
     try:
         complete = work.complete()
         if complete is None:
-            work.first_pass(tokenizer, vocab_size, Sampler(sample_chars, seed), val_fraction, seed)
+            work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
             work.second_pass(workers or len(os.sched_getaffinity(0)), val_fraction, seed, shard_bytes)
             complete = work.finish()
     finally:
@@ -247,9 +248,10 @@ class _Work:
                 bpe.copy(given, self.out)
             else:
                 leave_out = bytes.fromhex(found.forced_val) if found.forced_val else None
-                with Progress("train tokenizer", None, "vocabularies", quiet=self.quiet) as bar:
-                    bpe.save(bpe.train(filled.texts(leave_out), vocab_size), self.out)
-                    bar.advance(1)
+                if not self.quiet:
+                    print(f"train tokenizer: on {filled.held / 1e6:,.1f} MB", file=sys.stderr, flush=True)
+                bar = not self.quiet and sys.stderr.isatty()
+                bpe.save(bpe.train(filled.texts(leave_out), vocab_size, progress=bar), self.out)
         except OSError as error:
             raise shards.disk_error(self.out / "tokenizer.json", error) from error
         self.found = found

@@ -31,15 +31,15 @@ def text_hash(text: str) -> bytes:
 
 @dataclass
 class Sampler:
-    """Keeps at most `limit` characters of text, chosen by a keyed hash, whatever the order of arrival.
+    """Keeps at most `limit` bytes of text, chosen by a keyed hash, whatever the order of arrival.
 
     Long documents are sampled in pieces, so that a corpus of few books is sampled as well.
     """
 
     limit: int
     seed: int
-    _heap: list[tuple[int, int, bytes, str]] = field(default_factory=list)
-    _held: int = 0
+    _heap: list[tuple[int, int, bytes, str, int]] = field(default_factory=list)
+    held: int = 0
     _ceiling: int = 1 << 64
 
     def add(self, text: str, key: bytes) -> None:
@@ -47,18 +47,18 @@ class Sampler:
             rank = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
             if rank >= self._ceiling:
                 continue
-            heapq.heappush(self._heap, (-rank, i, key, piece))
-            self._held += len(piece)
-            while self._held > self.limit and len(self._heap) > 1:
+            size = len(piece.encode("utf-8"))
+            heapq.heappush(self._heap, (-rank, i, key, piece, size))
+            self.held += size
+            while self.held > self.limit and len(self._heap) > 1:
                 dropped = heapq.heappop(self._heap)
-                self._held -= len(dropped[3])
-                self._ceiling = -dropped[
-                    0
-                ]  # nothing above it comes in later: the order of arrival does not matter
+                self.held -= dropped[4]
+                # Nothing above it comes in later, so that the order of arrival does not matter.
+                self._ceiling = -dropped[0]
 
     def texts(self, leave_out: bytes | None = None) -> Iterator[str]:
         """The sample in a fixed order, without the pieces of one document."""
-        for _, _, key, piece in sorted(self._heap, reverse=True):
+        for _, _, key, piece, _ in sorted(self._heap, reverse=True):
             if key != leave_out:
                 yield piece
 

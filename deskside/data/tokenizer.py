@@ -122,7 +122,8 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
 def save(tokenizer: Tokenizer, directory: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json, so that AutoTokenizer.from_pretrained(directory) works."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    # Not tokenizer.save: it reports a full disk as a bare Exception.
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_config(directory, end_of_text(tokenizer)[0])
 
 

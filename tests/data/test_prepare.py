@@ -333,7 +333,7 @@ def test_sample_does_not_depend_on_order(order: list[int]) -> None:
     documents = [f"document {i} " * (1 + i * 37 % 23) for i in range(40)]
 
     def sample(numbers: list[int]) -> list[str]:
-        sampler = Sampler(1500, 0)
+        sampler = Sampler(1500, 0)  # bytes
         for i in numbers:
             sampler.add(documents[i], text_hash(documents[i]))
         return list(sampler.texts())
