@@ -132,7 +132,7 @@ def prepare(
         complete = work.complete()
         if complete is None:
             work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
-            work.second_pass(workers or len(os.sched_getaffinity(0)), val_fraction, seed, shard_bytes)
+            work.second_pass(workers or _cores(), val_fraction, seed, shard_bytes)
             complete = work.finish()
     finally:
         work.clear_temporary()
@@ -395,6 +395,11 @@ class _Work:
         shards.write_index(self.out, index)
         shards.verify(self.out)
         return index
+
+
+def _cores() -> int:
+    """Cores that this process may use; where the system does not tell, all there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _sum_up(infos: list[ShardInfo]) -> SplitInfo:
