@@ -315,7 +315,7 @@ class _Run:
         )
         began = time.perf_counter()
         try:
-            self.stepper.run([batch] * passes, step=1, dry=True).tolist()
+            self.stepper.run([batch] * passes, step=1, dry=True).read()
         except torch.OutOfMemoryError:
             self.stepper.optimizer.zero_grad()
             raise

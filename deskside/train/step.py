@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from deskside.config.parts import ComputeConfig
 from deskside.data.loader import Batch
 from deskside.kernels.attention import AttentionContext
+from deskside.model.block import Block
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer
 from deskside.train.guard import Guard
@@ -21,6 +22,30 @@ class Attention:
 
     full: str
     windowed: str | None = None
+
+
+class Numbers:
+    """(loss per valid token, gradient norm, 1.0 if skipped) of a step, on their way from the device to the host.
+
+    On a GPU the copy is queued right behind the step, so that reading waits for this step and not for the next one,
+    which has been launched by then.
+    """
+
+    def __init__(self, values: Tensor):
+        self._event: torch.cuda.Event | None = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> tuple[float, float, bool]:
+        """Wait for the step and return its numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, norm, skipped = self._values.tolist()
+        return loss, norm, bool(skipped)
 
 
 @dataclass
@@ -39,6 +64,7 @@ class Stepper:
     def set_window(self, window: int | None) -> None:
         """Give the windowed layers another window (a stage's), or the configuration's for None."""
         for block in self.model.layers:
+            assert isinstance(block, Block)
             if block.attn.window is not None:
                 block.attn.window = window or self.model.config.sliding_window
 
@@ -59,8 +85,8 @@ class Stepper:
             chunk_tokens=self.compute.loss_chunk_tokens,
         )
 
-    def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> Tensor:
-        """Step number `step` (from 1). Returns (loss per valid token, gradient norm, 1.0 if skipped) on the device.
+    def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> Numbers:
+        """Step number `step` (from 1).
 
         The loss is divided by the valid tokens of all micro-batches on all processes, so neither packing nor
         accumulation changes it. A `dry` step computes everything and changes nothing.
@@ -82,4 +108,4 @@ class Stepper:
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()
-        return torch.stack((total, norm.to(total.dtype), skip))
+        return Numbers(torch.stack((total, norm.to(total.dtype), skip)))

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from deskside.config.run import RunConfig
 from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
@@ -21,7 +19,7 @@ from deskside.errors import RunError
 from deskside.optim.schedule import lr_factor
 from deskside.train.clock import Clock, StepPlan, remaining_steps, should_revise
 from deskside.train.interval import Interval, Position
-from deskside.train.step import Stepper
+from deskside.train.step import Numbers, Stepper
 from deskside.train.stop import StopSignal
 
 RECENT_STEPS = 20  # step times that the throughput is taken from
@@ -71,7 +69,7 @@ class InFlight:
 
     stage: int
     row: dict[str, Any]
-    numbers: Tensor
+    numbers: Numbers
     finished: float | None
 
 
@@ -143,7 +141,7 @@ class Trainer:
         self.stepper.optimizer.set_progress(factor, share, progress.step)
         numbers = self.stepper.run(next(batches), number)
         # A CPU is done when the call returns; a GPU has only been told what to do.
-        finished = time.perf_counter() if numbers.device.type == "cpu" else None
+        finished = time.perf_counter() if self.stepper.world.device.type == "cpu" else None
 
         progress.step = number
         progress.tokens += stage.tokens_per_step
@@ -233,9 +231,9 @@ class Trainer:
     def _read(self, step: InFlight) -> dict[str, Any]:
         """Wait for a step's numbers and complete its row. Raises TooManySkips."""
         row = step.row
-        loss, norm, skipped = step.numbers.tolist()
+        loss, norm, skipped = step.numbers.read()
         now = step.finished or time.perf_counter()
-        verdict = self.stepper.guard.judge(row["step"], loss, norm, bool(skipped))
+        verdict = self.stepper.guard.judge(row["step"], loss, norm, skipped)
         tokens_per_second = None
         if self._lap is not None:
             seconds = now - self._lap
