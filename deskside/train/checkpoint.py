@@ -3,7 +3,8 @@
 A checkpoint is a folder `step-000001000` with the weights and optimizer state (safetensors: nothing executes on load),
 `state.json` and `manifest.json`, which holds size and checksum of every other file. It is written under a temporary
 name, every file and the folder forced to the disk, then renamed: a folder with a final name is complete. Loading
-verifies the manifest; a damaged checkpoint is named and the next older one is used.
+verifies the manifest; a damaged checkpoint is named and the next older one is used. Where every one is damaged the run
+stops: starting over is for a person to decide.
 
 Sharded runs hold their tensors in torch.distributed.checkpoint's format instead, in the same folder under the same
 manifest. Its metadata file is a pickle, so such a checkpoint must come from a place that you trust.
@@ -31,6 +32,7 @@ from deskside.errors import RunError
 
 NAME = re.compile(r"step-(\d{9})")
 MANIFEST = "manifest.json"
+SET_ASIDE = "damaged-"
 Tensors = dict[str, Tensor]
 
 
@@ -84,13 +86,13 @@ def save(
             save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / "optimizer.safetensors")
         if writer:
             _write(temporary / "state.json", json.dumps(state))
-            files = sorted(p for p in temporary.rglob("*") if p.is_file())
+            files = _files(temporary)
             listing = {str(p.relative_to(temporary)): _fingerprint(p) for p in files}
             _write(temporary / MANIFEST, json.dumps({"schema_version": 1, "files": listing}, indent=1))
             for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
                 _sync(path)
-            if final.exists():  # the same step again, after a rollback
-                shutil.rmtree(final)
+            if final.exists():
+                _delete(final)
             os.replace(temporary, final)
             _sync(folder)
     except (OSError, SafetensorError) as error:
@@ -108,29 +110,59 @@ def verify(checkpoint: Checkpoint) -> None:
     """Raises Damaged unless every file has the size and checksum that the manifest gives."""
     path = checkpoint.path
     try:
-        files = json.loads((path / MANIFEST).read_text("utf-8"))["files"]
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise Damaged(f"{path / MANIFEST} cannot be read ({error})") from None
-    for name, expected in files.items():
+        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        listed = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
+    except OSError as error:
+        raise Damaged(f"{path / MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
+    for name, expected in listed.items():
         try:
-            actual = _fingerprint(path / name)
-        except OSError as error:
-            raise Damaged(f"{path / name} cannot be read ({error.strerror})") from None
-        for what in ("bytes", "xxh3_128"):
-            if actual[what] != expected[what]:
-                raise Damaged(f"{path / name} is damaged: {what} {actual[what]}, expected {expected[what]}")
+            found = _fingerprint(path / name)
+        except (OSError, ValueError) as error:  # a flipped bit may have made a name that no file can have
+            raise Damaged(f"{path / name} cannot be read ({error})") from None
+        for what, is_, should in zip(("bytes", "xxh3_128"), found.values(), expected, strict=True):
+            if is_ != should:
+                raise Damaged(f"{path / name} is damaged: {what} {is_}, expected {should}")
+    if unlisted := {str(p.relative_to(path)) for p in _files(path)} - listed.keys() - {MANIFEST}:
+        raise Damaged(f"{path / MANIFEST} is damaged: it does not list {min(unlisted)}")
 
 
 def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies. Each damaged one is named through `warn`. None where there is none."""
-    for checkpoint in find(folder):
+    """The newest checkpoint that verifies. Each damaged one is named through `warn`. None where there is none at all.
+
+    Raises RunError when there are checkpoints and all of them are damaged.
+    """
+    found = find(folder)
+    for checkpoint in found:
         try:
             verify(checkpoint)
         except Damaged as damage:
-            warn(f"checkpoint step {checkpoint.step} is not used: {damage}")
+            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
             continue
         return checkpoint
+    if found:
+        raise RunError(
+            f"no checkpoint in {folder} can be used: {', '.join(c.path.name for c in found)} are damaged; restore one "
+            f"of them, or delete them all to start the run from the beginning"
+        )
     return None
+
+
+def set_aside(folder: Path, newer_than: int) -> list[Path]:
+    """Rename checkpoints of later steps, so that they neither count as kept nor stand in the way.
+
+    For damaged ones: all those newer than the newest good one. Returns the new paths.
+    """
+    moved = []
+    for checkpoint in find(folder):
+        if checkpoint.step > newer_than:
+            target = folder / f"{SET_ASIDE}{checkpoint.path.name}"
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(checkpoint.path, target)
+            moved.append(target)
+    return moved
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -157,16 +189,24 @@ def prune(folder: Path, keep: int, permanent: Callable[[Checkpoint], bool]) -> N
     """Delete checkpoints beyond the newest `keep`, but for those that `permanent` keeps for good."""
     for checkpoint in find(folder)[keep:]:
         if not permanent(checkpoint):
-            # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint under a final name.
-            doomed = folder / f".tmp-old-{checkpoint.path.name}"
-            os.replace(checkpoint.path, doomed)
-            shutil.rmtree(doomed)
+            _delete(checkpoint.path)
 
 
 def clean(folder: Path) -> None:
     """Remove what an interrupted save or deletion left."""
     for entry in folder.glob(".tmp-*"):
         shutil.rmtree(entry)
+
+
+def _delete(path: Path) -> None:
+    # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint under a final name.
+    doomed = path.with_name(f".tmp-old-{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def worst_case_batch(
     """Random tokens that fill every position, each row one document; the shapes are those of the loader's batches."""
     length = dataset.sequence_length
     generator = torch.Generator().manual_seed(0)
-    tokens_BT = torch.randint(dataset.index.tokenizer.vocab_size, (rows, length), generator=generator).to(device)
+    tokens_BT = torch.randint(dataset.index.tokenizer.vocab_size, (rows, length), generator=generator).to(
+        device
+    )
     cu_seqlens = positions_BT = None
     if document_mask:
         cu_seqlens = torch.full((dataset.max_boundaries(rows) + 1,), rows * length, dtype=torch.int32)

@@ -37,13 +37,16 @@ class CheckpointKeeper:
         guard: Guard,
         clock: Clock,
         event: Callable[[str], None],
+        warn: Callable[[str], None],
     ):
         self.run, self.config, self.world = run, config, world
-        self.model, self.optimizer, self.guard, self.clock, self.event = model, optimizer, guard, clock, event
+        self.model, self.optimizer, self.guard, self.clock = model, optimizer, guard, clock
+        self.event, self.warn = event, warn
         self._permanent = Interval(config.checkpoint.keep_every, Position(0, 0, 0.0))
 
     def save(self, progress: Progress, seconds: float) -> None:
         """Write a checkpoint and delete those that are no longer kept. Raises RunError when the disk refuses."""
+        self.optimizer.create_state()  # before the first step too: going back to step 0 must clear what came since
         tensors, data = self.optimizer.state_dict_flat()
         state = {
             "schema_version": 1,
@@ -60,9 +63,7 @@ class CheckpointKeeper:
         if self.world.sharded or self.world.first:
             files.save(folder, progress.step, self.weights(), tensors, state, self.world.sharded)
         if self.world.first:
-            files.prune(
-                folder, self.config.checkpoint.keep, lambda c: bool(files.load_state(c).get("permanent"))
-            )
+            files.prune(folder, self.config.checkpoint.keep, _is_permanent)
             self.event(f"checkpoint of step {progress.step} saved")
         self.world.barrier()
 
@@ -91,7 +92,10 @@ class CheckpointKeeper:
         self.guard.restore(state["guard"])
         self.clock.restore(float(state["clock_seconds"]))
         rows = {int(length): int(count) for length, count in state["rows"].items()}
-        return Progress(int(state["step"]), int(state["tokens"]), rows, int(state["rollbacks"]))
+        progress = Progress(int(state["step"]), int(state["tokens"]), rows, int(state["rollbacks"]))
+        start = Position(progress.step, progress.tokens, float(state["clock_seconds"]))
+        self._permanent = Interval(self.config.checkpoint.keep_every, start)
+        return progress
 
     def roll_back(self) -> Progress:
         """Return to the newest good checkpoint inside a running process. Raises RunError when there is none."""
@@ -112,11 +116,22 @@ class CheckpointKeeper:
         return {clean_name(name): parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _newest_good(self) -> "files.Checkpoint | None":
-        found: files.Checkpoint | None = None
+        folder, step = self.run.checkpoints, -1
         if self.world.first:
-            found = files.newest_good(self.run.checkpoints, self.event)
-        step = int(self.world.agreed([float(found.step if found else -1)])[0])
-        return files.Checkpoint(self.run.checkpoints / files.folder_name(step), step) if step >= 0 else None
+            found = files.newest_good(folder, self.warn)
+            if found is not None:
+                step = found.step
+                for path in files.set_aside(folder, newer_than=step):
+                    self.event(f"the damaged checkpoint was renamed to {path}")
+        step = int(self.world.agreed([float(step)])[0])
+        return files.Checkpoint(folder / files.folder_name(step), step) if step >= 0 else None
+
+
+def _is_permanent(checkpoint: "files.Checkpoint") -> bool:
+    try:
+        return bool(files.load_state(checkpoint).get("permanent"))
+    except (OSError, ValueError):  # damaged since it was written: not worth keeping for good
+        return False
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.data.rows import PackedDataset
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
@@ -177,8 +177,10 @@ class _Run:
             self.guard,
             self.clock,
             self.event,
+            self.say,
         )
         progress = self.restore(keeper)
+        restored = progress.step if progress else None
 
         def write_plan(plan: StepPlan) -> None:
             if self.world.first:
@@ -229,7 +231,8 @@ class _Run:
                 f"{status}: saved at step {trainer.progress.step}; go on with: deskside train --resume {self.run.path}"
             )
             return Outcome(self.run, status, {}, self.world.first)
-        keeper.save(trainer.progress, self.clock.seconds())
+        if trainer.progress.step != restored:  # else it was stopped while finishing: that checkpoint is there
+            keeper.save(trainer.progress, self.clock.seconds())
         return Outcome(self.run, status, self.finish(trainer), self.world.first)
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
@@ -263,7 +266,12 @@ class _Run:
             return None
         progress = keeper.load_newest()
         if progress is None:
-            self.say("there is no good checkpoint: starting from the beginning")
+            init = self.run.read_json("run.json").get("init")
+            if init is not None:
+                raise RunError(
+                    f"{self.run.path}: was stopped before its first checkpoint; start it again with --init {init}"
+                )
+            self.say("there is no checkpoint: starting from the beginning")
         step = progress.step if progress else 0
         dropped = self.run.cut_metrics(step) if self.world.first else 0
         self.world.barrier()

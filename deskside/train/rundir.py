@@ -89,12 +89,17 @@ class RunDirectory:
         append_line(self.metrics, json.dumps(row))
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The logged steps; a half-written last line is skipped."""
+        """The logged steps; a half-written last line is skipped. Raises RunError naming a line that is damaged."""
         if self.metrics.exists():
-            with self.metrics.open(encoding="utf-8") as file:
-                for line in file:
-                    if line.endswith("\n"):
-                        yield json.loads(line)
+            with self.metrics.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.endswith(b"\n"):
+                        try:
+                            yield json.loads(line)
+                        except ValueError as error:
+                            raise RunError(
+                                f"{self.metrics}: line {number} is damaged ({error}); delete that line and resume"
+                            ) from None
 
     def cut_metrics(self, step: int) -> int:
         """Drop rows after `step`, so that a repeated step stands there once. Returns how many rows were dropped."""

@@ -106,9 +106,7 @@ class Trainer:
         self.progress, self.stages, self.keeper, self.hooks = progress, stages, keeper, hooks
         self.evaluate, self.measure, self.event, self.journal = evaluate, measure, event, journal
         self.limit_seconds, self.reserve = limit_seconds, reserve
-        start = self.position()
-        self.save_every = Interval(config.checkpoint.every, start)
-        self.evaluate_every = Interval(config.evaluate.every, start)
+        self._start_intervals()
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.timed_seconds, self.timed_tokens = 0.0, 0
         self._in_flight: InFlight | None = None
@@ -190,6 +188,7 @@ class Trainer:
         self.progress.rollbacks, self.progress.rows = count, rows
         self.event(f"{why}: went back to step {self.progress.step} and skipped the data in between")
         self._close_loader()
+        self._start_intervals()  # what was due in the steps that are repeated is due again
         self._resume()
 
     def position(self) -> Position:
@@ -298,6 +297,11 @@ class Trainer:
         """Seconds per step of every stage: the dry steps' estimates, scaled by what this stage really takes."""
         factor = self._step_seconds() / self.stages[self._stage].dry_seconds
         return [stage.dry_seconds * factor for stage in self.stages]
+
+    def _start_intervals(self) -> None:
+        start = self.position()
+        self.save_every = Interval(self.config.checkpoint.every, start)
+        self.evaluate_every = Interval(self.config.evaluate.every, start)
 
     def _resume(self) -> None:
         self.clock.start()
