@@ -13,7 +13,7 @@ from deskside.errors import RunError, UsageError
 
 # command -> (module, function, what it does)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "train": ("deskside.cli_train", "run", "pretrain a model from a preset, a TOML file or given weights"),
+    "train": ("deskside.cli_train", "run", "pretrain a model: from a preset, a TOML file, given weights"),
     "data": ("deskside.data.commands", "run", "prepare, verify and show datasets"),
     "eval": ("deskside.serve.commands", "run_eval", "bits per byte of a run or a Hugging Face model"),
     "chat": ("deskside.serve.commands", "run_chat", "talk to a run or a Hugging Face model in the terminal"),
@@ -28,13 +28,14 @@ usage: deskside COMMAND [options]
 {{commands}}
 
 examples:
-  deskside train demo                       three minutes on a CPU, from bundled text
+  deskside train demo             three minutes on a CPU, from bundled text
   deskside data prepare corpus.jsonl.gz --out data/corpus
   deskside train 124m --data.path data/corpus --hours 2
-  deskside train --resume runs/124m         go on after a stop
+  deskside train --resume runs/124m   go on after a stop
   deskside chat runs/demo
 
-deskside COMMAND --help tells about a command; --debug before it shows tracebacks.
+deskside COMMAND --help tells about a command;
+deskside --debug COMMAND ... shows tracebacks.
 """
 
 
@@ -72,11 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name not in COMMANDS:
-        import difflib
+        from deskside.config.commandline import nearest
 
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
-        raise UsageError(f"{name}: there is no such command; {hint}")
+        raise UsageError(f"{name}: there is no such command; {nearest(name, COMMANDS)}")
     module, function, _ = COMMANDS[name]
     command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
     return command
@@ -90,4 +89,4 @@ def _failed(error: Exception, code: int, debug: bool) -> int:
 
 
 def _list() -> str:
-    return "\n".join(f"  {name:<8} {what}" for name, (_, _, what) in COMMANDS.items())
+    return "\n".join(f"  {name:<7} {what}" for name, (_, _, what) in COMMANDS.items())

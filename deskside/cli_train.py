@@ -20,10 +20,10 @@ DESCRIPTION = """Pretrain a model.
 Examples:
   deskside train demo
   deskside train 124m --data.path data/english --hours 2
-  deskside train my.toml --optim.lr 0.01 --schedule.tokens 2_000_000_000 --name trial
+  deskside train my.toml --optim.lr 0.01 --schedule.tokens 2B --name trial
   deskside train 124m --dry-run
   deskside train --resume runs/124m
-  torchrun --nproc-per-node 2 -m deskside train 124m --data.path data/english --hours 2
+  torchrun --nproc-per-node 2 -m deskside train 124m --data.path data/english
 """
 
 

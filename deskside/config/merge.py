@@ -122,7 +122,8 @@ def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path
     """Every dotted key of a configuration, alternatives included, with its field."""
     seen: set[Path] = set()
     for name, field in part.model_fields.items():
-        parts = _parts_of(field.annotation)
+        # The default alternative comes first: its fields are the ones that are shown.
+        parts = sorted(parts_of(field.annotation), key=lambda p: not isinstance(field.default, p))
         if parts and not _is_sequence(field.annotation):
             for child in parts:
                 for path, leaf in keys(child, (*prefix, name)):
@@ -133,9 +134,14 @@ def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path
             yield (*prefix, name), field
 
 
+def option_keys() -> list[str]:
+    """Every dotted key that may be written, the other spellings of schedule.length included."""
+    return [".".join(path) for path, _ in keys()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
+
+
 def unknown_key(key: str) -> UsageError:
     """The error for a key that no part has, naming the nearest one."""
-    known = [".".join(path) for path, _ in keys()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
+    known = option_keys()
     leaf = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
         k for k in known if k.endswith(f".{leaf}")
@@ -175,7 +181,7 @@ def _one_line(error: ValidationError) -> UsageError:
 def _misplaced(key: str, chosen: str) -> UsageError:
     """The error for a key of optim or schedule that the chosen alternative does not have."""
     part, _, leaf = key.partition(".")
-    for alternative in _parts_of(RunConfig.model_fields[part].annotation):
+    for alternative in parts_of(RunConfig.model_fields[part].annotation):
         if leaf in alternative.model_fields:
             other = alternative.model_fields["name"].default
             return UsageError(
@@ -213,7 +219,7 @@ def _with_aliases(layer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], part: str, chosen: str) -> None:
     alternatives = {
-        a.model_fields["name"].default: a for a in _parts_of(RunConfig.model_fields[part].annotation)
+        a.model_fields["name"].default: a for a in parts_of(RunConfig.model_fields[part].annotation)
     }
     if chosen not in alternatives:
         return  # validation names the choices
@@ -244,11 +250,11 @@ def _remove(values: dict[str, Any], path: Path) -> None:
     del values[path[-1]]
 
 
-def _parts_of(annotation: Any) -> list[type[Part]]:
+def parts_of(annotation: Any) -> list[type[Part]]:
     """The Part classes inside an annotation (a union of alternatives has several)."""
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return [annotation]
-    return [part for argument in get_args(annotation) for part in _parts_of(argument)]
+    return [part for argument in get_args(annotation) for part in parts_of(argument)]
 
 
 def _is_sequence(annotation: Any) -> bool:

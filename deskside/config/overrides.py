@@ -6,39 +6,41 @@ from the one place where a field is described, and "was it set" stays knowable.
 """
 
 import dataclasses
-import re
+import inspect
 import tomllib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from deskside.config.merge import LENGTH_ALIASES, keys, unknown_key
+from deskside.config import commandline
+from deskside.config.base import Part
+from deskside.config.merge import LENGTH_ALIASES, Path, keys, option_keys, parts_of
+from deskside.config.run import RunConfig
 from deskside.errors import UsageError
 
+Options = TypeVar("Options")
 
-def parse(command: type, argv: Sequence[str], prog: str, description: str) -> tuple[Any, dict[str, Any]]:
+
+def parse(
+    command: type[Options], argv: Sequence[str], prog: str, description: str
+) -> tuple[Options, dict[str, Any]]:
     """Parse argv for a command whose own options are the dataclass `command`, plus all configuration keys.
 
-    Returns (an instance of `command`, the given configuration keys as a nested dict). tyro itself exits with 2 for
-    options without value; an unknown option raises UsageError that names the nearest one.
+    Returns (an instance of `command`, the given configuration keys as a nested dict). Raises UsageError: a missing
+    value, an unknown option (it names the nearest one), a wrong value of the command's own options.
     """
     options = _with_configuration(command)
-    parsed: Any
-    parsed, unknown = tyro.cli(
-        options,
-        args=list(argv),
-        prog=prog,
-        description=description,
-        return_unknown_args=True,
-        use_underscores=True,
-    )
+    parsed, unknown = commandline.split(options, argv, prog, description)
+    own = {field.name for field in dataclasses.fields(command)}  # type: ignore[arg-type]
     if unknown:
-        raise _unknown(unknown, options)
-    own = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(command)}
+        known = commandline.options(command) + [f"--{key}" for key in option_keys()]
+        raise commandline.unexpected(unknown[0], known, prog)
     rest = [f.name for f in dataclasses.fields(options) if f.name not in own]
-    return command(**own), _given({name: getattr(parsed, name) for name in rest})
+    given = _given({name: getattr(parsed, name) for name in rest})
+    return commandline.values(command, parsed, prog), given
 
 
 def _with_configuration(command: type) -> type:
@@ -51,74 +53,96 @@ def _with_configuration(command: type) -> type:
     for alias, form in LENGTH_ALIASES.items():
         text = f"schedule.length in {alias}: the same as --schedule.length '{form.format('N')}'"
         tree["schedule"][alias] = FieldInfo(annotation=str, description=text)
-    return dataclasses.make_dataclass(command.__name__, _fields(tree), bases=(command,), kw_only=True)
+    return dataclasses.make_dataclass(
+        command.__name__, _fields(tree), bases=(commandline.text_options(command),), kw_only=True
+    )
 
 
-def _fields(tree: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def _fields(tree: dict[str, Any], prefix: Path = ()) -> list[tuple[str, Any, Any]]:
     fields: list[tuple[str, Any, Any]] = []
     for name, node in tree.items():
         if isinstance(node, dict):
-            group = dataclasses.make_dataclass(name, _fields(node), kw_only=True)
-            group.__doc__ = f"{name} options"
+            group = dataclasses.make_dataclass(name, _fields(node, (*prefix, name)), kw_only=True)
+            group.__doc__ = _about(name)
             fields.append((name, group, dataclasses.field(default_factory=group)))
         else:
             argument = tyro.conf.arg(
-                metavar=_metavar(node.annotation),
+                metavar=_metavar((*prefix, name), node),
                 help=node.description or "",
-                help_behavior_hint=_default(node),
+                help_behavior_hint=_default((*prefix, name), node),
             )
             fields.append((name, Annotated[str | None, argument], dataclasses.field(default=None)))
     return fields
 
 
-def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Annotated:
-        return _metavar(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
-    if get_origin(annotation) in (tuple, list):
-        return "[...]"
-    if get_origin(annotation) is dict:
-        return "{...}"
-    inner = [a for a in get_args(annotation) if a is not type(None)]
-    if inner:
-        return "|".join(dict.fromkeys(_metavar(a) for a in inner))
-    return {"int": "INT", "float": "NUMBER", "str": "TEXT", "bool": "true|false"}.get(
-        getattr(annotation, "__name__", ""), getattr(annotation, "__name__", "VALUE").upper()
-    )
+def _metavar(path: Path, field: FieldInfo) -> str:
+    if len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1:
+        return "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}"
+    return commandline.metavar(field.annotation)
 
 
-def _default(field: FieldInfo) -> str:
-    return "" if field.is_required() or field.default is None else f"(default: {field.default})"
+def _about(part: str) -> str:
+    """What a group of options is for: the first sentence of its class, or the alternatives that it has."""
+    alternatives = _alternatives(part)
+    if len(alternatives) > 1:
+        return f"Alternatives: {', '.join(map(_tag, alternatives))}; --{part}.name chooses."
+    return inspect.cleandoc(alternatives[0].__doc__ or "").replace("\n", " ").split(". ")[0].rstrip(".") + "."
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
+def _default(path: Path, field: FieldInfo) -> str:
+    """The default for the help. Where alternatives differ it says whose, and the others' beside it."""
+    first, only = _written(field.default), ""
+    others = []
+    if len(path) == 2 and path[1] != "name" and len(_alternatives(path[0])) > 1:
+        alternatives = _alternatives(path[0])
+        having = [a for a in alternatives if path[1] in a.model_fields]
+        if having and len(having) < len(alternatives):
+            only = f"{'/'.join(map(_tag, having))} only; "
+        defaults = {_tag(a): _written(a.model_fields[path[1]].default) for a in having}
+        others = [f"; {tag}: {text}" for tag, text in defaults.items() if text != first]
+    return f"({only}default: {first}{''.join(others)})" if first else ""
+
+
+def _alternatives(part: str) -> list[type[Part]]:
+    """The classes that a part may have, the default one first."""
+    field = RunConfig.model_fields[part]
+    return sorted(parts_of(field.annotation), key=lambda p: not isinstance(field.default, p))
+
+
+def _tag(alternative: type[Part]) -> str:
+    return str(alternative.model_fields["name"].default)
+
+
+def _written(value: Any) -> str:
+    """A default as it would be written on the command line; nothing for one that is not there."""
+    if value in (None, (), {}, PydanticUndefined):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _given(values: dict[str, Any], prefix: Path = ()) -> dict[str, Any]:
     result = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
-            inner = _given({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+            inner = _given(
+                {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, (*prefix, name)
+            )
             if inner:
                 result[name] = inner
         elif value is not None:
-            result[name] = _value(name, value)
+            result[name] = _value(".".join((*prefix, name)), value)
     return result
 
 
-def _value(name: str, text: str) -> Any:
+def _value(key: str, text: str) -> Any:
     """Lists and tables are written as in TOML; `none` unsets; everything else stays text for pydantic."""
     if text.lower() == "none":
         return None
-    if text[:1] in "[{":
+    if text.startswith(("[", "{")):
         try:
             return tomllib.loads(f"x = {text}")["x"]
         except tomllib.TOMLDecodeError:
-            raise UsageError(f"{name}: '{text}' is not a TOML list or table, such as [0.9, 0.95]") from None
+            raise UsageError(f"{key}: '{text}' is not a TOML list or table, such as [0.9, 0.95]") from None
     return text
-
-
-def _unknown(arguments: Sequence[str], options: type) -> UsageError:
-    first = arguments[0]
-    if not first.startswith("-"):
-        return UsageError(f"'{first}': unexpected argument; options are written --key value")
-    key = re.sub(r"^-+", "", first).split("=")[0].replace("-", "_")
-    return unknown_key(key)

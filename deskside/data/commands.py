@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from deskside.config.commandline import choose, parse
 from deskside.data import shards
 
 _SEQUENCES = (512, 1024, 2048)
@@ -23,12 +24,13 @@ _SEQUENCES = (512, 1024, 2048)
 class Prepare:
     """Make token shards from text.
 
-    Sources: .txt .jsonl .jsonl.gz .jsonl.zst .parquet, a directory or a quoted glob of these,
-    hf:owner/name[:config[:split]], bundled:tiny_shakespeare.txt.
+    Sources: .txt .jsonl .jsonl.gz .jsonl.zst .parquet,
+      a directory or a quoted glob of these,
+      hf:owner/name[:config[:split]], bundled:tiny_shakespeare.txt.
 
-    Example: deskside data prepare corpus/*.jsonl.gz --val held_out.jsonl --out data/mine
+    Example: deskside data prepare corpus/*.jsonl.gz --val held.jsonl --out data/mine
 
-    The same command again goes on where it was interrupted, and mends damaged shards.
+    Run again, it goes on where it was interrupted, and mends damaged shards.
     """
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...")]
@@ -50,7 +52,7 @@ class Prepare:
     on_bad: Literal["skip", "refuse"] = "skip"
     """Bad input (not UTF-8, damaged, without the field, ...): skip and count it, or stop."""
     resume: bool = True
-    """Go on with what --out holds. --no-resume replaces it."""
+    """Replace what --out holds, instead of going on with it."""
     seed: int = 0
     """Of the validation split and the tokenizer's sample."""
     json: bool = False
@@ -59,7 +61,9 @@ class Prepare:
 
 @dataclass
 class Verify:
-    """Read a whole prepared data set and compare every checksum. Exit code 1 if one fails.
+    """Read a whole prepared data set and compare every checksum.
+
+    Exit code 1 if one fails.
 
     Example: deskside data verify data/mine
     """
@@ -81,28 +85,15 @@ class Show:
     """Print one JSON object on standard output."""
 
 
-_COMMANDS: dict[str, Callable[..., Any]] = {"prepare": Prepare, "verify": Verify, "show": Show}
-
-
 def run(argv: Sequence[str]) -> int:
     """Runs `deskside data ARGV...` and returns the exit code.
 
-    Raises:
-        UsageError, RunError: for the caller to print.
-        SystemExit: --help, or arguments that do not parse (2).
+    Raises UsageError and RunError for the caller to print, SystemExit(0) after --help.
     """
-    parsed = tyro.extras.subcommand_cli_from_dict(
-        _COMMANDS,
-        prog="deskside data",
-        description="Prepare text for training, check it, look at it.",
-        args=list(argv),
-    )
-    if isinstance(parsed, Prepare):
-        return _prepare(parsed)
-    if isinstance(parsed, Verify):
-        return _verify(parsed)
-    assert isinstance(parsed, Show)
-    return _show(parsed)
+    what = {name: (kind.__doc__ or "").splitlines()[0] for name, (kind, _) in _COMMANDS.items()}
+    name = choose(what, argv, "deskside data", "Prepare text for training, check it, look at it.")
+    kind, command = _COMMANDS[name]
+    return command(parse(kind, argv[1:], f"deskside data {name}"))
 
 
 def _prepare(options: Prepare) -> int:
@@ -236,3 +227,10 @@ def _print_tables(index: shards.DatasetIndex, facts: dict[str, Any]) -> None:
     for tag in facts["train"]["tags"]:
         table.add_row(tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}")
     console.print(table)
+
+
+_COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "prepare": (Prepare, _prepare),
+    "verify": (Verify, _verify),
+    "show": (Show, _show),
+}

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from deskside.config.commandline import parse
 from deskside.errors import RunError
 from deskside.report import html, markdown
 from deskside.report.content import compose
@@ -21,7 +22,7 @@ from deskside.report.rundir import RunRecord, read_run
 
 @dataclass
 class ReportOptions:
-    """Write the report of a run: report.md, report.html (one file, nothing else needed) and plots/*.png.
+    """Write the report of a run: report.md, report.html (one file) and plots/*.png.
 
     Example: deskside report runs/demo
     """
@@ -36,13 +37,7 @@ class ReportOptions:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code; raises UsageError and RunError."""
-    options = tyro.cli(
-        ReportOptions,
-        args=list(argv),
-        prog="deskside report",
-        use_underscores=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = parse(ReportOptions, argv, "deskside report")
     record, page = _write(Path(options.run))
     for sentence in record.missing:
         print(sentence, file=sys.stderr)

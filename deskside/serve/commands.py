@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 from pydantic import ValidationError
 
 from deskside import __version__
+from deskside.config.commandline import parse
 from deskside.config.run import RunConfig
 from deskside.data.progress import Progress
 from deskside.data.rows import PackedDataset
@@ -30,7 +31,6 @@ from deskside.kernels.attention import Requirements, choose
 from deskside.precision.selfcheck import check
 from deskside.serve.chat import ChatOptions, converse
 
-Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]
 HF_SEQUENCE_LENGTH = 2048  # of a model that comes without a run: the presets' own, so that numbers compare
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}
@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class Eval:
-    """Bits per byte of a model: of its run's validation data, or of a text. Lower is better.
+    """Bits per byte of a model, on its run's validation data or on a text.
 
     Example: deskside eval runs/demo --json
 
@@ -69,7 +69,7 @@ class Eval:
 
 @dataclass
 class Chat:
-    """Talk to a model. Without a chat template, as after pretraining, it continues your text.
+    """Talk to a model. A model without a chat template continues your text.
 
     Example: deskside chat runs/demo
 
@@ -102,7 +102,7 @@ class Chat:
 
 @dataclass
 class Export:
-    """Write a model for other programs. The result loads with AutoModelForCausalLM.from_pretrained(DIR).
+    """Write a model for other programs: AutoModelForCausalLM.from_pretrained(DIR).
 
     Example: deskside export runs/demo --to hf --out my-model
     """
@@ -123,7 +123,7 @@ class Export:
 
 def run_eval(argv: Sequence[str]) -> int:
     """`deskside eval`. Returns the exit code; raises UsageError and RunError."""
-    options = _parse(Eval, argv, "deskside eval")
+    options = parse(Eval, argv, "deskside eval")
     if options.tasks is not None:
         raise UsageError("--tasks: tasks cannot be evaluated yet; leave it out to get bits per byte")
     if options.text is not None and options.data is not None:
@@ -179,7 +179,7 @@ def run_eval(argv: Sequence[str]) -> int:
 
 def run_chat(argv: Sequence[str]) -> int:
     """`deskside chat`. Returns the exit code; raises UsageError and RunError."""
-    options = _parse(Chat, argv, "deskside chat")
+    options = parse(Chat, argv, "deskside chat")
     sampling = Sampling(options.temperature, options.top_k or None, options.top_p, options.min_p)
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
@@ -196,7 +196,7 @@ def run_chat(argv: Sequence[str]) -> int:
 
 def run_export(argv: Sequence[str]) -> int:
     """`deskside export`. Returns the exit code; raises UsageError and RunError."""
-    options = _parse(Export, argv, "deskside export")
+    options = parse(Export, argv, "deskside export")
     out = Path(options.out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; choose a directory")
@@ -217,13 +217,6 @@ def run_export(argv: Sequence[str]) -> int:
         print(out)
         _say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     return 0
-
-
-def _parse(kind: type[Options], argv: Sequence[str], prog: str) -> Options:
-    """tyro itself ends the program with 2 for an option that does not exist or has no value."""
-    return tyro.cli(
-        kind, args=list(argv), prog=prog, use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,)
-    )
 
 
 def _say(line: str) -> None:

@@ -115,7 +115,6 @@ def test_chat_refuses(made: MadeRun, arguments: list[str]) -> None:
         run_chat([str(made.path), *arguments])
 
 
-def test_an_unknown_option_exits_with_2(made: MadeRun) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run_eval([str(made.path), "--nonsense", "1"])
-    assert stop.value.code == 2
+def test_an_unknown_option_names_the_nearest(made: MadeRun) -> None:
+    with pytest.raises(UsageError, match="--jsn: there is no such option; did you mean --json"):
+        run_eval([str(made.path), "--jsn"])
