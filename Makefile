@@ -20,10 +20,10 @@ demo: install
 	$(BIN)/deskside train demo
 
 test: install
-	$(BIN)/python -m pytest -q -m "not full"
+	$(BIN)/python -m pytest -q
 
 test-full: install
-	$(BIN)/python -m pytest -q --timeout 3600
+	$(BIN)/python -m pytest -q -m "" --timeout 3600
 
 lint: install
 	$(BIN)/ruff check .

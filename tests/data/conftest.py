@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from data_corpus import make_corpus
 
 from deskside.data.prepare import prepare
+from tests.data.data_corpus import make_corpus
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from data_corpus import make_corpus
 
 from deskside.data.commands import run
 from deskside.errors import RunError, UsageError
+from tests.data.data_corpus import make_corpus
 
 
 def test_prepare_verify_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(["prepare", "--help"])
     assert error.value.code == 0
     assert "Example: deskside data prepare" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="SOURCE... is missing"):
+    with pytest.raises(UsageError, match=r"SOURCE\.\.\. is missing"):
         run(["prepare", "--out", str(tmp_path / "x")])
     with pytest.raises(UsageError, match="not a prepared data set"):
         run(["show", str(tmp_path)])

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_corpus import make_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from deskside.data import tokenizer as bpe
 from deskside.data.prepare import Report, prepare
 from deskside.data.scan import Sampler, is_validation, tail_cut, text_hash
 from deskside.errors import RunError, UsageError
+from tests.data.data_corpus import make_corpus
 
 SMALL: dict[str, Any] = {"vocab_size": 400, "workers": 1, "shard_bytes": 60_000, "quiet": True}
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_run import MadeRun, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deskside.data.rows import PackedDataset
@@ -13,6 +12,7 @@ from deskside.engine.generate import generate
 from deskside.errors import UsageError
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.serve.commands import run_chat, run_eval, run_export
+from tests.serve.made_run import MadeRun, make
 
 
 @pytest.fixture(scope="module")
