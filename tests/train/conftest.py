@@ -1,0 +1,28 @@
+"""Data that all tests of training read, and one thread for what runs in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deskside.data.prepare import prepare
+from tests.train.tiny_run import write_text
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_text(folder / "text.txt")
+    out = folder / "data"
+    prepare([str(folder / "text.txt")], out, vocab_size=300, val_fraction=0.1, workers=1, quiet=True)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The last bits of a sum depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,102 @@
+"""Micro-batch fitting with a fake card that holds so many rows."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.data.rows import PackedDataset
+from deskside.errors import RunError, UsageError
+from deskside.train.fit import candidates, fit, rows_per_rank, worst_case_batch
+from deskside.train.parallel import World
+
+CPU = torch.device("cpu")
+ONE = World(CPU)
+
+
+class Card:
+    """Runs out of memory beyond `room` rows."""
+
+    def __init__(self, room: int):
+        self.room = room
+        self.tried: list[int] = []
+
+    def dry_step(self, micro_rows: int) -> float:
+        self.tried.append(micro_rows)
+        if micro_rows > self.room:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {micro_rows} GiB. More text."
+            )
+        return 0.01 * micro_rows
+
+
+@given(st.integers(1, 500), st.integers(0, 600))
+def test_candidates_divide_and_halve_and_end_at_one(rows: int, largest: int) -> None:
+    chosen = candidates(rows, largest)
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, largest)]
+    assert chosen[0] == max(fitting) and chosen[-1] == 1
+    assert all(rows % n == 0 for n in chosen)
+    for before, after in zip(chosen, chosen[1:], strict=False):
+        assert after <= before / 2 or after == 1
+        # No larger divisor that is at most half was left out.
+        assert after == max([n for n in fitting if 2 * n <= before] or [1])
+
+
+@given(st.integers(1, 200), st.integers(1, 300), st.integers(1, 200))
+def test_the_effective_batch_never_changes(rows: int, largest: int, room: int) -> None:
+    card, said = Card(room), list[str]()
+    fitted = fit(card.dry_step, rows, largest, ONE, said.append)
+    assert fitted.micro_rows * fitted.accumulation == rows and fitted.micro_rows <= room
+    assert card.tried == [a["micro_rows"] for a in fitted.attempts]
+    assert [a["fits"] for a in fitted.attempts] == [False] * (len(card.tried) - 1) + [True]
+    assert fitted.attempts[-1]["seconds"] == pytest.approx(0.01 * fitted.micro_rows)
+    assert len(said) == len(card.tried) - 1
+    for text, tried in zip(said, card.tried, strict=False):
+        assert text.startswith(f"{tried} rows do not fit (CUDA out of memory)")
+
+
+def test_powers_of_two_halve() -> None:
+    card = Card(5)
+    fitted = fit(card.dry_step, 32, 32, ONE, lambda text: None)
+    assert card.tried == [32, 16, 8, 4] and (fitted.micro_rows, fitted.accumulation) == (4, 8)
+
+
+def test_a_single_row_that_does_not_fit_says_what_to_do() -> None:
+    with pytest.raises(RunError, match=r"single row.*activation_checkpointing block"):
+        fit(Card(0).dry_step, 8, 8, ONE, lambda text: None)
+
+
+def test_other_errors_are_not_taken_for_memory() -> None:
+    def broken(micro_rows: int) -> float:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        fit(broken, 8, 8, ONE, lambda text: None)
+
+
+def test_rows_that_processes_cannot_share() -> None:
+    assert rows_per_rank(1024, 32, World(CPU, 0, 4)) == 8
+    with pytest.raises(
+        UsageError, match=r"33 rows, which 2 processes cannot share evenly; use a multiple of 64"
+    ):
+        rows_per_rank(33 * 32, 32, World(CPU, 0, 2))
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_the_worst_batch_has_the_shapes_of_the_loader_and_no_padding(data: Path, document_mask: bool) -> None:
+    from deskside.data.loader import Loader
+
+    dataset = PackedDataset.open(data, split="train", sequence_length=32)
+    batch = worst_case_batch(dataset, 4, 3, CPU, document_mask)
+    with Loader(dataset, 1, 0, 8, 4, document_mask=document_mask) as loader:
+        real = next(loader)[0]
+    for name in ("tokens_BT", "targets_BT", "cu_seqlens", "positions_BT"):
+        worst, usual = getattr(batch, name), getattr(real, name)
+        if usual is None:
+            assert worst is None
+        else:
+            assert worst.shape == usual.shape and worst.dtype == usual.dtype
+    assert batch.num_valid == 4 * 32 and batch.num_valid_step == 3 * 4 * 32
+    assert int(batch.tokens_BT.max()) < dataset.index.tokenizer.vocab_size

@@ -1,0 +1,178 @@
+"""A run that is stopped at any place and resumed is the run that was never stopped, to the last bit of every loss."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train import tiny_run
+from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
+
+STEPS = 60
+SLOWER = {"sequence_length": 32, "tokens": 1024}  # about 15 ms a step: time to be killed at a chosen one
+
+
+def as_toml(config: dict[str, Any]) -> str:
+    """The configuration as a preset file."""
+    lines = []
+    for part, values in config.items():
+        stages = values.pop("stages", ())
+        lines.append(f"[{part}]")
+        for key, value in values.items():
+            if value is not None:
+                lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}")
+        for stage in stages:
+            lines += [f"[[{part}.stages]]", *(f"{key} = {value!r}" for key, value in stage.items())]
+    return "\n".join(lines) + "\n"
+
+
+def preset(folder: Path, prepared: Path, /, **changes: Any) -> str:
+    path = folder / "tiny.toml"
+    path.write_text(as_toml(settings(prepared, **changes)))
+    return str(path)
+
+
+def arguments(folder: Path, name: str, file: str) -> list[str]:
+    return ["train", file, "--runs", str(folder), "--name", name]
+
+
+def straight(folder: Path, file: str, ranks: int = 1) -> Path:
+    child = tiny_run.command(arguments(folder, "straight", file), folder / "straight.log", ranks)
+    assert child.wait() == 0, child.text()
+    return folder / "straight"
+
+
+def check_same(run: Path, straight: Path, steps: int = STEPS) -> None:
+    assert [r["step"] for r in rows(run)] == list(range(1, steps + 1))
+    assert curve(run) == curve(straight)
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (straight / weights).read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kill_9_and_resume_as_a_person_does(ranks: int, data: Path, tmp_path: Path) -> None:
+    """Commands started from nothing (under torchrun for two), killed with SIGKILL once step 25 is in the file."""
+    file = preset(tmp_path, data, batch=SLOWER)
+    first = tiny_run.program(arguments(tmp_path, "killed", file), tmp_path / "log", ranks)
+
+    def kill() -> None:
+        for pid in tiny_run.descendants(first.pid):
+            os.kill(pid, signal.SIGKILL)
+
+    run = tmp_path / "killed"
+    last = kill_at_step(run, 25, kill, lambda: first.poll() is None)
+    first.wait(30)
+    assert 25 <= last < STEPS and not (run / "summary.json").exists()
+    again = tiny_run.program(["train", "--resume", str(run)], tmp_path / "log", ranks)
+    assert again.wait(120) == 0, (tmp_path / "log").read_text()
+    check_same(run, straight(tmp_path, file, ranks))
+    assert f"resumed at step {last // 10 * 10}" in tiny_run.events(run)
+
+
+MUON, ADAMW = {"name": "muon"}, {"name": "adamw", "lr": 3e-3}
+STAGES = [
+    {"until": 0.5, "sequence_length": 32},
+    {"until": 1.0, "sequence_length": 64, "batch_tokens": 2048},
+]
+
+
+@pytest.mark.parametrize(
+    "changes, at",
+    [
+        ({"optim": ADAMW}, 25),
+        ({"optim": MUON, "schedule": {"stages": STAGES}}, 36),
+        ({"optim": ADAMW, "schedule": {"stages": STAGES}, "data": {"document_mask": True}}, 29),
+        ({"batch": {**SLOWER, "micro_tokens": 256}, "checkpoint": {"every": "7 steps"}}, 17),
+    ],
+)
+def test_kill_and_resume(changes: dict[str, Any], at: int, data: Path, tmp_path: Path) -> None:
+    file = preset(tmp_path, data, **{"batch": SLOWER, **changes})
+    child = tiny_run.command(arguments(tmp_path, "killed", file), tmp_path / "log")
+    run = tmp_path / "killed"
+    kill_at_step(run, at, child.kill, child.alive)
+    assert child.wait() == -signal.SIGKILL
+    again = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log")
+    assert again.wait() == 0, again.text()
+    check_same(run, straight(tmp_path, file))
+
+
+@pytest.mark.parametrize("number, ranks", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_saves_at_the_next_step_and_ends_well(
+    number: signal.Signals, ranks: int, data: Path, tmp_path: Path
+) -> None:
+    file = preset(tmp_path, data, batch=SLOWER, checkpoint={"every": "1000 steps"})
+    child = tiny_run.command(arguments(tmp_path, "stopped", file), tmp_path / "log", ranks)
+    run = tmp_path / "stopped"
+    seen = kill_at_step(run, 20, lambda: child.kill(number), child.alive)
+    assert child.wait() == 0, child.text()
+    at = rows(run)[-1]["step"]
+    # One step may be in flight when the signal comes, and one may end before it is looked at.
+    assert seen <= at <= seen + 4 and tiny_run.checkpoints(run)[-1] == f"step-{at:09d}"
+    assert f"{number.name}: saved at step {at}" in child.text()
+    again = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log", ranks)
+    assert again.wait() == 0, again.text()
+    assert "later steps are repeated" not in tiny_run.events(run)
+    check_same(run, straight(tmp_path, file, ranks))
+
+
+def test_a_finished_run_is_not_resumed(data: Path, tmp_path: Path) -> None:
+    outcome = tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "3 steps"}))
+    child = tiny_run.command(["train", "--resume", str(outcome.run.path)], tmp_path / "log")
+    assert child.wait() == 2
+    assert "is finished" in child.text() and "--init" in child.text() and child.text().count("\n") == 1
+
+
+def test_a_run_killed_while_finishing_finishes(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The last checkpoint is there; only evaluation, export and summary are done again."""
+    config = tiny_run.config(data, schedule={"length": "8 steps"}, checkpoint={"keep": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_run.pretrain.finish, "samples", lambda *a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny_run.train(tmp_path, config)
+    run = tmp_path / "run"
+    before = (run / "checkpoints/step-000000008/manifest.json").stat().st_mtime_ns
+    summary = tiny_run.resume(run).summary
+    assert summary["steps"] == 8 and [r["step"] for r in rows(run)] == list(range(1, 9))
+    assert (run / "checkpoints/step-000000008/manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_run_in_hours_keeps_its_journal(data: Path, tmp_path: Path) -> None:
+    """Steps that are repeated after a kill get the learning rates that they had, though the speed is another."""
+    file = preset(
+        tmp_path,
+        data,
+        batch=SLOWER,
+        schedule={"length": "6s", "clock": "training"},
+        checkpoint={"every": "40 steps"},
+    )
+    child = tiny_run.command(arguments(tmp_path, "timed", file), tmp_path / "log")
+    run = tmp_path / "timed"
+    kill_at_step(run, 75, child.kill, child.alive)
+    child.wait()
+    before, journal = curve(run), plan(run)["revisions"]
+    assert len(before) >= 75
+    again = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log")
+    assert again.wait() == 0, again.text()
+    after = curve(run)
+    assert after[: len(before)] == before
+    assert plan(run)["revisions"][: len(journal)] == journal
+    assert [row[0] for row in after] == list(
+        range(1, plan(run)["revisions"][-1]["step"] + plan(run)["revisions"][-1]["remaining"] + 1)
+    )
+
+
+def test_accumulation_changes_nothing(data: Path, tmp_path: Path) -> None:
+    """Padding makes the micro-batches unequal, and still their losses add up to that of the whole batch."""
+    curves = []
+    for micro in (512, 128, 64):
+        batch = {"sequence_length": 64, "tokens": 512, "micro_tokens": micro}
+        config = tiny_run.config(data, batch=batch, schedule={"length": "20 steps"}, optim={"name": "adamw"})
+        run = tiny_run.train(tmp_path, config, f"micro-{micro}").run.path
+        assert plan(run)["fit"][0]["accumulation"] == 512 // micro
+        curves.append(curve(run))
+    for other in curves[1:]:
+        for one, two in zip(curves[0], other, strict=True):
+            assert two[:3] == one[:3] and two[3] == pytest.approx(one[3], abs=1e-5)
+    assert curves[1][0][3] == pytest.approx(curves[0][0][3], abs=1e-6)

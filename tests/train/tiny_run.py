@@ -1,0 +1,243 @@
+"""Runs small enough to train in a second, in this process, in a child that can be killed, or under torchrun.
+
+Children come from multiprocessing's fork server, which has imported everything already, so that killing many of them
+costs no imports. They are real processes: signals and SIGKILL reach them as they would reach `deskside train`.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deskside
+from deskside.config.run import RunConfig
+from deskside.train import pretrain
+from deskside.train.pretrain import Outcome
+
+WORDS = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke".split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 300,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+
+
+def write_text(path: Path, lines: int = 600) -> None:
+    rng = random.Random(0)
+    path.write_text("".join(" ".join(rng.choices(WORDS, k=rng.randint(4, 14))) + ".\n" for _ in range(lines)))
+
+
+def settings(prepared: Path | str, /, **changes: Any) -> dict[str, Any]:
+    """A configuration as plain data; `changes` are parts such as schedule={"length": 30}, merged key by key."""
+    parts: dict[str, Any] = {
+        "model": dict(SHAPE),
+        "data": {"path": str(prepared)},
+        "optim": {"name": "muon"},
+        "batch": {"sequence_length": 32, "tokens": 256},
+        "schedule": {"name": "wsd", "length": "60 steps"},
+        "compute": {"device": "cpu", "attention": "reference"},
+        "checkpoint": {"every": "10 steps"},
+        "evaluate": {"every": None, "tokens": 500},
+    }
+    for name, value in changes.items():
+        parts[name] = {**parts.get(name, {}), **value} if isinstance(value, dict) else value
+    return parts
+
+
+def config(prepared: Path | str, /, **changes: Any) -> RunConfig:
+    return RunConfig.model_validate(settings(prepared, **changes))
+
+
+def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> Outcome:
+    """A new run in this process."""
+    deskside.STARTED = time.perf_counter()
+    return pretrain.start(config, root, name, "run", "a test", **given)
+
+
+def resume(run: Path) -> Outcome:
+    deskside.STARTED = time.perf_counter()
+    return pretrain.resume(run)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The complete lines of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def curve(run: Path) -> list[tuple[int, int, float, float, float]]:
+    """What must be the same to the last bit: step, tokens, lr, loss and gradient norm of every step in order."""
+    return [(r["step"], r["tokens"], r["lr"], r["loss"], r["grad_norm"]) for r in rows(run)]
+
+
+def events(run: Path) -> str:
+    return (run / "events.log").read_text("utf-8")
+
+
+def plan(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "plan.json").read_text("utf-8")))
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "checkpoints").iterdir())
+
+
+# Children of the fork server
+
+
+def _child(kind: str, argument: Any, environment: dict[str, str], log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    deskside.STARTED = time.perf_counter()
+    if kind == "command":
+        from deskside.cli import main
+
+        sys.exit(main(argument))
+    function, *arguments = argument
+    function(*arguments)
+
+
+@dataclass
+class Child:
+    """Processes that were started together (one, or one for each rank), and the file with what they printed."""
+
+    log: Path
+    processes: list[BaseProcess] = field(default_factory=list)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
+    def wait(self, seconds: float = 120) -> int:
+        """The exit code (the largest by size); negative for a signal."""
+        for process in self.processes:
+            process.join(seconds)
+            assert process.exitcode is not None, f"still running: {self.text()}"
+        return max((p.exitcode or 0 for p in self.processes), key=abs)
+
+    def alive(self) -> bool:
+        return any(p.is_alive() for p in self.processes)
+
+    def text(self) -> str:
+        return self.log.read_text("utf-8", errors="replace") if self.log.exists() else ""
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["deskside.cli_train", "deskside.train.pretrain", "deskside.report.commands", "transformers"]
+    )
+    return context
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _start(kind: str, argument: Any, log: Path, ranks: int = 1) -> Child:
+    context = _context()
+    port = str(free_port())
+    child = Child(log)
+    for rank in range(ranks):
+        environment = dict(ONE_THREAD)
+        if ranks > 1:
+            environment |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        process = context.Process(target=_child, args=(kind, argument, environment, str(log)))
+        with _environment(ONE_THREAD):  # the fork server starts with the first process
+            process.start()
+        child.processes.append(process)
+    return child
+
+
+def command(argv: list[str], log: Path, ranks: int = 1) -> Child:
+    """`deskside ARGV`, in a child."""
+    return _start("command", argv, log, ranks)
+
+
+def call(function: Callable[..., object], *arguments: object, log: Path, ranks: int = 1) -> Child:
+    """A function of a test file, in a child (for each rank)."""
+    return _start("call", (function, *arguments), log, ranks)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+# Real commands, started from nothing
+
+
+def program(argv: list[str], log: Path, ranks: int = 1) -> "subprocess.Popen[bytes]":
+    """`python -m deskside ARGV`, under torchrun for more than one rank, in a session of its own."""
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += [
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-port",
+            str(free_port()),
+            "-m",
+        ]
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*start, "deskside", *argv],
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **ONE_THREAD},
+            start_new_session=True,
+        )
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and everything that it started, parents first (Linux)."""
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += [int(p) for p in task.read_text().split()]
+    return found
+
+
+def kill_at_step(run: Path, step: int, kill: Callable[[], None], alive: Callable[[], bool]) -> int:
+    """Calls `kill` once metrics.jsonl shows `step`; returns the last step seen. The run must not end before."""
+    last = 0
+    deadline = time.monotonic() + 120
+    while last < step:
+        assert time.monotonic() < deadline and alive(), f"the run ended or hung before step {step}"
+        time.sleep(0.001)
+        last = (rows(run) or [{"step": 0}])[-1]["step"]
+    kill()
+    return last
