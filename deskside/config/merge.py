@@ -18,7 +18,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from deskside.config.base import Part
+from deskside.config.optim import MuonConfig
 from deskside.config.run import RunConfig
+from deskside.config.schedule import WsdConfig
 from deskside.errors import UsageError
 
 Path = tuple[str, ...]
@@ -45,6 +47,14 @@ def _dense(config: RunConfig) -> bool:
 
 def _moe(config: RunConfig) -> bool:
     return config.model.num_experts > 0
+
+
+def _no_decay(config: RunConfig) -> bool:
+    return isinstance(config.optim, MuonConfig) and config.optim.weight_decay == 0
+
+
+def _flat(config: RunConfig) -> bool:
+    return isinstance(config.schedule, WsdConfig) and config.schedule.decay == 0
 
 
 NO_EFFECT = (
@@ -77,6 +87,32 @@ NO_EFFECT = (
     NoEffect("model.intermediate_size", "model.num_experts", _moe, "experts have moe_intermediate_size"),
     NoEffect("model.mlp_bias", "model.num_experts", _moe, "experts have no bias: remove it"),
     NoEffect("model.fused_gate_up", "model.num_experts", _moe, "experts are always fused: remove it"),
+    NoEffect(
+        "optim.weight_decay_schedule",
+        "optim.weight_decay",
+        _no_decay,
+        "weight_decay is 0: remove it, or set weight_decay",
+    ),
+    NoEffect(
+        "optim.cautious_weight_decay",
+        "optim.weight_decay",
+        _no_decay,
+        "weight_decay is 0: remove it, or set weight_decay",
+    ),
+    NoEffect(
+        "optim.momentum_start",
+        "optim.momentum_warmup_steps",
+        lambda c: isinstance(c.optim, MuonConfig) and c.optim.momentum_warmup_steps == 0,
+        "the momentum does not warm up: remove it, or set momentum_warmup_steps",
+    ),
+    NoEffect(
+        "optim.normalize_beta",
+        "optim.normalize",
+        lambda c: isinstance(c.optim, MuonConfig) and c.optim.normalize == "none",
+        "nothing is normalised: remove it, or use normalize neuron",
+    ),
+    NoEffect("schedule.decay_shape", "schedule.decay", _flat, "decay is 0: remove it, or set decay"),
+    NoEffect("schedule.final_lr_fraction", "schedule.decay", _flat, "decay is 0: remove it, or set decay"),
     NoEffect(
         "schedule.clock",
         "schedule.length",
@@ -141,7 +177,7 @@ def option_keys() -> list[str]:
 
 def unknown_key(key: str) -> UsageError:
     """The error for a key that no part has, naming the nearest one."""
-    known = option_keys()
+    known = option_keys() + list(RunConfig.model_fields)
     leaf = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
         k for k in known if k.endswith(f".{leaf}")

@@ -6,9 +6,11 @@ with `num_experts` it is exactly Qwen3-MoE's. Every other option exists because 
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from deskside.config.base import Part
+
+_WHOLE = TypeAdapter(PositiveInt)
 
 
 class ModelConfig(Part):
@@ -74,9 +76,16 @@ class ModelConfig(Part):
         """head_dim left out is the hidden size shared evenly by the heads, as in Hugging Face's configs."""
         if not isinstance(data, dict) or data.get("head_dim") is not None:
             return data
-        hidden = int(data.get("hidden_size", cls.model_fields["hidden_size"].default))
-        heads = int(data.get("num_attention_heads", cls.model_fields["num_attention_heads"].default))
-        if heads < 1 or hidden % heads:
+        data = {key: value for key, value in data.items() if key != "head_dim"}
+        defaults = cls.model_fields
+        try:
+            hidden = _WHOLE.validate_python(data.get("hidden_size", defaults["hidden_size"].default))
+            heads = _WHOLE.validate_python(
+                data.get("num_attention_heads", defaults["num_attention_heads"].default)
+            )
+        except ValidationError:
+            return data  # the fields themselves are about to say what is wrong
+        if hidden % heads:
             raise ValueError(
                 f"hidden_size: {hidden} is not divisible by {heads} heads; change one, or set head_dim yourself"
             )
@@ -103,6 +112,8 @@ class ModelConfig(Part):
             raise ValueError(
                 f"{given}: has no effect without {missing}; set both (window_pattern SSSL, sliding_window 512)"
             )
+        if self.window_pattern == "":
+            raise ValueError("window_pattern: it is empty; write one letter per layer, such as SSSL")
         if self.window_pattern is not None and set(self.window_pattern) - {"S", "L"}:
             raise ValueError(
                 f"window_pattern: '{self.window_pattern}' may hold only S (window) and L (full), such as SSSL"

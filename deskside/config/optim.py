@@ -4,9 +4,9 @@ The learning rates and the weight decay here hold at the reference point of `bud
 768, its batch and horizon). With `scale = true` they are scaled to this run's.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from deskside.config.base import Part
 
@@ -72,26 +72,6 @@ class MuonConfig(Part):
     eps: PositiveFloat = Field(1e-10, description="AdamW's eps for embeddings, head and vectors")
     grad_clip: NonNegativeFloat = Field(0.0, description="largest global gradient norm; 0 is no clipping")
     scale: bool = Field(True, description="scale learning rates and decay to this model, batch and horizon")
-
-    @model_validator(mode="after")
-    def _no_option_without_effect(self) -> "MuonConfig":
-        if self.weight_decay == 0:
-            _without_effect(
-                self, ("cautious_weight_decay", "weight_decay_schedule"), "while weight_decay is 0"
-            )
-        if self.momentum_warmup_steps == 0:
-            _without_effect(self, ("momentum_start",), "while momentum_warmup_steps is 0")
-        if self.normalize == "none":
-            _without_effect(self, ("normalize_beta",), "unless normalize is neuron")
-        return self
-
-
-def _without_effect(part: Part, names: tuple[str, ...], when: str) -> None:
-    """Raises ValueError for a field that was changed from its default although nothing reads it."""
-    for name in names:
-        default: Any = type(part).model_fields[name].default
-        if getattr(part, name) != default:
-            raise ValueError(f"{name}: has no effect {when}; remove it or leave it at {default}")
 
 
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]

@@ -9,7 +9,8 @@ import dataclasses
 import inspect
 import tomllib
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from functools import lru_cache
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 from pydantic.fields import FieldInfo
@@ -132,17 +133,25 @@ def _given(values: dict[str, Any], prefix: Path = ()) -> dict[str, Any]:
             if inner:
                 result[name] = inner
         elif value is not None:
-            result[name] = _value(".".join((*prefix, name)), value)
+            result[name] = _value((*prefix, name), value)
     return result
 
 
-def _value(key: str, text: str) -> Any:
-    """Lists and tables are written as in TOML; `none` unsets; everything else stays text for pydantic."""
-    if text.lower() == "none":
+def _value(path: Path, text: str) -> Any:
+    """Lists and tables are written as in TOML; `none` unsets what can be unset; the rest stays text for pydantic."""
+    if text.lower() == "none" and path in _unsettable():
         return None
     if text.startswith(("[", "{")):
         try:
             return tomllib.loads(f"x = {text}")["x"]
         except tomllib.TOMLDecodeError:
-            raise UsageError(f"{key}: '{text}' is not a TOML list or table, such as [0.9, 0.95]") from None
+            raise UsageError(
+                f"{'.'.join(path)}: '{text}' is not a TOML list or table, such as [0.9, 0.95]"
+            ) from None
     return text
+
+
+@lru_cache(maxsize=1)
+def _unsettable() -> frozenset[Path]:
+    """The keys whose value may be None. For others, such as optim.normalize, "none" is a word like any other."""
+    return frozenset(path for path, field in keys() if type(None) in get_args(field.annotation))

@@ -1,6 +1,7 @@
 """Presets: TOML files beside this one, TOML files of the user, and the `--depth` dial.
 
-A file may build on another with `base = "124m"`. All files go through the same merge as the command line.
+A file may build on another with `base = "124m"` or `base = "other.toml"`, looked for beside it. All files go through
+the same merge as the command line.
 """
 
 import re
@@ -24,10 +25,19 @@ def names() -> list[str]:
 
 def layers(name: str) -> list[dict[str, Any]]:
     """The layers of a preset name, of `dN` (depth N), or of a TOML file, lowest first. Raises UsageError."""
+    return _layers(name, Path(), ())
+
+
+def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, Any]]:
+    """`folder` is where a file name is looked for; `seen` are the files that build on this one."""
     if re.fullmatch(r"d\d+", name):
         return [depth(int(name[1:]))]
     if name.endswith(".toml"):
-        text, label = _read(Path(name)), name
+        file = folder / name
+        text, label, folder = _read(file), str(file), file.parent
+        if str(file.resolve()) in seen:
+            raise UsageError(f"{label}: builds on itself; change its base")
+        seen = (*seen, str(file.resolve()))
     elif name in names():
         text = resources.files("deskside.config").joinpath("presets", f"{name}.toml").read_text("utf-8")
         label = f"preset {name}"
@@ -39,8 +49,12 @@ def layers(name: str) -> list[dict[str, Any]]:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{label}: not valid TOML: {error}") from None
-    base = values.pop("base", None)
-    return [*(layers(base) if base is not None else []), values]
+    if "base" not in values:
+        return [values]
+    base = values.pop("base")
+    if not isinstance(base, str):
+        raise UsageError(f"{label}: base: {base!r} must be the name of a preset or file, in quotes")
+    return [*_layers(base, folder, seen), values]
 
 
 def depth(number: int) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class RunConfig(Part):
 
     @model_validator(mode="after")
     def _agree(self) -> "RunConfig":
+        if self.model.window_pattern is None and any(stage.window for stage in self.schedule.stages):
+            raise ValueError(
+                "schedule.stages: a stage's window has no effect on a model without window layers; remove it, "
+                "or set model.window_pattern and model.sliding_window"
+            )
         longest, limit = self.batch.sequence_length, self.model.max_position_embeddings
         for stage in self.schedule.stages:
             longest = max(longest, stage.sequence_length)

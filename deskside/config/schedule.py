@@ -101,11 +101,6 @@ class WsdConfig(_Schedule):
             raise ValueError(
                 f"warmup: {self.warmup} and decay {self.decay} together exceed the run; lower one of them"
             )
-        default = type(self).model_fields["final_lr_fraction"].default
-        if self.decay == 0 and (self.decay_shape != "linear" or self.final_lr_fraction != default):
-            raise ValueError(
-                "decay: at 0, decay_shape and final_lr_fraction have no effect; remove them or set decay"
-            )
         return self
 
 

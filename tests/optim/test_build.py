@@ -209,9 +209,6 @@ def test_a_missing_gradient_and_a_missing_schedule_are_errors() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"weight_decay": 0, "cautious_weight_decay": False}, "cautious_weight_decay: has no effect"),
-        ({"momentum_warmup_steps": 0, "momentum_start": 0.5}, "momentum_start: has no effect"),
-        ({"normalize": "none", "normalize_beta": 0.5}, "normalize_beta: has no effect"),
         ({"momentum": 1.0}, "less than 1"),
         ({"lr": 0}, "greater than 0"),
         ({"betas": (0.9, 1.0)}, "less than 1"),

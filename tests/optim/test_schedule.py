@@ -115,7 +115,6 @@ def test_describe_names_every_change_in_order() -> None:
     [
         ({"warmup": 0.5, "decay": 0.6}, "together exceed the run"),
         ({"warmup": 1.5}, r"must be in \[0, 1\)"),
-        ({"decay": 0, "decay_shape": "1-sqrt"}, "have no effect"),
         ({"warmup": "1M tokens", "length": "1h"}, "cannot be compared"),
         ({"warmup": "2h", "length": "1h"}, "not shorter than the run"),
         ({"stages": [{"until": 0.5, "sequence_length": 8}]}, "last stage must have until = 1.0"),

@@ -1,0 +1,295 @@
+"""Layers of dicts to one configuration: origins, alternatives, options without effect, one-line errors."""
+
+import json
+import random
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.config.merge import NO_EFFECT, build, keys, merge, option_keys
+from deskside.config.optim import AdamWConfig
+from deskside.config.run import RunConfig
+from deskside.errors import UsageError
+
+# For every rule of NO_EFFECT: where the key has effect (a preset, say), and the choice that takes its effect away.
+LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
+    ("model.rope_theta", "model.position_embedding"): (
+        {"model": {"rope_theta": 5e5}},
+        {"model": {"position_embedding": "learned"}},
+    ),
+    ("model.norm_bias", "model.norm"): (
+        {"model": {"norm": "layernorm", "norm_bias": True}},
+        {"model": {"norm": "rmsnorm"}},
+    ),
+    ("model.fused_gate_up", "model.gated_mlp"): (
+        {"model": {"fused_gate_up": False}},
+        {"model": {"gated_mlp": False}},
+    ),
+    ("model.num_experts_per_tok", "model.num_experts"): (
+        {"model": {"num_experts": 8, "num_experts_per_tok": 2}},
+        {"model": {"num_experts": 0}},
+    ),
+    ("model.moe_intermediate_size", "model.num_experts"): (
+        {"model": {"num_experts": 8, "moe_intermediate_size": 96}},
+        {"model": {"num_experts": 0}},
+    ),
+    ("model.norm_topk_prob", "model.num_experts"): (
+        {"model": {"num_experts": 8, "norm_topk_prob": False}},
+        {"model": {"num_experts": 0}},
+    ),
+    ("model.router_aux_loss_coef", "model.num_experts"): (
+        {"model": {"num_experts": 8, "router_aux_loss_coef": 0.01}},
+        {"model": {"num_experts": 0}},
+    ),
+    ("model.intermediate_size", "model.num_experts"): (
+        {"model": {"intermediate_size": 3072}},
+        {"model": {"num_experts": 8}},
+    ),
+    ("model.mlp_bias", "model.num_experts"): ({"model": {"mlp_bias": True}}, {"model": {"num_experts": 8}}),
+    ("model.fused_gate_up", "model.num_experts"): (
+        {"model": {"fused_gate_up": False}},
+        {"model": {"num_experts": 8}},
+    ),
+    ("optim.weight_decay_schedule", "optim.weight_decay"): (
+        {"optim": {"weight_decay_schedule": "constant"}},
+        {"optim": {"weight_decay": 0}},
+    ),
+    ("optim.cautious_weight_decay", "optim.weight_decay"): (
+        {"optim": {"cautious_weight_decay": False}},
+        {"optim": {"weight_decay": 0}},
+    ),
+    ("optim.momentum_start", "optim.momentum_warmup_steps"): (
+        {"optim": {"momentum_start": 0.5}},
+        {"optim": {"momentum_warmup_steps": 0}},
+    ),
+    ("optim.normalize_beta", "optim.normalize"): (
+        {"optim": {"normalize_beta": 0.5}},
+        {"optim": {"normalize": "none"}},
+    ),
+    ("schedule.decay_shape", "schedule.decay"): (
+        {"schedule": {"decay_shape": "1-sqrt"}},
+        {"schedule": {"decay": 0}},
+    ),
+    ("schedule.final_lr_fraction", "schedule.decay"): (
+        {"schedule": {"final_lr_fraction": 0.2}},
+        {"schedule": {"decay": 0}},
+    ),
+    ("schedule.clock", "schedule.length"): (
+        {"schedule": {"hours": 2, "clock": "training"}},
+        {"schedule": {"steps": 100}},
+    ),
+    ("data.val_fraction", "data.sources"): (
+        {"data": {"sources": ["a.txt"], "val_fraction": 0.1}},
+        {"data": {"sources": []}},
+    ),
+}
+RULES = [pytest.param(rule, id=f"{rule.key}<-{rule.cause}") for rule in NO_EFFECT]
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def together(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both in one layer; the length of the upper one replaces the length of the lower one."""
+    joined = {part: {**below.get(part, {}), **above.get(part, {})} for part in {**below, **above}}
+    if "steps" in joined.get("schedule", {}):
+        joined["schedule"].pop("hours", None)
+    return joined
+
+
+def test_every_rule_has_its_case_here() -> None:
+    assert sorted(LIVE_AND_DEAD) == sorted((rule.key, rule.cause) for rule in NO_EFFECT)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_key_that_lost_its_effect_to_a_higher_layer_is_dropped(rule: Any) -> None:
+    below, above = LIVE_AND_DEAD[rule.key, rule.cause]
+    live, default = value_at(build([below]), rule.key), value_at(RunConfig(), rule.key)
+    assert live != default
+    assert value_at(build([below, above]), rule.key) == default
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_key_without_effect_set_in_the_same_place_is_an_error(rule: Any) -> None:
+    below, above = LIVE_AND_DEAD[rule.key, rule.cause]
+    for layers in ([together(below, above)], [above, together({}, below) | dead_value(below, above, rule)]):
+        with pytest.raises(UsageError) as error:
+            build(layers)
+        line = str(error.value)
+        assert line.startswith(f"{rule.key}: has no effect here: ") and "\n" not in line
+        assert line.endswith(rule.remedy)
+
+
+def dead_value(below: dict[str, Any], above: dict[str, Any], rule: Any) -> dict[str, Any]:
+    """The key alone, given above a layer that has already taken its effect away."""
+    part, leaf = rule.key.split(".")
+    return {part: {leaf: below[part][leaf]}}
+
+
+def test_later_layers_win_and_origins_say_who() -> None:
+    values, origins = merge(
+        [{"seed": 1, "model": {"hidden_size": 64}}, {"model": {"hidden_size": 128}}, {"seed": 3}]
+    )
+    assert values == {"seed": 3, "model": {"hidden_size": 128}}
+    assert origins == {("seed",): 2, ("model", "hidden_size"): 1}
+
+
+def test_merging_leaves_the_layers_alone() -> None:
+    layers = [{"model": {"num_experts": 8, "norm_topk_prob": False}}, {"model": {"num_experts": 0}}]
+    before = json.dumps(layers)
+    build(layers)
+    assert json.dumps(layers) == before
+
+
+def test_another_alternative_drops_the_options_of_the_first() -> None:
+    muon = {"optim": {"name": "muon", "momentum": 0.9, "lr": 0.05, "weight_decay": 0.3}}
+    config = build([muon, {"optim": {"name": "adamw"}}])
+    assert isinstance(config.optim, AdamWConfig)
+    assert config.optim.lr == 0.05  # both have one
+    cosine = build([{"schedule": {"decay": 0.2, "length": "5h"}}, {"schedule": {"name": "cosine"}}])
+    assert cosine.schedule.name == "cosine" and str(cosine.schedule.length) == "5h"
+
+
+def test_the_same_alternative_again_keeps_its_options() -> None:
+    config = build([{"optim": {"momentum": 0.9}}, {"optim": {"name": "muon"}}])
+    assert value_at(config, "optim.momentum") == 0.9
+
+
+def test_mixture_weights_are_one_value() -> None:
+    config = build([{"data": {"weights": {"en": 0.5, "de": 0.5}}}, {"data": {"weights": {"fr": 1.0}}}])
+    assert config.data.weights == {"fr": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [({"steps": 7}, "7 steps"), ({"hours": 1.5}, "1h30m"), ({"tokens": "2B"}, "2B tokens")],
+)
+def test_other_spellings_of_the_length(given: dict[str, Any], length: str) -> None:
+    config = build([{"schedule": {"length": "9h"}}, {"schedule": given}])
+    assert str(config.schedule.length) == length
+
+
+ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"model": {"num_attention_heads": 12, "num_key_value_heads": 5}},
+     ("model.num_key_value_heads", "[1, 2, 3, 4, 6, 12]")),
+    ({"model": {"hidden_size": 100}}, ("model.hidden_size", "12 heads", "head_dim")),
+    ({"model": {"hidden_size": "wide"}}, ("model.hidden_size", "wide")),
+    ({"model": {"num_attention_heads": "many"}}, ("model.num_attention_heads", "many")),
+    ({"model": {"hidden_size": None}}, ("model.hidden_size",)),
+    ({"model": {"num_attention_heads": 0}}, ("model.num_attention_heads",)),
+    ({"model": {"head_dim": 63}}, ("model.head_dim", "even")),
+    ({"model": {"sliding_window": 256}}, ("model.sliding_window", "window_pattern SSSL")),
+    ({"model": {"window_pattern": "SL"}}, ("model.window_pattern", "sliding_window 512")),
+    ({"model": {"window_pattern": "SX", "sliding_window": 4}}, ("model.window_pattern", "SSSL")),
+    ({"model": {"window_pattern": "", "sliding_window": 4}}, ("model.window_pattern", "SSSL")),
+    ({"model": {"num_experts": 4, "num_experts_per_tok": 8}}, ("model.num_experts_per_tok", "lower")),
+    ({"model": {"hidden_act": "swish"}}, ("model.hidden_act", "silu")),
+    ({"model": "124m"}, ("model", "124m")),
+    ({"model": {"hidden_size": {"a": 1}}}, ("model.hidden_size",)),
+    ({"batch": {"sequence_length": 4096}}, ("batch.sequence_length", "--model.max_position_embeddings")),
+    ({"batch": {"tokens": 5000}}, ("batch.tokens", "use 4096")),
+    ({"batch": {"micro_tokens": 3000}}, ("batch.micro_tokens", "use 2048")),
+    ({"batch": {"micro_tokens": 3 * 2048}}, ("batch.micro_tokens", "batch.tokens = 131072")),
+    ({"batch": {"micro_tokens": "few"}}, ("batch.micro_tokens", "few")),
+    ({"schedule": {"stages": [{"until": 1.0, "sequence_length": 999}]}}, ("schedule.stages", "999")),
+    ({"schedule": {"stages": [{"until": 1.0, "sequence_length": 512, "window": 64}]}},
+     ("schedule.stages", "window_pattern")),
+    ({"schedule": {"stages": [{"until": 1.0, "sequence": 512}]}}, ("schedule.stages", "sequence_length")),
+    ({"schedule": {"steps": 5, "hours": 1}}, ("schedule.steps and schedule.hours", "one")),
+    ({"schedule": {"length": "soon"}}, ("schedule.length", "24h")),
+    ({"schedule": {"name": "linear"}}, ("schedule", "'wsd', 'cosine'")),
+    ({"schedule": {"name": "cosine", "decay": 0.5}}, ("schedule.decay", "schedule.name wsd")),
+    ({"optim": {"name": "adamw", "momentum": 0.9}}, ("optim.momentum", "optim.name muon")),
+    ({"optim": {"name": "sgd"}}, ("optim", "'adamw', 'muon'")),
+    ({"optim": {"betas": [0.9]}}, ("optim.betas",)),
+    ({"optim": {"betas": [0.9, 1.5]}}, ("optim.betas", "1.5")),
+    ({"seed": -1}, ("seed", "-1")),
+    ({"modle": {"hidden_size": 64}}, ("modle", "model")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "words"), ERRORS, ids=[str(layer)[:60] for layer, _ in ERRORS])
+def test_what_cannot_be_is_one_line_with_key_and_remedy(
+    layer: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        build([layer])
+    line = str(error.value)
+    assert "\n" not in line and len(line) < 250
+    assert line.startswith(words[0]), line
+    for word in words[1:]:
+        assert word in line, line
+
+
+@st.composite
+def typos(draw: st.DrawFn) -> str:
+    """A key with one character changed, left out, doubled, or two swapped, in its last word."""
+    key = draw(st.sampled_from(option_keys()))
+    head, _, leaf = key.rpartition(".")
+    at = draw(st.integers(0, len(leaf) - 1))
+    letter = draw(st.sampled_from(string.ascii_lowercase + "_"))
+    changed = draw(
+        st.sampled_from(
+            [
+                leaf[:at] + letter + leaf[at + 1 :],
+                leaf[:at] + leaf[at + 1 :],
+                leaf[: at + 1] + leaf[at:],
+                leaf[:at] + leaf[at : at + 2][::-1] + leaf[at + 2 :],
+            ]
+        )
+    )
+    return f"{head}.{changed}" if head else changed
+
+
+@given(typos())
+def test_a_typo_is_answered_with_a_key(wrong: str) -> None:
+    known = {*option_keys(), *(path[0] for path, _ in keys())}
+    if wrong in known:
+        return
+    layer: Any = 1
+    for part in reversed(wrong.split(".")):
+        layer = {part: layer}
+    with pytest.raises(UsageError) as error:
+        build([layer])
+    line = str(error.value)
+    assert "\n" not in line and line.startswith(f"{wrong}: there is no such option; did you mean ")
+    suggested = line.removesuffix("?").rsplit(" ", 1)[1]
+    assert suggested in known
+
+
+def test_the_nearest_key_is_the_one_that_was_meant() -> None:
+    """Of seeded random slips in long words, nearly all lead back to the key itself."""
+    random.seed(5)
+    long = [key for key in option_keys() if len(key.rpartition(".")[2]) >= 6]
+    right = 0
+    for key in long:
+        head, _, leaf = key.rpartition(".")
+        at = random.randrange(len(leaf))
+        layer: Any = {leaf[:at] + leaf[at + 1 :]: 1}
+        with pytest.raises(UsageError) as error:
+            build([{head: layer} if head else layer])
+        right += f"did you mean {key}?" in str(error.value)
+    assert right / len(long) > 0.95, right / len(long)
+
+
+def test_the_resolved_configuration_reads_back() -> None:
+    layers = [
+        {"model": {"num_experts": 8, "num_experts_per_tok": 2}, "optim": {"betas": [0.8, 0.9]}},
+        {"schedule": {"hours": 2, "warmup": "40 steps", "stages": [{"until": 1.0, "sequence_length": 512}]}},
+        {
+            "checkpoint": {"every": "100M tokens"},
+            "data": {"weights": {"en": 2.0}},
+            "evaluate": {"every": None},
+        },
+    ]
+    config = build(layers)
+    again = RunConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json"))))
+    assert again == config
+    assert again.model_dump_json() == config.model_dump_json()

@@ -1,0 +1,129 @@
+"""Presets: their shapes as published, their parameters counted by other people's models, files that build on others."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config
+
+from deskside.budget.shape import num_params
+from deskside.config import presets
+from deskside.config.merge import build
+from deskside.errors import UsageError
+from deskside.model.transformer import Transformer
+
+# layers, hidden size, heads, key-value heads, head channels, MLP
+SHAPES = {
+    "124m": (12, 768, 12, 3, 64, 2048),
+    "355m": (24, 1024, 16, 4, 64, 2816),
+    "774m": (36, 1280, 20, 5, 64, 3456),
+    "1.5b": (48, 1536, 24, 6, 64, 4096),
+    "d12": (12, 768, 6, 6, 128, 2048),
+    "d14": (14, 896, 7, 7, 128, 2432),
+    "d16": (16, 1024, 8, 8, 128, 2816),
+    "d18": (18, 1152, 9, 9, 128, 3072),
+    "d20": (20, 1280, 10, 10, 128, 3456),
+    "small": (8, 512, 8, 2, 64, 2048),
+    "medium": (12, 768, 12, 3, 64, 3072),
+    "large": (16, 1024, 16, 4, 64, 4096),
+    "xlarge": (20, 1280, 20, 5, 64, 5120),
+}
+
+
+def test_every_preset_that_ships_is_known_here() -> None:
+    assert set(presets.names()) == ({name for name in SHAPES if name[0] != "d"} | {"demo", "gpt2"})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_and_parameters(name: str) -> None:
+    """Qwen3 as transformers builds it has as many parameters, and our model on the meta device too."""
+    model = build(presets.layers(name)).model
+    layers, hidden, heads, kv_heads, head_dim, ffn = SHAPES[name]
+    theirs = Qwen3Config(
+        vocab_size=32768,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=ffn,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
+        ours = sum(p.numel() for p in Transformer(model).parameters())
+    assert num_params(model) == ours == counted
+    assert model.max_position_embeddings == build(presets.layers(name)).batch.sequence_length == 2048
+    assert (model.num_hidden_layers, model.num_attention_heads) == (layers, heads)
+
+
+def test_gpt2_is_gpt2() -> None:
+    model = build(presets.layers("gpt2")).model
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in GPT2LMHeadModel(GPT2Config()).parameters())
+    assert num_params(model) == counted == 124_439_808
+
+
+def test_demo_is_small_and_short() -> None:
+    config = build(presets.layers("demo"))
+    assert num_params(config.model) < 2_000_000
+    assert str(config.schedule.length) == "3m"
+    assert config.data.sources == ("bundled:tiny_shakespeare.txt",)
+
+
+@pytest.mark.parametrize("number", [-2, 0, 1, 7, 13])
+def test_a_depth_that_cannot_be(number: int) -> None:
+    with pytest.raises(UsageError, match="use an even depth"):
+        presets.depth(number)
+
+
+def test_a_file_builds_on_a_preset_and_a_file_on_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wide.toml").write_text(
+        'base = "124m"\n[model]\nintermediate_size = 3072\n[batch]\ntokens = 65536\n'
+    )
+    deep = tmp_path / "deep.toml"
+    deep.write_text('base = "wide.toml"\n[model]\nnum_hidden_layers = 14\n')
+    monkeypatch.chdir(tmp_path.parent)  # `base` is meant from the file that says it
+    model = build(presets.layers(str(deep))).model
+    assert (model.num_hidden_layers, model.intermediate_size, model.num_key_value_heads) == (14, 3072, 3)
+    (tmp_path / "depth.toml").write_text('base = "d14"\nseed = 4\n')
+    assert build(presets.layers(str(tmp_path / "depth.toml"))).model.hidden_size == 896
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model\n", "not valid TOML: .*line 1"),
+        ("seed = \n", "not valid TOML"),
+        ("seed = 1\nseed = 2\n", "not valid TOML"),
+        ("base = 'nope'\n", "nope: no such preset; use one of 1.5b, 124m"),
+        ("base = 'me.toml'\n", "me.toml: builds on itself"),
+        ("base = 124\n", "base: .*124.* must be the name of a preset or file"),
+        ("base = 'gone.toml'\n", "gone.toml: no such file"),
+        ("[optim]\nnam = 'muon'\n", "optim.nam: there is no such option; did you mean optim.name"),
+        ("model = 3\n", "model: "),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "me.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message) as error:
+        build(presets.layers(str(file)))
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gone.toml: no such file; presets that ship are 1.5b"):
+        presets.layers(str(tmp_path / "gone.toml"))
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (folder, binary):
+        with pytest.raises(UsageError, match="cannot be read as a TOML file"):
+            presets.layers(str(path))
+    with pytest.raises(UsageError, match="125m: no such preset"):
+        presets.layers("125m")
