@@ -1,5 +1,6 @@
 """Progress under any revisions, the estimate of remaining steps against counting them out, and the clock."""
 
+import itertools
 import math
 import time
 
@@ -34,7 +35,7 @@ def test_progress_is_continuous_and_monotone_and_ends_at_one(
     values = [plan.progress(step) for step in range(last + 1)]
     assert values[0] == 0.0 or plan.revisions[0].remaining == 0
     assert values[-1] == 1.0 and plan.done(last) and not any(plan.done(s) for s in range(last))
-    assert all(a < b or math.isclose(a, b, abs_tol=1e-12) for a, b in zip(values, values[1:], strict=False))
+    assert all(a < b or math.isclose(a, b, abs_tol=1e-12) for a, b in itertools.pairwise(values))
     assert all(0.0 <= v <= 1.0 for v in values)
     for before, revision in zip(plan.revisions, plan.revisions[1:], strict=False):
         # What the revision starts from is what the plan before it said of that step: no jump.

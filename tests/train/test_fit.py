@@ -1,5 +1,6 @@
 """Micro-batch fitting with a fake card that holds so many rows."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_candidates_divide_and_halve_and_end_at_one(rows: int, largest: int) -> 
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, largest)]
     assert chosen[0] == max(fitting) and chosen[-1] == 1
     assert all(rows % n == 0 for n in chosen)
-    for before, after in zip(chosen, chosen[1:], strict=False):
+    for before, after in itertools.pairwise(chosen):
         assert after <= before / 2 or after == 1
         # No larger divisor that is at most half was left out.
         assert after == max([n for n in fitting if 2 * n <= before] or [1])

@@ -27,7 +27,7 @@ from deskside.config.run import RunConfig
 from deskside.train import pretrain
 from deskside.train.pretrain import Outcome
 
-WORDS = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke".split()
+TEXT = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SHAPE: dict[str, Any] = {
     "vocab_size": 300,
@@ -42,8 +42,8 @@ SHAPE: dict[str, Any] = {
 
 
 def write_text(path: Path, lines: int = 600) -> None:
-    rng = random.Random(0)
-    path.write_text("".join(" ".join(rng.choices(WORDS, k=rng.randint(4, 14))) + ".\n" for _ in range(lines)))
+    rng, words = random.Random(0), TEXT.split()
+    path.write_text("".join(" ".join(rng.choices(words, k=rng.randint(4, 14))) + ".\n" for _ in range(lines)))
 
 
 def settings(prepared: Path | str, /, **changes: Any) -> dict[str, Any]:

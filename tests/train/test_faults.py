@@ -1,0 +1,266 @@
+"""Kills at random moments, damaged checkpoints, a full disk: the run comes back and ends as if nothing had been."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deskside.errors import RunError
+from deskside.train import checkpoint as files
+from tests.train import tiny_run
+from tests.train.tiny_run import curve, rows
+
+RESUME = ["train", "--resume"]
+
+
+def first(folder: Path, name: str, config: object, log: Path) -> tiny_run.Child:
+    return tiny_run.call(tiny_run.train, folder, config, name, log=log)
+
+
+def resumed(run: Path, log: Path) -> tiny_run.Child:
+    return tiny_run.call(tiny_run.resume, run, log=log)
+
+
+def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true() and child.alive():
+        assert time.monotonic() < end, child.text()
+        time.sleep(0.001)
+
+
+# Kills at random moments
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
+def test_kills_at_random_moments(kills: int, data: Path, tmp_path: Path) -> None:
+    """A checkpoint is written at every step, so that about every second kill falls into writing one."""
+    rng = random.Random(kills)
+    config = tiny_run.config(
+        data,
+        schedule={"length": f"{6 * kills + 25} steps"},
+        checkpoint={"every": "1 steps", "keep": 1, "keep_every": "50 steps"},
+    )
+    log, run = tmp_path / "log", tmp_path / "run"
+    done, interrupted = 0, 0
+    child = first(tmp_path, "run", config, log)
+    for _ in range(kills):
+        seen = len(rows(run))
+        if rng.random() < 0.15:  # while it starts, when it cuts the metrics and reads the checkpoint
+            time.sleep(rng.uniform(0.0, 0.4))
+        else:
+            wait_for(lambda seen=seen: len(rows(run)) > seen, child)  # type: ignore[misc]
+            time.sleep(rng.uniform(0.0, 0.1))
+        child.kill()
+        assert child.wait() == -signal.SIGKILL, child.text()
+        if not (run / "run.json").exists():  # killed before there was a run
+            shutil.rmtree(run, ignore_errors=True)
+            child = first(tmp_path, "run", config, log)
+            continue
+        interrupted += any((run / "checkpoints").glob(".tmp-step-*"))
+        steps = [r["step"] for r in rows(run)]
+        assert steps == list(range(1, len(steps) + 1))
+        good = files.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
+        if steps:
+            # The step is in the file before its checkpoint is saved; the step before it has one already.
+            assert good is not None and good.step >= steps[-1] - 1
+        assert (good.step if good else 0) >= done
+        done = good.step if good else 0
+        child = resumed(run, log)
+    assert child.wait(300) == 0, child.text()
+    assert "Traceback" not in child.text() and "not used" not in tiny_run.events(run)
+    if kills >= 50:
+        assert interrupted >= 5
+    straight = tiny_run.train(tmp_path, config, "straight").run.path
+    assert curve(run) == curve(straight)
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (straight / weights).read_bytes()
+    assert tiny_run.checkpoints(run) == tiny_run.checkpoints(straight)
+
+
+# Damaged files
+
+
+class Stopped(BaseException):
+    """Ends a run in this process as a kill would."""
+
+
+@pytest.fixture(scope="module")
+def broken_off(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30 steps that was stopped at step 25, with checkpoints of steps 10 and 20, and its straight twin."""
+    folder = tmp_path_factory.mktemp("broken")
+    config = tiny_run.config(data, schedule={"length": "30 steps"})
+    tiny_run.train(folder, config, "straight")
+    original = tiny_run.pretrain.MetricsFile.on_step
+
+    def on_step(self: object, row: dict[str, object], total: int) -> None:
+        original(self, row, total)  # type: ignore[arg-type]
+        if row["step"] == 25:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_run.pretrain.MetricsFile, "on_step", on_step)
+        with pytest.raises(Stopped):
+            tiny_run.train(folder, config, "run")
+    assert tiny_run.checkpoints(folder / "run") == ["step-000000010", "step-000000020"]
+    return folder
+
+
+def copy(broken_off: Path, tmp_path: Path) -> Path:
+    shutil.copytree(broken_off / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip(path: Path, seed: int) -> None:
+    content = bytearray(path.read_bytes())
+    rng = random.Random(seed)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "flipped": lambda path: flip(path, 3),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("how", list(DAMAGE))
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
+    name: str, how: str, broken_off: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(broken_off, tmp_path)
+    damaged = run / "checkpoints" / "step-000000020" / name
+    DAMAGE[how](damaged)
+    tiny_run.resume(run)
+    for told in (" ".join(capfd.readouterr().err.split()), tiny_run.events(run)):
+        assert "checkpoint of step 20 is not used" in told and "resumed at step 10" in told
+    # A flipped bit in the manifest may make another file seem wrong: a name in it, or a checksum.
+    assert f"step-000000020/{'' if name == 'manifest.json' else name}" in tiny_run.events(run)
+    assert curve(run) == curve(broken_off / "straight")
+    assert tiny_run.checkpoints(run) == ["damaged-step-000000020", "step-000000020", "step-000000030"]
+
+
+def test_all_damaged_stops_and_names_them(broken_off: Path, tmp_path: Path) -> None:
+    run = copy(broken_off, tmp_path)
+    for checkpoint in files.find(run / "checkpoints"):
+        flip(checkpoint.path / "model.safetensors", 1)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "events.log"}
+    child = tiny_run.command([*RESUME, str(run)], tmp_path / "log")
+    assert child.wait() == 1
+    assert "step-000000020, step-000000010 are damaged" in child.text() and "Traceback" not in child.text()
+    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "events.log"}
+
+
+def test_no_checkpoint_at_all_starts_over_and_says_so(broken_off: Path, tmp_path: Path) -> None:
+    run = copy(broken_off, tmp_path)
+    shutil.rmtree(run / "checkpoints")
+    tiny_run.resume(run)
+    assert "there is no checkpoint: starting from the beginning" in tiny_run.events(run)
+    assert curve(run) == curve(broken_off / "straight")
+
+
+def test_a_half_line_is_cut_and_a_damaged_one_named(broken_off: Path, tmp_path: Path) -> None:
+    run = copy(broken_off, tmp_path)
+    whole = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(whole + b'{"step": 26, "lo')
+    tiny_run.resume(run)
+    assert curve(run) == curve(broken_off / "straight")
+
+    other = copy(broken_off, tmp_path / "other")
+    (other / "metrics.jsonl").write_bytes(whole.replace(b'{"step": 7,', b'{"step": 7\xff', 1))
+    with pytest.raises(RunError, match=r"metrics\.jsonl: line 7 is damaged"):
+        tiny_run.resume(other)
+
+
+@pytest.mark.parametrize("name", ["run.json", "plan.json"])
+def test_damaged_json_of_the_run_is_named(name: str, broken_off: Path, tmp_path: Path) -> None:
+    run = copy(broken_off, tmp_path)
+    os.truncate(run / name, 40)
+    child = tiny_run.command([*RESUME, str(run)], tmp_path / "log")
+    assert child.wait() == 1
+    assert name in child.text() and "is damaged" in child.text() and child.text().count("\n") == 1
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    result = None
+    if shutil.which("mount"):
+        result = subprocess.run(mount, capture_output=True, text=True)
+    if result is None or result.returncode:
+        pytest.skip(
+            f"a file system cannot be mounted here: {result.stderr.strip() if result else 'no mount'}"
+        )
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    filler = disk / "filler"
+    free = shutil.disk_usage(disk).free - leave
+    filler.write_bytes(bytes(free))
+    return filler
+
+
+@pytest.mark.parametrize(
+    "leave, every, what", [(200_000, 10, "checkpoint of step 20"), (0, 60, "metrics.jsonl")]
+)
+def test_a_full_disk_stops_the_run_and_harms_nothing(
+    leave: int, every: int, what: str, data: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    """With 200 kB left the next checkpoint does not fit, with nothing left the metrics do not."""
+    length = {"length": f"{2 * every} steps"}
+    config = tiny_run.config(
+        data, schedule=length, batch={"tokens": 1024}, checkpoint={"every": f"{every} steps"}
+    )
+    straight = tiny_run.train(tmp_path, config, "straight").run.path
+    log, run = tmp_path / "log", small_disk / "run"
+    child = tiny_run.call(command_like, small_disk, config, log=log)
+    wait_for(lambda: len(rows(run)) >= every + 3, child)
+    filler = fill(small_disk, leave)
+    assert child.wait() == 1, child.text()
+    lines = [line for line in child.text().splitlines() if not line.startswith("step ")]
+    assert len(lines) == 1 and str(run) in lines[0], lines
+    assert what in lines[0] and ("No space left" in lines[0] or "disk is full" in lines[0])
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+    good = files.find(run / "checkpoints")
+    assert good and good[0].step == every
+    for checkpoint in good:
+        files.verify(checkpoint)
+
+    # Still full: the run does not get anywhere, and says so again.
+    again = tiny_run.command([*RESUME, str(run)], log)
+    assert again.wait() == 1 and "Traceback" not in again.text() and "this is a bug" not in again.text()
+    filler.unlink()
+    again = tiny_run.command([*RESUME, str(run)], log)
+    assert again.wait() == 0, again.text()
+    assert curve(run) == curve(straight)
+
+
+def command_like(root: Path, config: object) -> None:
+    """A run with the command line's handling of errors."""
+    import sys
+
+    from deskside import cli
+
+    def train(argv: object) -> int:
+        tiny_run.train(root, config)  # type: ignore[arg-type]
+        return 0
+
+    cli._command = lambda name: train  # type: ignore[assignment]
+    sys.exit(cli.main(["train"]))
