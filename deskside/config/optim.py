@@ -31,9 +31,9 @@ class MuonConfig(Part):
     """Muon for block matrices (Jordan et al. 2024, kellerjordan.github.io), AdamW for everything else."""
 
     name: Literal["muon"] = Field("muon", description="which optimiser: adamw or muon")
-    lr: PositiveFloat = Field(0.02, description="peak learning rate of the block matrices (Muon)")
+    lr: PositiveFloat = Field(0.04, description="peak learning rate of the block matrices (Muon)")
     embedding_lr: PositiveFloat = Field(
-        0.3, description="peak learning rate of token and position embeddings (AdamW)"
+        0.1, description="peak learning rate of token and position embeddings (AdamW)"
     )
     head_lr: PositiveFloat = Field(0.008, description="peak learning rate of the output head (AdamW)")
     scalar_lr: PositiveFloat = Field(

@@ -25,7 +25,7 @@ class BatchConfig(Part):
     """Batch sizes in tokens. The effective batch is `tokens`, whatever fits on the card."""
 
     sequence_length: PositiveInt = Field(2048, description="tokens per row")
-    tokens: PositiveInt = Field(131072, description="tokens per optimiser step, over all GPUs")
+    tokens: PositiveInt = Field(65536, description="tokens per optimiser step, over all GPUs")
     micro_tokens: PositiveInt | Literal["auto"] = Field(
         "auto", description="tokens per forward pass on one GPU; auto: fitted"
     )

@@ -286,7 +286,8 @@ class Trainer:
             left, self.plan.progress(step), [s.until for s in self.stages], self._stage_seconds()
         )
         planned = self.plan.total_steps(step) - step
-        return estimate if should_revise(planned, estimate) else -1
+        since = self.clock.seconds() - self.plan.revisions[-1].elapsed_seconds
+        return estimate if should_revise(planned, estimate, since, self.limit_seconds) else -1
 
     def _step_seconds(self) -> float:
         if len(self.recent) < MEASURED_STEPS:
