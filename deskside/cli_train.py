@@ -1,6 +1,7 @@
 """`deskside train`: parse, show what would run, run it, print what came of it."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -12,8 +13,11 @@ from typing import Annotated, Any
 import tyro
 
 from deskside.config import merge, overrides, presets
+from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
+
+WARMUP = "warm-up ends"  # what optim.schedule.describe calls it
 
 DESCRIPTION = """Pretrain a model.
 
@@ -64,6 +68,8 @@ def run(argv: Sequence[str]) -> int:
         config = _configure(options, given)
     if options.dry_run:
         return _show(config, options.json)
+    if options.resume is None:
+        _check_start(config)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
 
@@ -103,13 +109,29 @@ def _configure(options: TrainOptions, given: dict[str, Any]) -> RunConfig:
     if options.depth is not None:
         layers = [presets.depth(options.depth)]
     if options.init is not None:
-        layers.append({"model": _shape_of(options.init)})
+        layers += merge.resolved("model", _shape_of(options.init))
     if options.hours is not None:
         schedule = given.setdefault("schedule", {})
         if "hours" in schedule:
             raise UsageError("--hours and --schedule.hours: give one of them")
         schedule["hours"] = options.hours
     return merge.build([*layers, given])
+
+
+def _check_start(config: RunConfig) -> None:
+    """What can be refused before torch is imported and a run directory is made."""
+    if config.schedule.length is None:
+        raise UsageError(
+            "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
+        )
+    path = config.data.path
+    prepare = "deskside data prepare SOURCE --out data/NAME"
+    if path is None:
+        raise UsageError(
+            f"data.path: no data was given; make some with: {prepare}; then add --data.path data/NAME"
+        )
+    if not config.data.sources and not (Path(path) / "index.json").exists():
+        raise UsageError(f"data.path: {path} is not prepared data (no index.json); make some with: {prepare}")
 
 
 def _default_name(options: TrainOptions) -> str:
@@ -144,19 +166,15 @@ def _show(config: RunConfig, as_json: bool) -> int:
     groups = parameter_groups(config.model)
     flops = flops_per_token(config.model, config.batch.sequence_length)
     length = config.schedule.length
-    tokens = steps = None
-    if length is not None and length.unit == "steps":
-        steps = int(length.value)
-        tokens = steps * config.batch.tokens
-    elif length is not None and length.unit == "tokens":
-        tokens = int(length.value)
-        steps = max(1, -(-tokens // config.batch.tokens))
-    rows = describe(config.schedule, steps or 1000)
+    steps, tokens = _planned(config)
+    # Without a number of steps, what is counted in steps has no place in the run yet.
+    unplaced = steps is None and isinstance(config.schedule.warmup, Duration)
+    rows = describe(config.schedule, steps or 10**9)
     if as_json:
         schedule = [
             {
                 "what": r.what,
-                "progress": r.progress,
+                "progress": None if unplaced and r.what == WARMUP else r.progress,
                 "step": r.step if steps else None,
                 "lr_factor": r.lr_factor,
             }
@@ -167,7 +185,7 @@ def _show(config: RunConfig, as_json: bool) -> int:
             "parameters": {**groups, "total": sum(groups.values())},
             "flops_per_token": flops,
             "steps": steps,
-            "tokens": tokens,
+            "tokens": tokens or None,
             "schedule": schedule,
         }
         print(json.dumps(result, indent=1))
@@ -177,38 +195,51 @@ def _show(config: RunConfig, as_json: bool) -> int:
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print("configuration", style="bold")
+    print("configuration")
     for path, _ in merge.keys():  # noqa: SIM118 - a function, not a dict
         value: Any = config
         for part in path:
             value = getattr(value, part, None)
         if value is not None and value != ():
-            console.print(f"  {'.'.join(path)} = {value}", markup=False)
+            print(f"  {'.'.join(path)} = {value}")
     table = Table("parameters", "count", "share", title=None)
     for name, count in groups.items():
         if count:
             table.add_row(name, f"{count:,}", f"{count / sum(groups.values()):.1%}")
     table.add_row("total", f"{sum(groups.values()):,}", "")
     console.print(table)
-    console.print(f"training FLOPs per token: {flops:.4g} (modelled; 6 per matmul weight, causal attention)")
+    print(f"training FLOPs per token: {flops:.4g} (modelled: 6 per weight, causal attention)")
     table = Table("schedule", "progress", "step", "learning rate", "sequence")
     for row in rows:
         sequence = row.stage.sequence_length if row.stage else config.batch.sequence_length
         table.add_row(
             row.what,
-            f"{row.progress:.1%}",
+            str(config.schedule.warmup) if unplaced and row.what == WARMUP else f"{row.progress:.1%}",
             f"{row.step:,}" if steps else "",
             f"{row.lr_factor:.0%}",
             str(sequence),
         )
     console.print(table)
     if steps:
-        console.print(f"{steps:,} steps of {config.batch.tokens:,} tokens: {tokens:,} tokens")
+        print(f"{steps:,} steps of {round(tokens / steps):,} tokens: {tokens:,} tokens")
     elif length is not None:
-        console.print(f"length {length}: the steps follow from the speed measured when the run starts")
+        print(f"length {length}: the steps follow from the speed measured when the run starts")
     else:
-        console.print("no length is set yet: give --hours, --schedule.steps or --schedule.tokens")
+        print("no length is set yet: give --hours, --schedule.steps or --schedule.tokens")
     return 0
+
+
+def _planned(config: RunConfig) -> tuple[int | None, int]:
+    """Steps and tokens of a run whose length is in one of them, as training plans them; else None and 0."""
+    start, mean = 0.0, 0.0
+    for stage in config.stages():
+        mean += (stage.until - start) * config.stage_tokens(stage)
+        start = stage.until
+    length = config.schedule.length
+    if length is None or length.unit not in ("steps", "tokens"):
+        return None, 0
+    steps = int(length.value) if length.unit == "steps" else max(1, math.ceil(length.value / mean))
+    return steps, int(steps * mean)
 
 
 def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:

@@ -154,6 +154,12 @@ def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[Pat
     return merged, origins
 
 
+def resolved(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Layers of a part that was resolved before: it has every key, so those without effect are dropped, not refused."""
+    causes = [rule.cause.split(".")[1] for rule in NO_EFFECT if rule.cause.startswith(f"{part}.")]
+    return [{part: dict(values)}, {part: {key: values[key] for key in causes if key in values}}]
+
+
 def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
     """Every dotted key of a configuration, alternatives included, with its field."""
     seen: set[Path] = set()

@@ -196,7 +196,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"batch": {"sequence_length": 4096}}, ("batch.sequence_length", "--model.max_position_embeddings")),
     ({"batch": {"tokens": 5000}}, ("batch.tokens", "use 4096")),
     ({"batch": {"micro_tokens": 3000}}, ("batch.micro_tokens", "use 2048")),
-    ({"batch": {"micro_tokens": 3 * 2048}}, ("batch.micro_tokens", "batch.tokens = 131072")),
+    ({"batch": {"micro_tokens": 3 * 2048}}, ("batch.micro_tokens", f"batch.tokens = {RunConfig().batch.tokens}")),
     ({"batch": {"micro_tokens": "few"}}, ("batch.micro_tokens", "few")),
     ({"schedule": {"stages": [{"until": 1.0, "sequence_length": 999}]}}, ("schedule.stages", "999")),
     ({"schedule": {"stages": [{"until": 1.0, "sequence_length": 512, "window": 64}]}},

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from deskside.config import overrides
 from deskside.config.duration import Duration
 from deskside.config.merge import LENGTH_ALIASES, build, keys, option_keys
+from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
 
@@ -48,8 +49,8 @@ VALUES: dict[str, str] = {
     "model.window_pattern": "SL",
     "model.num_experts": "16",
     "batch.sequence_length": "1024",
-    "batch.tokens": "65536",
-    "batch.micro_tokens": "32768",
+    "batch.tokens": "40960",
+    "batch.micro_tokens": "2048",
     "data.sources": '["a.txt", "b.jsonl"]',
     "data.weights": "{en = 0.5, de = 2.0}",
     "optim.betas": "[0.7, 0.8]",
@@ -195,6 +196,7 @@ def test_help_has_every_key_within_80_columns(
     for undocumented in ("default: None", "default: ()", "default: {}", "PydanticUndefined"):
         assert undocumented not in text
     joined = " ".join(text.replace("│", " ").split())
-    assert "(default: 0.02; adamw: 0.002)" in joined  # whose default it is, where alternatives differ
+    muon, adamw = MuonConfig().lr, AdamWConfig().lr
+    assert f"(default: {muon}; adamw: {adamw})" in joined  # whose default it is, where alternatives differ
     assert "--optim.name {muon,adamw}" in joined
     assert "Newton-Schulz iterations (muon only; default: 5)" in joined

@@ -1,0 +1,153 @@
+"""The command line as a person meets it: help that fits, mistakes as one line, exit codes, --debug."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from deskside import __version__, cli
+from deskside.errors import RunError, UsageError
+
+HELPED = [[name] for name in cli.COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "show"]]
+
+
+def call(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    try:
+        code = cli.main(argv)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_the_start_page_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(argv, capsys)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    for name, (_, _, what) in cli.COMMANDS.items():
+        assert f"  {name} " in out and what in out
+    assert "deskside train demo" in out
+
+
+@pytest.mark.parametrize("argv", HELPED, ids=" ".join)
+def test_help_has_an_example_and_fits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call([*argv, "--help"], capsys)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.startswith(f"usage: deskside {' '.join(argv)} ")
+    if argv != ["data"]:  # it lists its own commands, which have examples
+        assert "Example" in out and f"deskside {' '.join(argv)} " in out.split("Example", 1)[1]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["--version"], capsys) == (0, __version__ + "\n", "")
+
+
+WRONG = [
+    (["trian"], "trian: there is no such command; did you mean train?"),
+    (["zzz"], "zzz: there is no such command; commands are train, data"),
+    (["--verbose"], "--verbose: there is no such command"),
+    (["data"], "data: which command? one of prepare, verify, show"),
+    (["data", "shwo"], "data shwo: there is no such command; did you mean show?"),
+    (["data", "prepare", "a.txt"], "--out is missing"),
+    (["train", "124m", "--optim.lr"], "--optim.lr: its value is missing"),
+    (["train", "124m", "--depth", "x"], "--depth: input should be a valid integer"),
+    (["train", "124m", "--modl.hidden_size", "3"], "did you mean --model.hidden_size?"),
+    (["eval"], "RUN|HF_DIR is missing"),
+    (["chat", "x", "--temperature", "hot"], "--temperature: input should be a valid number"),
+    (["export", "x", "--out", "y", "--to", "pdf"], "--to: input should be 'hf'"),
+    (["report"], "RUN is missing"),
+    (["report", "no-such-run"], "no-such-run"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
+def test_wrong_usage_is_one_line_and_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(argv, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("deskside: ") and err.count("\n") == 1 and message in err
+
+
+class Fails:
+    """A command that raises what it was given."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (UsageError("no good"), 2, ["deskside: no good"]),
+        (RunError("disk full"), 1, ["deskside: disk full"]),
+        (
+            KeyError("x"),
+            1,
+            [
+                "deskside: unexpected KeyError: 'x'",
+                "deskside: this is a bug; deskside --debug ... shows where",
+            ],
+        ),
+        (KeyboardInterrupt(), 130, ["interrupted"]),
+    ],
+)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    lines: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = type(sys)("made_up_command")
+    module.run = Fails(error)
+    monkeypatch.setitem(sys.modules, "made_up_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "fail", ("made_up_command", "run", "fail"))
+    assert call(["fail"], capsys) == (code, "", "\n".join(lines) + "\n")
+    with pytest.raises(type(error)) if isinstance(error, Exception) else pytest.raises(AssertionError):
+        assert cli.main(["--debug", "fail"]) == 0
+
+
+def test_as_a_process() -> None:
+    """python -m deskside: the code reaches the shell, and a traceback shows with --debug only."""
+    plain = subprocess.run(
+        [sys.executable, "-m", "deskside", "train", "nope"], capture_output=True, text=True
+    )
+    assert plain.returncode == 2 and plain.stdout == ""
+    assert (
+        plain.stderr.startswith("deskside: nope: no such preset; use one of 1.5b, 124m")
+        and plain.stderr.count("\n") == 1
+    )
+    debug = subprocess.run(
+        [sys.executable, "-m", "deskside", "--debug", "train", "nope"], capture_output=True, text=True
+    )
+    assert debug.returncode != 0 and "Traceback" in debug.stderr and "presets.py" in debug.stderr
+
+
+def test_a_reader_that_goes_away() -> None:
+    """`deskside train --help | head -1` ends quietly."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deskside", "train", "124m", "--dry-run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    process.wait(60)
+    assert "Traceback" not in err and "Exception ignored" not in err, err
