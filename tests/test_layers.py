@@ -39,7 +39,9 @@ def package_of(path: Path) -> str:
 
 
 def own_packages(path: Path) -> set[str]:
-    return {name.split(".")[1] for name in imports(path) if name.startswith("deskside.") and name.count(".") >= 1}
+    return {
+        name.split(".")[1] for name in imports(path) if name.startswith("deskside.") and name.count(".") >= 1
+    }
 
 
 def test_every_package_has_its_place() -> None:
@@ -54,10 +56,14 @@ def test_imports_point_down(path: Path) -> None:
         return
     for other in own_packages(path) - {package, "__version__", "STARTED"}:
         assert other in SHELF, f"{package} imports {other}, which stands on the top floor or nowhere"
-        assert SHELF.index(other) > SHELF.index(package), f"{package} imports {other}, which does not stand lower"
+        assert SHELF.index(other) > SHELF.index(package), (
+            f"{package} imports {other}, which does not stand lower"
+        )
         assert (package, other) not in NEVER
         if package == "plan" and SHELF.index(other) < SHELF.index("config"):
-            assert {name for name in imports(path) if name.startswith("deskside.probe")} <= {"deskside.probe.store"}
+            assert {name for name in imports(path) if name.startswith("deskside.probe")} <= {
+                "deskside.probe.store"
+            }
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))

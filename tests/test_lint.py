@@ -1,0 +1,23 @@
+"""The whole tree is clean: ruff's rules, ruff's formatting, mypy on the package. `make lint` does the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ruff", "check", "--quiet", "--output-format", "concise", "."],
+        ["ruff", "format", "--check", "--quiet", "."],
+        ["mypy"],
+    ],
+    ids=["rules", "formatting", "types"],
+)
+def test_clean(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
