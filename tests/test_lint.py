@@ -19,5 +19,6 @@ ROOT = Path(__file__).parent.parent
     ids=["rules", "formatting", "types"],
 )
 def test_clean(command: list[str]) -> None:
+    pytest.importorskip(command[0])  # a machine that only trains may lack the development tools
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
