@@ -112,6 +112,15 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], methods: Sequence[str],
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def reshard(model: nn.Module) -> None:
+    """After a pass without backward: FSDP2 leaves the root's weights whole, and its parameters are not the shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:

@@ -419,7 +419,7 @@ class _Run:
 
     def evaluate(self, max_tokens: int | None) -> BitsPerByte:
         """Bits per byte of the validation split, shared among the processes."""
-        return evaluate_dataset(
+        result = evaluate_dataset(
             self.model,
             self.validation,
             micro_rows=self.evaluation_rows,
@@ -431,6 +431,8 @@ class _Run:
             world_size=self.world.size,
             reduce=self.world.summed,
         )
+        parallel.reshard(self.model)
+        return result
 
     def measure(self, row: dict[str, Any]) -> dict[str, Any]:
         """Add MFU (against the measured matmul peak of this device), peak memory and the GPU's sensors to a row."""

@@ -104,7 +104,8 @@ def test_remaining_steps_at_the_end_of_time_and_of_the_run() -> None:
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_a_plan_is_revised_when_it_is_off(planned: int, estimated: int) -> None:
     off = abs(planned - estimated)
-    assert should_revise(planned, estimated) == (off > 1 and off > 0.02 * planned)
+    assert should_revise(planned, estimated, 10.0, 100.0) == (off > 1 and off > 0.02 * planned)
+    assert not should_revise(planned, estimated, 0.4, 100.0)
 
 
 def test_the_training_clock_counts_training_alone() -> None:

@@ -1,0 +1,174 @@
+"""Two processes over gloo: the same sums, the same losses as one process, and FSDP2 with its sharded checkpoints."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deskside.config.run import RunConfig
+from deskside.errors import UsageError
+from deskside.train import parallel
+from tests.train import tiny_run
+from tests.train.tiny_run import curve, kill_at_step, rows
+
+LENGTH = {"length": "30 steps"}
+# Orthogonalising makes much of the last bits of small singular values, so Muon drifts apart sooner.
+WITHIN = {"adamw": 1e-5, "muon": 1e-3}
+
+
+def sums(folder: Path) -> None:
+    """On each rank: gradients that are known, in a model whose buckets are small."""
+    world = parallel.join("cpu", "auto")
+    parallel.BUCKET_ELEMENTS = 50
+    generator = torch.Generator().manual_seed(world.rank)
+    shapes = [(3, 4), (7,), (10, 10), (2, 3, 4), (1,)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator)
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    parallel.sum_gradients(parameters, world)
+    result = {
+        "before": before,
+        "after": [p.grad for p in parameters],
+        "agreed": world.agreed([0.1 + world.rank, 2.0]),
+        "smallest": world.smallest(5 - world.rank),
+        "first": world.first,
+        "summed": world.summed(torch.tensor([1.0 + world.rank])),
+    }
+    parameters[0].grad = None
+    try:
+        parallel.sum_gradients(parameters, world)
+    except RuntimeError as error:
+        result["error"] = str(error)
+    torch.save(result, folder / f"{world.rank}.pt")
+    parallel.leave(world)
+
+
+def test_sums_and_agreements_of_two_ranks(tmp_path: Path) -> None:
+    child = tiny_run.call(sums, tmp_path, log=tmp_path / "log", ranks=2)
+    assert child.wait() == 0, child.text()
+    one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for mine, theirs, after, same in zip(
+        one["before"], two["before"], one["after"], two["after"], strict=True
+    ):
+        assert torch.equal(after, mine + theirs) and torch.equal(after, same)
+    assert one["agreed"] == two["agreed"] == [0.1, 2.0]
+    assert one["smallest"] == two["smallest"] == 4
+    assert (one["first"], two["first"]) == (True, False)
+    assert one["summed"].item() == two["summed"].item() == 3.0
+    assert "no gradient on this rank" in one["error"]
+
+
+def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world = parallel.join("cpu", "auto")
+    assert (world.size, world.first, world.sharded) == (1, True, False)
+    assert world.agreed([1.5]) == [1.5] and world.smallest(3) == 3
+    with pytest.raises(UsageError, match="shard needs more than one process"):
+        parallel.join("cpu", "shard")
+
+
+def close(run: Path, other: Path, within: float) -> None:
+    mine, theirs = curve(run), curve(other)
+    assert len(mine) == len(theirs)
+    for one, two in zip(mine, theirs, strict=True):
+        assert one[:3] == two[:3] and one[3] == pytest.approx(two[3], abs=within)
+    assert mine[0][3] == pytest.approx(theirs[0][3], abs=1e-6)
+
+
+def in_ranks(folder: Path, config: RunConfig, name: str, ranks: int = 2) -> tiny_run.Child:
+    return tiny_run.call(tiny_run.train, folder, config, name, log=folder / f"{name}.log", ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "optim", [{"name": "muon"}, {"name": "adamw", "grad_clip": 0.5}], ids=["muon", "adamw"]
+)
+def test_two_processes_train_like_one(optim: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    """The same global batch, split among them, in one pass or in two."""
+    config = tiny_run.config(data, optim=optim, schedule=LENGTH, evaluate={"every": "10 steps"})
+    alone = tiny_run.train(tmp_path, config, "alone").run.path
+    child = in_ranks(tmp_path, config, "together")
+    assert child.wait() == 0, child.text()
+    close(tmp_path / "together", alone, WITHIN[optim["name"]])
+    for mine, theirs in zip(rows(tmp_path / "together"), rows(alone), strict=True):
+        if theirs["val_bpb"] is None:
+            assert mine["val_bpb"] is None
+        else:
+            assert mine["val_bpb"] == pytest.approx(theirs["val_bpb"], abs=WITHIN[optim["name"]])
+    summaries = [json.loads((tmp_path / n / "summary.json").read_text()) for n in ("alone", "together")]
+    assert summaries[0]["val_bpb"] == pytest.approx(summaries[1]["val_bpb"], abs=WITHIN[optim["name"]])
+    assert summaries[0]["val_bytes"] == summaries[1]["val_bytes"]
+
+
+def test_a_batch_that_two_cannot_share_is_one_line(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, batch={"tokens": 3 * 32})
+    child = in_ranks(tmp_path, config, "odd")
+    assert child.wait() == 1  # a function's own exit code; the command line makes it 2
+    assert "3 rows, which 2 processes cannot share evenly; use a multiple of 64" in child.text()
+
+
+@pytest.mark.parametrize(
+    "optim", [{"name": "muon"}, {"name": "adamw", "grad_clip": 0.5}], ids=["muon", "adamw"]
+)
+def test_shards_train_like_one_process_and_resume_exactly(
+    optim: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"optim": optim, "schedule": LENGTH, "evaluate": {"every": "15 steps"}}
+    alone = tiny_run.train(tmp_path, tiny_run.config(data, **changes), "alone").run.path
+    config = tiny_run.config(data, parallel={"mode": "shard"}, **changes)
+    straight = in_ranks(tmp_path, config, "straight")
+    assert straight.wait() == 0, straight.text()
+    close(tmp_path / "straight", alone, WITHIN[optim["name"]])
+
+    run = tmp_path / "killed"
+    child = in_ranks(tmp_path, config, "killed")
+    kill_at_step(run, 14, child.kill, child.alive)
+    assert child.wait() == -signal.SIGKILL
+    assert (run / "checkpoints" / "step-000000010" / "sharded").is_dir()
+    again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=2)
+    assert again.wait() == 0, again.text()
+    assert curve(run) == curve(tmp_path / "straight")
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()
+
+    # Everything that reads a run reads this one too: the export, and the sharded checkpoint itself.
+    from transformers import AutoModelForCausalLM
+
+    from deskside.export.load import load_model
+
+    theirs = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    ours = load_model(run).model
+    tokens_BT = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens_BT), theirs(tokens_BT).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sharded_run_killed_before_its_first_step(data: Path, tmp_path: Path) -> None:
+    """Its checkpoint of step 0 loads, though no step has made an optimizer state yet."""
+    config = tiny_run.config(
+        data, parallel={"mode": "shard"}, schedule={"length": "12 steps"}, checkpoint={"every": "1000 steps"}
+    )
+    straight = in_ranks(tmp_path, config, "straight")
+    assert straight.wait() == 0, straight.text()
+    run = tmp_path / "killed"
+    child = in_ranks(tmp_path, config, "killed")
+    kill_at_step(run, 3, child.kill, child.alive)
+    child.wait()
+    again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=2)
+    assert again.wait() == 0, again.text()
+    assert "resumed at step 0" in tiny_run.events(run)
+    assert curve(run) == curve(tmp_path / "straight")
+
+
+def test_a_sharded_run_says_how_it_must_be_resumed(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, parallel={"mode": "shard"}, schedule=LENGTH)
+    run = tmp_path / "run"
+    child = in_ranks(tmp_path, config, "run")
+    kill_at_step(run, 5, child.kill, child.alive)
+    child.wait()
+    alone = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log")
+    assert alone.wait() == 2 and "torchrun" in alone.text() and alone.text().count("\n") == 1
