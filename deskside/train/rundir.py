@@ -14,6 +14,7 @@ half-written last line, which readers skip and a resumed run cuts away.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -85,8 +86,9 @@ class RunDirectory:
         append_line(self.path / "events.log", f"{now} {text}")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append one step's numbers."""
-        append_line(self.metrics, json.dumps(row))
+        """Append one step's numbers; one that is not finite is null, because JSON has no name for it."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        append_line(self.metrics, json.dumps(finite))
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The logged steps; a half-written last line is skipped. Raises RunError naming a line that is damaged."""

@@ -1,0 +1,312 @@
+"""The loop as a whole: ending on time, bad steps, going back, evaluation on the way, given weights."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deskside.data.loader import Batch, Loader
+from deskside.data.rows import PackedDataset
+from deskside.errors import RunError
+from deskside.evaluate.bpb import evaluate_dataset
+from deskside.export.load import load_model
+from deskside.train import trainer
+from deskside.train.step import Numbers, Stepper
+from tests.train import tiny_run
+from tests.train.tiny_run import curve, events, plan, rows
+
+# Ending on time
+
+
+@pytest.mark.parametrize("clock, slower", [("wall", 2.0), ("training", 0.5)])
+def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
+    clock: str, slower: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the throughput, or twice, from the middle on: it ends within the limit with its learning rate decayed.
+
+    Steps are made of sleep (30 ms and so on), so that other load on the machine hardly matters. On time means from
+    90 % to 101 % of the limit: a wall clock keeps a reserve for evaluation and saving, which is generous for a model
+    as small as this, and the last step may end late by itself.
+    """
+    limit, original, began = 6.0, Stepper.run, time.perf_counter()
+
+    def slow(self: Stepper, batches: list[Batch], step: int, dry: bool = False) -> Numbers:
+        changed = time.perf_counter() - began > limit / 2
+        end = time.perf_counter() + 0.03 * (slower if changed else 1.0)
+        numbers = original(self, batches, step, dry)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return numbers
+
+    monkeypatch.setattr(Stepper, "run", slow)
+    schedule = {"length": f"{limit}s", "clock": clock, "warmup": 0.1, "decay": 0.5, "final_lr_fraction": 0.1}
+    config = tiny_run.config(
+        data, schedule=schedule, optim={"name": "adamw"}, checkpoint={"every": "100 steps"}
+    )
+    summary = tiny_run.train(tmp_path, config).summary
+    found = rows(tmp_path / "run")
+    assert 0.90 * limit <= summary["seconds"] <= 1.01 * limit
+    assert [r["step"] for r in found] == list(range(1, summary["steps"] + 1))
+    lrs = [r["lr"] for r in found]
+    # The last step is one step short of the end, so its rate is the final one and a step's worth of decay.
+    assert 0.1 <= lrs[-1] / max(lrs) <= 0.1 + 3 * 0.9 / (0.5 * len(lrs))
+    # It falls from the middle on without a jump, whatever was revised.
+    steepest = max(a - b for a, b in itertools.pairwise(lrs))
+    assert steepest <= 3 * max(lrs) * 0.9 / (0.5 * len(lrs))
+    revisions = plan(tmp_path / "run")["revisions"]
+    assert len(revisions) > 1 and all(r["reason"] for r in revisions)
+
+
+def test_a_length_that_no_step_fits_into_says_so(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, schedule={"length": "0.001s"})
+    child = tiny_run.call(tiny_run.train, tmp_path, config, log=tmp_path / "log")
+    child.wait()
+    assert "is too short: setting up took" in child.text()
+
+
+# Bad steps
+
+
+class Poison:
+    """Makes the loss of chosen data not finite (or a spike), and keeps which data each real step had.
+
+    Data is known by the position in the order of the step's first row, counted in steps.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, bad: Callable[[int], bool], factor: float = float("nan")):
+        self.seen: list[int] = []
+        position_of: dict[int, int] = {}
+        original_next, original_losses = Loader.__next__, Stepper.losses
+        poison = self
+
+        def following(loader: Loader) -> list[Batch]:
+            position = loader.next_row // loader.rows_per_step
+            batches = original_next(loader)
+            position_of.update({id(b): position for b in batches})
+            poison.kept = batches  # so that no id is used again while it counts
+            return batches
+
+        def losses(stepper: Stepper, batch: Batch) -> Any:
+            loss, balance = original_losses(stepper, batch)
+            position = position_of.get(id(batch))
+            if position is None:
+                return loss, balance  # a dry step
+            poison.seen.append(position)
+            return (loss * factor if bad(position) else loss), balance
+
+        self.kept: list[Batch] = []
+        patch.setattr(Loader, "__next__", following)
+        patch.setattr(Stepper, "losses", losses)
+
+
+def test_bad_steps_are_skipped_and_logged(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "40 steps"})
+    Poison(monkeypatch, lambda at: at in (23, 24, 25))
+    run = tiny_run.train(tmp_path, config).run.path
+    found = rows(run)
+    assert [r["step"] for r in found if r["skipped"]] == [24, 25, 26]
+    assert all(r["loss"] is None and r["grad_norm"] is None for r in found if r["skipped"])
+    assert all(r["loss"] < 6 for r in found if not r["skipped"]) and len(found) == 40
+    for step in (24, 25, 26):
+        assert f"step {step} skipped: loss nan" in events(run)
+    assert "went back" not in events(run)
+
+
+def test_a_spike_is_skipped_and_changes_no_weight(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(
+        data, schedule={"length": "25 steps"}, checkpoint={"every": "1 steps", "keep": 25}
+    )
+    Poison(monkeypatch, lambda at: at == 21, factor=1e4)
+    run = tiny_run.train(tmp_path, config).run.path
+    found = rows(run)
+    assert [r["step"] for r in found if r["skipped"]] == [22]
+    assert "step 22 skipped: gradient norm" in events(run) and "10 times the recent median" in events(run)
+    files = [run / "checkpoints" / f"step-{step:09d}" for step in (21, 22, 23)]
+    before, after, later = (
+        {n: (f / n).read_bytes() for n in ("model.safetensors", "optimizer.safetensors")} for f in files
+    )
+    assert before == after and all(later[n] != after[n] for n in after)
+
+
+def test_too_many_bad_steps_go_back_and_past_the_data(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "40 steps"}, guard={"max_skips": 4})
+    straight = tiny_run.train(tmp_path, config, "straight").run.path
+    with monkeypatch.context() as patch:
+        Poison(patch, lambda at: 22 <= at < 60)
+        with pytest.raises(
+            RunError, match=r"4 steps in a row had to be skipped, and the run went back 2 times"
+        ):
+            tiny_run.train(tmp_path, config, "hopeless")
+    assert events(tmp_path / "hopeless").count("went back to step 20") == 2
+
+    with monkeypatch.context() as patch:
+        poison = Poison(patch, lambda at: 22 <= at < 27)
+        run = tiny_run.train(tmp_path, config).run.path
+    assert curve(run)[:20] == curve(straight)[:20]
+    assert [r["step"] for r in rows(run)] == list(range(1, 41)) and not any(r["skipped"] for r in rows(run))
+    assert events(run).count("went back to step 20 and skipped the data in between") == 1
+    # 22 good steps and 4 bad ones, one step in flight, and on from there: no row twice, none of the bad ones again.
+    assert poison.seen == list(range(27 + 20))
+
+
+def test_going_back_to_the_beginning_clears_the_optimizer(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run after it is the run that had begun at that place of the data."""
+    config = tiny_run.config(
+        data, schedule={"length": "15 steps"}, checkpoint={"every": "1000 steps"}, guard={"max_skips": 2}
+    )
+    with monkeypatch.context() as patch:
+        Poison(patch, lambda at: at in (5, 6))
+        run = tiny_run.train(tmp_path, config, "back").run.path
+    assert "went back to step 0" in events(run)
+
+    class Later(Loader):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            given["start_row"] += 8 * given["rows_per_step"]
+            super().__init__(*args, **given)
+
+    monkeypatch.setattr(trainer, "Loader", Later)
+    assert curve(tiny_run.train(tmp_path, config, "later").run.path) == curve(run)
+
+
+def test_a_run_that_went_back_resumes_exactly(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "45 steps"}, guard={"max_skips": 3})
+    Poison(monkeypatch, lambda at: 22 <= at < 25)
+    straight = tiny_run.train(tmp_path, config, "straight").run.path
+
+    class Stopped(BaseException):
+        pass
+
+    original = tiny_run.pretrain.MetricsFile.on_step
+
+    def on_step(self: Any, row: dict[str, Any], total: int) -> None:
+        original(self, row, total)
+        if row["step"] == 36:
+            raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_run.pretrain.MetricsFile, "on_step", on_step)
+        with pytest.raises(Stopped):
+            tiny_run.train(tmp_path, config)
+    tiny_run.resume(tmp_path / "run")
+    assert curve(tmp_path / "run") == curve(straight)
+
+
+# Memory
+
+
+def test_out_of_memory_is_met_with_smaller_passes_of_the_same_batch(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "12 steps"})
+    asked = tiny_run.config(data, schedule={"length": "12 steps"}, batch={"micro_tokens": 64})
+    fitted = tiny_run.train(tmp_path, asked, "asked").run.path
+    original = Stepper.run
+
+    def small(self: Stepper, batches: list[Batch], step: int, dry: bool = False) -> Numbers:
+        if len(batches[0].tokens_BT) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return original(self, batches, step, dry)
+
+    monkeypatch.setattr(Stepper, "run", small)
+    run = tiny_run.train(tmp_path, config).run.path
+    fit = plan(run)["fit"][0]
+    assert (fit["micro_rows"], fit["accumulation"]) == (2, 4)
+    assert [a["fits"] for a in fit["attempts"]] == [False, False, True]
+    assert "8 rows do not fit" in events(run) and "4 rows do not fit" in events(run)
+    assert curve(run) == curve(fitted)
+
+
+# Evaluation on the way
+
+
+def test_evaluation_on_the_way_is_that_of_the_weights_then(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(
+        data,
+        schedule={"length": "30 steps"},
+        evaluate={"every": "10 steps", "tokens": 1_000_000},
+        checkpoint={"every": "10 steps", "keep": 5},
+    )
+    outcome = tiny_run.train(tmp_path, config)
+    run, summary = outcome.run.path, outcome.summary
+    found = {r["step"]: r["val_bpb"] for r in rows(run) if r["val_bpb"] is not None}
+    assert list(found) == [10, 20]
+    validation = PackedDataset.open(data, split="val", sequence_length=32)
+    for step, expected in (*found.items(), (30, summary["val_bpb"])):
+        model = load_model(run / "checkpoints" / f"step-{step:09d}").model
+        assert evaluate_dataset(model, validation, micro_rows=4, device="cpu").bpb == pytest.approx(
+            expected, rel=1e-6
+        )
+    assert found[10] > found[20] > summary["val_bpb"]
+    assert json.loads((run / "summary.json").read_text()) == summary
+
+
+# Beginning from given weights
+
+
+def test_a_run_begins_from_given_weights(data: Path, tmp_path: Path) -> None:
+    """From a run, and from the Hugging Face model that the run left: the same first loss, near where it ended."""
+    optim = {"name": "adamw", "lr": 1e-2, "scale": False}
+    base = tiny_run.train(tmp_path, tiny_run.config(data, optim=optim), "base").run.path
+    options = f"--data.path {data} --batch.sequence_length 32 --batch.tokens 256 --compute.device cpu"
+    options += f" --schedule.length 4_steps --checkpoint.every 2 --runs {tmp_path}"
+    firsts = []
+    for name, source in (("of-run", base), ("of-hf", base / "model")):
+        argv = ["train", "--init", str(source), "--name", name]
+        argv += [o.replace("4_steps", "4 steps") for o in options.split()]
+        child = tiny_run.command(argv, tmp_path / f"{name}.log")
+        assert child.wait() == 0, child.text()
+        firsts.append(rows(tmp_path / name)[0]["loss"])
+        assert json.loads((tmp_path / name / "run.json").read_text())["init"] == str(source)
+    last = float(np.mean([r["loss"] for r in rows(base)[-5:]]))
+    assert firsts[0] == pytest.approx(firsts[1], abs=1e-5)
+    assert firsts[0] == pytest.approx(last, abs=0.25) and firsts[0] < rows(base)[0]["loss"] - 1
+
+
+def test_given_weights_of_another_shape_are_refused(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data)
+    with pytest.raises(RunError, match=r"another architecture: 'embed\.weight' stands on one side only"):
+        tiny_run.train(tmp_path, config, weights={"only_here": torch.zeros(3)})
+
+
+def test_a_run_from_given_weights_without_a_checkpoint_does_not_start_from_others(
+    data: Path, tmp_path: Path
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "3 steps"})
+    with pytest.raises(RunError):
+        tiny_run.train(tmp_path, config, weights={"only_here": torch.zeros(3)}, init="runs/base")
+    with pytest.raises(RunError, match=r"before its first checkpoint; start it again with --init runs/base"):
+        tiny_run.resume(tmp_path / "run")
+
+
+# Deterministic kernels
+
+
+def _twice(root: Path, config: Any) -> None:
+    tiny_run.train(root, config, "one")
+    assert torch.are_deterministic_algorithms_enabled()
+    tiny_run.train(root, config, "two")
+
+
+def test_deterministic_kernels_suffice(data: Path, tmp_path: Path) -> None:
+    """In a process of its own, because the switch is for a whole process. The same numbers as without it on a CPU."""
+    config = tiny_run.config(data, deterministic=True, schedule={"length": "10 steps"})
+    child = tiny_run.call(_twice, tmp_path, config, log=tmp_path / "log")
+    assert child.wait() == 0, child.text()
+    assert curve(tmp_path / "one") == curve(tmp_path / "two")
+    plain = tiny_run.config(data, schedule={"length": "10 steps"})
+    assert curve(tiny_run.train(tmp_path, plain, "plain").run.path) == curve(tmp_path / "one")
