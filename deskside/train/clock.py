@@ -51,9 +51,9 @@ class StepPlan:
     def progress(self, step: float) -> float:
         """Share of the run done after `step` steps (a half step is its middle), in [0, 1]."""
         r = self._valid_at(step)
-        return (
-            min(1.0, r.progress + (1.0 - r.progress) * (step - r.step) / r.remaining) if r.remaining else 1.0
-        )
+        if step - r.step >= r.remaining:
+            return 1.0
+        return r.progress + (1.0 - r.progress) * (step - r.step) / r.remaining
 
     def total_steps(self, step: int) -> int:
         """Planned steps of the whole run, as known at `step`."""
