@@ -171,8 +171,7 @@ def test_bundled_texts() -> None:
 
 
 def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
+    datasets = pytest.importorskip("datasets")
     asked = []
 
     def load(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:

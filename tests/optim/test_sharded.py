@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -30,9 +31,10 @@ def steps(model: Tiny, optimizer: Optimizer, which: range) -> list[float]:
 
 def sharded() -> Tiny:
     model = make(moe=True)
+    mesh = init_device_mesh("cpu", (2,))  # on a machine with a GPU the default is that
     for layer in model.qkv:
-        fully_shard(layer)
-    fully_shard(model)  # 11 rows of the head and 3 experts do not divide evenly by two
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # 11 rows of the head and 3 experts do not divide evenly by two
     return model
 
 

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deskside.config.run import RunConfig
+from deskside.train.step import Stepper
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
 
@@ -18,13 +21,8 @@ def as_toml(config: dict[str, Any]) -> str:
     """The configuration as a preset file."""
     lines = []
     for part, values in config.items():
-        stages = values.pop("stages", ())
         lines.append(f"[{part}]")
-        for key, value in values.items():
-            if value is not None:
-                lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}")
-        for stage in stages:
-            lines += [f"[[{part}.stages]]", *(f"{key} = {value!r}" for key, value in stage.items())]
+        lines += [f"{key} = {value!r}" for key, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -38,9 +36,15 @@ def arguments(folder: Path, name: str, file: str) -> list[str]:
     return ["train", file, "--runs", str(folder), "--name", name]
 
 
-def straight(folder: Path, file: str, ranks: int = 1) -> Path:
-    child = tiny_run.command(arguments(folder, "straight", file), folder / "straight.log", ranks)
-    assert child.wait() == 0, child.text()
+def straight(folder: Path, config: RunConfig, ranks: int = 1) -> Path:
+    """The run that nothing stopped: in this process, or in a child for each rank."""
+    if ranks == 1:
+        tiny_run.train(folder, config, "straight")
+    else:
+        child = tiny_run.call(
+            tiny_run.train, folder, config, "straight", log=folder / "straight.log", ranks=ranks
+        )
+        assert child.wait() == 0, child.text()
     return folder / "straight"
 
 
@@ -67,7 +71,7 @@ def test_kill_9_and_resume_as_a_person_does(ranks: int, data: Path, tmp_path: Pa
     assert 25 <= last < STEPS and not (run / "summary.json").exists()
     again = tiny_run.program(["train", "--resume", str(run)], tmp_path / "log", ranks)
     assert again.wait(120) == 0, (tmp_path / "log").read_text()
-    check_same(run, straight(tmp_path, file, ranks))
+    check_same(run, straight(tmp_path, tiny_run.config(data, batch=SLOWER), ranks))
     assert f"resumed at step {last // 10 * 10}" in tiny_run.events(run)
 
 
@@ -88,21 +92,21 @@ STAGES = [
     ],
 )
 def test_kill_and_resume(changes: dict[str, Any], at: int, data: Path, tmp_path: Path) -> None:
-    file = preset(tmp_path, data, **{"batch": SLOWER, **changes})
-    child = tiny_run.command(arguments(tmp_path, "killed", file), tmp_path / "log")
-    run = tmp_path / "killed"
+    config = tiny_run.config(data, **{"batch": SLOWER, **changes})
+    child = tiny_run.call(tiny_run.train, tmp_path, config, log=tmp_path / "log")
+    run = tmp_path / "run"
     kill_at_step(run, at, child.kill, child.alive)
     assert child.wait() == -signal.SIGKILL
-    again = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log")
-    assert again.wait() == 0, again.text()
-    check_same(run, straight(tmp_path, file))
+    tiny_run.resume(run)
+    check_same(run, straight(tmp_path, config))
 
 
 @pytest.mark.parametrize("number, ranks", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_at_the_next_step_and_ends_well(
     number: signal.Signals, ranks: int, data: Path, tmp_path: Path
 ) -> None:
-    file = preset(tmp_path, data, batch=SLOWER, checkpoint={"every": "1000 steps"})
+    changes: dict[str, Any] = {"batch": SLOWER, "checkpoint": {"every": "1000 steps"}}
+    file, config = preset(tmp_path, data, **changes), tiny_run.config(data, **changes)
     child = tiny_run.command(arguments(tmp_path, "stopped", file), tmp_path / "log", ranks)
     run = tmp_path / "stopped"
     seen = kill_at_step(run, 20, lambda: child.kill(number), child.alive)
@@ -111,10 +115,10 @@ def test_a_signal_saves_at_the_next_step_and_ends_well(
     # One step may be in flight when the signal comes, and one may end before it is looked at.
     assert seen <= at <= seen + 4 and tiny_run.checkpoints(run)[-1] == f"step-{at:09d}"
     assert f"{number.name}: saved at step {at}" in child.text()
-    again = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log", ranks)
+    again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=ranks)
     assert again.wait() == 0, again.text()
     assert "later steps are repeated" not in tiny_run.events(run)
-    check_same(run, straight(tmp_path, file, ranks))
+    check_same(run, straight(tmp_path, config, ranks))
 
 
 def test_a_finished_run_is_not_resumed(data: Path, tmp_path: Path) -> None:
@@ -138,29 +142,36 @@ def test_a_run_killed_while_finishing_finishes(data: Path, tmp_path: Path, monke
     assert (run / "checkpoints/step-000000008/manifest.json").stat().st_mtime_ns == before
 
 
+def slow_after_step_45(root: Path, config: RunConfig) -> None:
+    original = Stepper.run
+
+    def run(self: Stepper, batches: Any, step: int, dry: bool = False) -> Any:
+        time.sleep(0.01 if step <= 45 else 0.03)
+        return original(self, batches, step, dry)
+
+    Stepper.run = run  # type: ignore[method-assign]
+    tiny_run.train(root, config)
+
+
 def test_a_run_in_hours_keeps_its_journal(data: Path, tmp_path: Path) -> None:
-    """Steps that are repeated after a kill get the learning rates that they had, though the speed is another."""
-    file = preset(
-        tmp_path,
-        data,
-        batch=SLOWER,
-        schedule={"length": "6s", "clock": "training"},
-        checkpoint={"every": "40 steps"},
-    )
-    child = tiny_run.command(arguments(tmp_path, "timed", file), tmp_path / "log")
-    run = tmp_path / "timed"
+    """Steps that are repeated after a kill get the learning rates that they had, though the speed is another.
+
+    The plan is revised soon after step 45, where the run gets slow, so between the checkpoint and the kill.
+    """
+    schedule = {"length": "4s", "clock": "training"}
+    config = tiny_run.config(data, schedule=schedule, checkpoint={"every": "40 steps"})
+    child = tiny_run.call(slow_after_step_45, tmp_path, config, log=tmp_path / "log")
+    run = tmp_path / "run"
     kill_at_step(run, 75, child.kill, child.alive)
     child.wait()
     before, journal = curve(run), plan(run)["revisions"]
-    assert len(before) >= 75
-    again = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log")
-    assert again.wait() == 0, again.text()
-    after = curve(run)
+    assert any(40 < r["step"] <= 75 for r in journal)
+    tiny_run.resume(run)
+    assert "resumed at step 40" in tiny_run.events(run)
+    after, last = curve(run), plan(run)["revisions"][-1]
     assert after[: len(before)] == before
     assert plan(run)["revisions"][: len(journal)] == journal
-    assert [row[0] for row in after] == list(
-        range(1, plan(run)["revisions"][-1]["step"] + plan(run)["revisions"][-1]["remaining"] + 1)
-    )
+    assert [row[0] for row in after] == list(range(1, last["step"] + last["remaining"] + 1))
 
 
 def test_accumulation_changes_nothing(data: Path, tmp_path: Path) -> None:
