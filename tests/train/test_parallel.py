@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deskside.config.run import RunConfig
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.train import parallel
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
@@ -172,3 +172,26 @@ def test_a_sharded_run_says_how_it_must_be_resumed(data: Path, tmp_path: Path) -
     child.wait()
     alone = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log")
     assert alone.wait() == 2 and "torchrun" in alone.text() and alone.text().count("\n") == 1
+
+
+def fail_on_the_first(root: Path, config: RunConfig) -> None:
+    """Rank 0 finds the disk full at step 10, and it alone."""
+    from deskside.train import checkpoint
+
+    original = checkpoint.save
+
+    def save(folder: Path, step: int, *args: Any) -> Any:
+        if step == 10:
+            raise RunError("the disk is full")
+        return original(folder, step, *args)
+
+    checkpoint.save = save
+    tiny_run.train(root, config)
+
+
+def test_when_one_process_fails_the_other_ends_too(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, schedule=LENGTH)
+    child = tiny_run.call(fail_on_the_first, tmp_path, config, log=tmp_path / "log", ranks=2)
+    assert child.wait(60) != 0
+    assert all(p.exitcode not in (0, None) for p in child.processes)
+    assert "the disk is full" in child.text()

@@ -1,0 +1,135 @@
+"""Names of runs, whole files or none, lines whole or not at all."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.errors import RunError, UsageError
+from deskside.train import rundir
+from deskside.train.rundir import RunDirectory, append_line, write_atomically
+
+ROWS = st.lists(
+    st.dictionaries(st.text(max_size=5), st.floats() | st.integers() | st.none() | st.booleans(), max_size=4),
+    max_size=20,
+)
+
+
+def test_a_given_name_must_be_free_and_a_default_gets_a_number(tmp_path: Path) -> None:
+    assert RunDirectory.create(tmp_path, "mine", "demo").path.name == "mine"
+    with pytest.raises(UsageError, match=r"mine exists; choose another --name, or go on with.*--resume"):
+        RunDirectory.create(tmp_path, "mine", "demo")
+    names = [RunDirectory.create(tmp_path, None, "demo").path.name for _ in range(3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b"])
+def test_names_that_are_no_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="plain folder name"):
+        RunDirectory.create(tmp_path, name, "demo")
+
+
+def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"demo: cannot be made: Not a directory"):
+        RunDirectory.create(tmp_path / "file", None, "demo")
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is not a run \(no run\.json\)"):
+        RunDirectory.open(tmp_path)
+
+
+@given(rows=ROWS)
+def test_rows_come_back_and_are_strict_json(
+    rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = RunDirectory(tmp_path_factory.mktemp("run"))
+    for row in rows:
+        run.append_metrics(row)
+
+    def expected(value: object) -> object:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    assert list(run.read_metrics()) == [{k: expected(v) for k, v in row.items()} for row in rows]
+    if rows:
+        for line in run.metrics.read_text("utf-8").splitlines():
+            json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_cutting_drops_later_and_half_written_rows(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.cut_metrics(3) == 0
+    for step in range(1, 8):
+        run.append_metrics({"step": step})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 8')
+    assert run.cut_metrics(5) == 2
+    assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5]
+    run.append_metrics({"step": 6})
+    assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    write_atomically(path, "old")
+
+    def refuse(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            with pytest.raises(RunError, match=r"plan\.json: cannot be written: No space left on device"):
+                write_atomically(path, "new")
+        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, "one")
+
+    class Short:
+        """A file on a disk with room for three more bytes."""
+
+        def __init__(self) -> None:
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in __exit__
+
+        def __enter__(self) -> "Short":
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> int | None:
+            return self.file.write(data[:3])
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *a, **k: Short())
+        with pytest.raises(RunError, match="the disk is full; free space and resume"):
+            append_line(path, "two and more")
+    assert path.read_text() == "one\n"
+    with pytest.raises(RunError, match="cannot be written: Is a directory"):
+        append_line(tmp_path, "one")
+
+
+@pytest.mark.parametrize("content", ["", "{", "\xff"])
+def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with pytest.raises(RunError, match=r"plan\.json: is missing"):
+        run.read_json("plan.json")
+    (tmp_path / "plan.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match=r"plan\.json: is damaged"):
+        run.read_json("plan.json")
+    run.write_json("plan.json", {"a": 1})
+    assert run.read_json("plan.json") == {"a": 1}
+    assert rundir.RunDirectory(tmp_path).metrics == tmp_path / "metrics.jsonl"
