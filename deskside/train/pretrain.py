@@ -302,7 +302,8 @@ class _Run:
             def dry(micro_rows: int, dataset: PackedDataset = plan.dataset) -> float:
                 return self.dry_step(micro_rows, dataset, 1)
 
-            if recorded:
+            # Another number of processes than before needs another division.
+            if recorded and recorded[index]["micro_rows"] * recorded[index]["accumulation"] == rows:
                 fitted = Fit(**{**recorded[index], "attempts": tuple(recorded[index]["attempts"])})
                 dry(fitted.micro_rows)
             else:

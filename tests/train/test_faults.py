@@ -19,12 +19,12 @@ from tests.train.tiny_run import curve, rows
 RESUME = ["train", "--resume"]
 
 
-def first(folder: Path, name: str, config: object, log: Path) -> tiny_run.Child:
-    return tiny_run.call(tiny_run.train, folder, config, name, log=log)
+def first(folder: Path, name: str, config: object, log: Path, ranks: int) -> tiny_run.Child:
+    return tiny_run.call(tiny_run.train, folder, config, name, log=log, ranks=ranks)
 
 
-def resumed(run: Path, log: Path) -> tiny_run.Child:
-    return tiny_run.call(tiny_run.resume, run, log=log)
+def resumed(run: Path, log: Path, ranks: int) -> tiny_run.Child:
+    return tiny_run.call(tiny_run.resume, run, log=log, ranks=ranks)
 
 
 def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 60) -> None:
@@ -37,8 +37,11 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
 # Kills at random moments
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
-def test_kills_at_random_moments(kills: int, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills, ranks",
+    [(5, 1), pytest.param(50, 1, marks=pytest.mark.full), pytest.param(20, 2, marks=pytest.mark.full)],
+)
+def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: Path) -> None:
     """A checkpoint is written at every step, so that about every second kill falls into writing one."""
     rng = random.Random(kills)
     config = tiny_run.config(
@@ -48,7 +51,7 @@ def test_kills_at_random_moments(kills: int, data: Path, tmp_path: Path) -> None
     )
     log, run = tmp_path / "log", tmp_path / "run"
     done, interrupted = 0, 0
-    child = first(tmp_path, "run", config, log)
+    child = first(tmp_path, "run", config, log, ranks)
     for _ in range(kills):
         seen = len(rows(run))
         if rng.random() < 0.15:  # while it starts, when it cuts the metrics and reads the checkpoint
@@ -60,7 +63,7 @@ def test_kills_at_random_moments(kills: int, data: Path, tmp_path: Path) -> None
         assert child.wait() == -signal.SIGKILL, child.text()
         if not (run / "run.json").exists():  # killed before there was a run
             shutil.rmtree(run, ignore_errors=True)
-            child = first(tmp_path, "run", config, log)
+            child = first(tmp_path, "run", config, log, ranks)
             continue
         interrupted += any((run / "checkpoints").glob(".tmp-step-*"))
         steps = [r["step"] for r in rows(run)]
@@ -71,12 +74,13 @@ def test_kills_at_random_moments(kills: int, data: Path, tmp_path: Path) -> None
             assert good is not None and good.step >= steps[-1] - 1
         assert (good.step if good else 0) >= done
         done = good.step if good else 0
-        child = resumed(run, log)
+        child = resumed(run, log, ranks)
     assert child.wait(300) == 0, child.text()
     assert "Traceback" not in child.text() and "not used" not in tiny_run.events(run)
     if kills >= 50:
         assert interrupted >= 5
-    straight = tiny_run.train(tmp_path, config, "straight").run.path
+    straight = tmp_path / "straight"
+    assert first(tmp_path, "straight", config, tmp_path / "straight.log", ranks).wait() == 0
     assert curve(run) == curve(straight)
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (straight / weights).read_bytes()

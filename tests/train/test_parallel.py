@@ -104,6 +104,23 @@ def test_two_processes_train_like_one(optim: dict[str, Any], data: Path, tmp_pat
     assert summaries[0]["val_bytes"] == summaries[1]["val_bytes"]
 
 
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_a_run_goes_on_with_another_number_of_processes(
+    before: int, after: int, data: Path, tmp_path: Path
+) -> None:
+    """The same rows in the same order; only the order of sums differs."""
+    config = tiny_run.config(data, optim={"name": "adamw"}, schedule=LENGTH)
+    alone = tiny_run.train(tmp_path, config, "alone").run.path
+    run = tmp_path / "run"
+    child = in_ranks(tmp_path, config, "run", before)
+    kill_at_step(run, 14, child.kill, child.alive)
+    child.wait()
+    again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=after)
+    assert again.wait() == 0, again.text()
+    assert "resumed at step 10" in tiny_run.events(run)
+    close(run, alone, WITHIN["adamw"])
+
+
 def test_a_batch_that_two_cannot_share_is_one_line(data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, batch={"tokens": 3 * 32})
     child = in_ranks(tmp_path, config, "odd")
