@@ -20,10 +20,10 @@ demo: install
 	$(BIN)/deskside train demo
 
 test: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-full: install
-	$(BIN)/python -m pytest -q -m "" --timeout 3600
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --timeout 3600
 
 lint: install
 	$(BIN)/ruff check .

@@ -5,7 +5,6 @@ next older one is used. A run without checkpoints may still have the exported mo
 """
 
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -26,12 +24,21 @@ from deskside.config.model import ModelConfig
 from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import RunError, UsageError
+from deskside.export.checkpoints import (
+    MANIFEST,
+    NAME,
+    SHARDED,
+    WEIGHTS,
+    Checkpoint,
+    Damaged,
+    find,
+    load_weights,
+    verify,
+)
 from deskside.export.hf import load_hf
 from deskside.model.transformer import Transformer
 
 Kind = Literal["run", "checkpoint", "hf"]
-CHECKPOINT = re.compile(r"step-(\d{9})")
-WEIGHTS, SHARDED, MANIFEST = "model.safetensors", "sharded", "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,6 @@ class Loaded:
     def name(self) -> str:
         """What to call it: the run's name, or the directory's."""
         return str(self.run.get("name") or self.tokenizer_dir.resolve().name)
-
-
-class _Damaged(Exception):
-    """Weights that do not match their manifest; the text says which and how."""
 
 
 def _to_standard_error(line: str) -> None:
@@ -91,7 +94,7 @@ def load_model(
         raise UsageError(f"{path}: is a file; give a run (runs/NAME) or a Hugging Face directory")
     if (path / "run.json").is_file():
         loaded = _from_run(path, device, warn)
-    elif CHECKPOINT.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
+    elif NAME.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
         loaded = _from_checkpoint(path, device)
     elif (path / "config.json").is_file():
         config, model = load_hf(path, device)
@@ -108,14 +111,14 @@ def load_model(
 
 def _from_run(run_dir: Path, device: torch.device | str, warn: Callable[[str], None]) -> Loaded:
     run, config = _read_run(run_dir)
-    found = _checkpoints(run_dir / "checkpoints")
-    for checkpoint, step in found:
+    found = find(run_dir / "checkpoints")
+    for checkpoint in found:
         try:
             model = _read_weights(checkpoint, config, device)
-        except _Damaged as damage:
-            warn(f"checkpoint of step {step} is not used: {damage}")
+        except Damaged as damage:
+            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
             continue
-        return _complete(model, config, "run", run_dir, run_dir, run, step)
+        return _complete(model, config, "run", run_dir, run_dir, run, checkpoint.step)
     exported = run_dir / "model"
     if (exported / "config.json").is_file():
         config, model = load_hf(exported, device)
@@ -135,13 +138,14 @@ def _from_checkpoint(path: Path, device: torch.device | str) -> Loaded:
             "so its configuration is unknown; put it back there"
         )
     run, config = _read_run(run_dir)
-    match = CHECKPOINT.fullmatch(path.resolve().name)
+    match = NAME.fullmatch(path.resolve().name)
     assert match is not None  # the caller has seen that it does
+    checkpoint = Checkpoint(path, int(match[1]))
     try:
-        model = _read_weights(path, config, device)
-    except _Damaged as damage:
+        model = _read_weights(checkpoint, config, device)
+    except Damaged as damage:
         raise RunError(f"{damage}; use the run itself ({run_dir}), which takes the newest good one") from None
-    return _complete(model, config, "checkpoint", run_dir, run_dir, run, int(match[1]))
+    return _complete(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
 
 
 def _complete(
@@ -194,61 +198,24 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
         raise UsageError(f"{path}: config.model.{where}: {first['msg']}") from None
 
 
-def _checkpoints(folder: Path) -> list[tuple[Path, int]]:
-    """Complete checkpoints and their steps, newest first."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    matches = [(entry, CHECKPOINT.fullmatch(entry.name)) for entry in entries if entry.is_dir()]
-    return sorted(((entry, int(m[1])) for entry, m in matches if m), key=lambda pair: pair[1], reverse=True)
-
-
-@torch.no_grad()
-def _read_weights(checkpoint: Path, config: ModelConfig, device: torch.device | str) -> Transformer:
-    """A model with a checkpoint's weights in float32. Raises _Damaged, or RunError for another architecture's."""
-    _verify(checkpoint)
+def _read_weights(checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str) -> Transformer:
+    """A model with a checkpoint's weights in float32. Raises Damaged, or RunError for another architecture's."""
+    verify(checkpoint, weights_only=True)
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)
-    own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if (checkpoint / SHARDED).is_dir():
+    if checkpoint.sharded:
+        own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
         with warnings.catch_warnings():  # one process reading what many wrote is what is meant here
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load({"model": own}, checkpoint_id=checkpoint / SHARDED, no_dist=True)
+            dcp.load({"model": own}, checkpoint_id=checkpoint.path / SHARDED, no_dist=True)
         return model
     try:
-        stored = load_file(checkpoint / WEIGHTS, device=str(device))
+        stored = load_file(checkpoint.path / WEIGHTS, device=str(device))
     except (SafetensorError, OSError) as error:
-        raise _Damaged(f"{checkpoint / WEIGHTS} cannot be read ({error})") from None
-    for name in sorted(own.keys() | stored.keys()):
-        if name not in own or name not in stored or own[name].shape != stored[name].shape:
-            raise RunError(f"{checkpoint / WEIGHTS}: {name} does not fit the configuration in run.json")
-        own[name].copy_(stored[name])
+        raise Damaged(f"{checkpoint.path / WEIGHTS} cannot be read ({error})") from None
+    load_weights(model, stored)
     return model
-
-
-def _verify(checkpoint: Path) -> None:
-    """Compare size and checksum of the files that hold weights with the manifest. Raises _Damaged."""
-    try:
-        files = json.loads((checkpoint / MANIFEST).read_text("utf-8"))["files"]
-        wanted = {
-            name: (entry["bytes"], entry["xxh3_128"])
-            for name, entry in files.items()
-            if name == WEIGHTS or name.startswith(f"{SHARDED}/")
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _Damaged(f"{checkpoint / MANIFEST} cannot be read ({error})") from None
-    if not wanted:
-        raise _Damaged(f"{checkpoint / MANIFEST} lists no weights")
-    for name, (size, checksum) in wanted.items():
-        digest = xxhash.xxh3_128()
-        try:
-            with (checkpoint / name).open("rb") as file:
-                while block := file.read(1 << 22):
-                    digest.update(block)
-            actual = (checkpoint / name).stat().st_size
-        except OSError as error:
-            raise _Damaged(f"{checkpoint / name} cannot be read ({error.strerror})") from None
-        if (actual, digest.hexdigest()) != (size, checksum):
-            raise _Damaged(f"{checkpoint / name} is damaged: its bytes do not match {MANIFEST}")
 
 
 @torch.no_grad()

@@ -13,54 +13,36 @@ manifest. Its metadata file is a pickle, so such a checkpoint must come from a p
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deskside.errors import RunError
+from deskside.export.checkpoints import (
+    MANIFEST,
+    OPTIMIZER,
+    SHARDED,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    Damaged,
+    files_of,
+    find,
+    fingerprint,
+    folder_name,
+    verify,
+)
 
-NAME = re.compile(r"step-(\d{9})")
-MANIFEST = "manifest.json"
 SET_ASIDE = "damaged-"
 Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint on disk."""
-
-    path: Path
-    step: int
-
-
-class Damaged(Exception):
-    """A checkpoint whose files do not match its manifest; the text says which and how."""
-
-
-def folder_name(step: int) -> str:
-    """step-000001000 for step 1000."""
-    return f"step-{step:09d}"
-
-
-def find(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints, newest first."""
-    found = []
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        match = NAME.fullmatch(entry.name)
-        if match and entry.is_dir():
-            found.append(Checkpoint(entry, int(match[1])))
-    return sorted(found, key=lambda c: c.step, reverse=True)
 
 
 def save(
@@ -79,15 +61,18 @@ def save(
         if sharded:
             dist.barrier()
             dcp.save(
-                {"model": model, "optimizer": optimizer}, checkpoint_id=temporary / "sharded", no_dist=False
+                {"model": model, "optimizer": optimizer}, checkpoint_id=temporary / SHARDED, no_dist=False
             )
         else:
-            save_file({k: v.contiguous() for k, v in model.items()}, temporary / "model.safetensors")
-            save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / "optimizer.safetensors")
+            save_file({k: v.contiguous() for k, v in model.items()}, temporary / WEIGHTS)
+            save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
         if writer:
-            _write(temporary / "state.json", json.dumps(state))
-            files = _files(temporary)
-            listing = {str(p.relative_to(temporary)): _fingerprint(p) for p in files}
+            _write(temporary / STATE, json.dumps(state))
+            files = files_of(temporary)
+            listing = {
+                str(p.relative_to(temporary)): dict(zip(("bytes", "xxh3_128"), fingerprint(p), strict=True))
+                for p in files
+            }
             _write(temporary / MANIFEST, json.dumps({"schema_version": 1, "files": listing}, indent=1))
             for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
                 _sync(path)
@@ -104,28 +89,6 @@ def save(
             f"older checkpoints are untouched"
         ) from None
     return Checkpoint(final, step)
-
-
-def verify(checkpoint: Checkpoint) -> None:
-    """Raises Damaged unless every file has the size and checksum that the manifest gives."""
-    path = checkpoint.path
-    try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-        listed = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
-    except OSError as error:
-        raise Damaged(f"{path / MANIFEST} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
-    for name, expected in listed.items():
-        try:
-            found = _fingerprint(path / name)
-        except (OSError, ValueError) as error:  # a flipped bit may have made a name that no file can have
-            raise Damaged(f"{path / name} cannot be read ({error})") from None
-        for what, is_, should in zip(("bytes", "xxh3_128"), found.values(), expected, strict=True):
-            if is_ != should:
-                raise Damaged(f"{path / name} is damaged: {what} {is_}, expected {should}")
-    if unlisted := {str(p.relative_to(path)) for p in _files(path)} - listed.keys() - {MANIFEST}:
-        raise Damaged(f"{path / MANIFEST} is damaged: it does not list {min(unlisted)}")
 
 
 def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -167,22 +130,17 @@ def set_aside(folder: Path, newer_than: int) -> list[Path]:
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """The JSON part of a verified checkpoint."""
-    return dict(json.loads((checkpoint.path / "state.json").read_text("utf-8")))
-
-
-def is_sharded(checkpoint: Checkpoint) -> bool:
-    """Whether the tensors are in torch.distributed.checkpoint's format."""
-    return (checkpoint.path / "sharded").is_dir()
+    return dict(json.loads((checkpoint.path / STATE).read_text("utf-8")))
 
 
 def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Tensors:
-    """`name` is "model" or "optimizer"; of a checkpoint that is not sharded."""
-    return load_file(checkpoint.path / f"{name}.safetensors", device=str(device))
+    """`name` is WEIGHTS or OPTIMIZER; of a checkpoint that is not sharded."""
+    return load_file(checkpoint.path / name, device=str(device))
 
 
 def load_sharded(checkpoint: Checkpoint, model: Tensors, optimizer: Tensors) -> None:
     """Fill the given (sharded) tensors in place. Every rank calls this."""
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint.path / "sharded")
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint.path / SHARDED)
 
 
 def prune(folder: Path, keep: int, permanent: Callable[[Checkpoint], bool]) -> None:
@@ -203,18 +161,6 @@ def _delete(path: Path) -> None:
     doomed = path.with_name(f".tmp-old-{path.name}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file())
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
 def _write(path: Path, text: str) -> None:

@@ -15,9 +15,9 @@ from deskside.engine.generate import generate
 from deskside.engine.sampling import Sampling
 from deskside.errors import UsageError
 from deskside.evaluate.bpb import BitsPerByte
+from deskside.export.checkpoints import load_weights
 from deskside.export.hf import save_hf
 from deskside.model.transformer import Transformer
-from deskside.train.keeper import load_weights
 from deskside.train.parallel import World
 from deskside.train.rundir import RunDirectory
 

@@ -64,7 +64,7 @@ class Terminal:
     @staticmethod
     def say(text: str) -> None:
         """One line to the person; rich prints it above a bar that is being drawn."""
-        Console(stderr=True, highlight=False).print(text, markup=False)
+        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 class TensorBoard:

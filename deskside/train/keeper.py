@@ -1,18 +1,17 @@
 """What a checkpoint of a run holds, and how a run comes back from one.
 
-Random numbers need no state: every draw in training is a function of (seed, step), and the order of the data is a
-function of (seed, epoch, sequence length, position). So weights, optimizer state, the position in the data, the clock
-and the guard are the whole truth.
+Random numbers need no state: a step draws none, initial weights are a function of the seed, and the order of the data
+is a function of (seed, epoch, sequence length, position). So weights, optimizer state, the position in the data, the
+clock and the guard are the whole truth.
 """
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from deskside.config.run import RunConfig
 from deskside.errors import RunError
+from deskside.export.checkpoints import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import clean_name
 from deskside.train import checkpoint as files
@@ -73,7 +72,7 @@ class CheckpointKeeper:
         if found is None:
             return None
         state = files.load_state(found)
-        if files.is_sharded(found):
+        if found.sharded:
             if not self.world.sharded:
                 raise RunError(
                     f"{found.path} was written by sharded processes; resume it with torchrun and --parallel.mode shard"
@@ -85,9 +84,9 @@ class CheckpointKeeper:
         else:
             if self.world.sharded:
                 raise RunError(f"{found.path} is not sharded; resume it without --parallel.mode shard")
-            load_weights(self.model, files.load_tensors(found, "model", self.world.device))
+            load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device))
             self.optimizer.load_state_dict_flat(
-                files.load_tensors(found, "optimizer", self.world.device), state["optimizer"]
+                files.load_tensors(found, OPTIMIZER, self.world.device), state["optimizer"]
             )
         self.guard.restore(state["guard"])
         self.clock.restore(float(state["clock_seconds"]))
@@ -115,7 +114,7 @@ class CheckpointKeeper:
         """The parameters by name; one that is used in two places stands once."""
         return {clean_name(name): parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def _newest_good(self) -> "files.Checkpoint | None":
+    def _newest_good(self) -> Checkpoint | None:
         folder, step = self.run.checkpoints, -1
         if self.world.first:
             found = files.newest_good(folder, self.warn)
@@ -124,26 +123,11 @@ class CheckpointKeeper:
                 for path in files.set_aside(folder, newer_than=step):
                     self.event(f"the damaged checkpoint was renamed to {path}")
         step = int(self.world.agreed([float(step)])[0])
-        return files.Checkpoint(folder / files.folder_name(step), step) if step >= 0 else None
+        return Checkpoint(folder / folder_name(step), step) if step >= 0 else None
 
 
-def _is_permanent(checkpoint: "files.Checkpoint") -> bool:
+def _is_permanent(checkpoint: Checkpoint) -> bool:
     try:
         return bool(files.load_state(checkpoint).get("permanent"))
     except (OSError, ValueError):  # damaged since it was written: not worth keeping for good
         return False
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy tensors into the model's parameters by name. Raises RunError when names or shapes differ."""
-    own: dict[str, Any] = {clean_name(name): parameter for name, parameter in model.named_parameters()}
-    if own.keys() != tensors.keys():
-        odd = min(own.keys() ^ tensors.keys())
-        raise RunError(f"these weights belong to another architecture: '{odd}' stands on one side only")
-    for name, parameter in own.items():
-        if parameter.shape != tensors[name].shape:
-            raise RunError(
-                f"'{name}' is {tuple(tensors[name].shape)} in the weights, {tuple(parameter.shape)} here"
-            )
-        parameter.copy_(tensors[name])

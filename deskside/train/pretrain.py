@@ -1,6 +1,5 @@
 """A pretraining run: set up, settle the micro-batch, plan, train, evaluate, export."""
 
-import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -17,16 +16,18 @@ from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset
+from deskside.export.checkpoints import load_weights
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
 from deskside.train import finish, machine, parallel, setup
-from deskside.train.clock import Clock, Revision, StepPlan, remaining_steps
+from deskside.train.clock import Clock, StepPlan
 from deskside.train.fit import CPU_MICRO_TOKENS, Fit, fit, rows_per_rank, worst_case_batch
 from deskside.train.guard import Guard
 from deskside.train.hooks import MetricsFile, Terminal, trackers
-from deskside.train.keeper import CheckpointKeeper, load_weights
+from deskside.train.keeper import CheckpointKeeper
 from deskside.train.parallel import World
+from deskside.train.planning import first_plan, planned_tokens
 from deskside.train.rundir import RunDirectory
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
@@ -79,7 +80,15 @@ def start(
             path = [str(run.path)]
         if world.size > 1:
             torch.distributed.broadcast_object_list(path, src=0)
-        return _Run(RunDirectory(Path(path[0])), config, world, weights, resumed=False).train()
+        run = RunDirectory(Path(path[0]))
+        try:
+            with run.held(world.first):
+                return _Run(run, config, world, weights, resumed=False).train()
+        except BaseException:
+            # What failed or was interrupted before it had a plan left nothing worth keeping.
+            if world.first and not (run.path / "plan.json").exists():
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
     finally:
         parallel.leave(world)
 
@@ -94,7 +103,8 @@ def resume(path: Path) -> Outcome:
         )
     world = parallel.join(config.compute.device, config.parallel.mode)
     try:
-        return _Run(run, config, world, None, resumed=True).train()
+        with run.held(world.first):
+            return _Run(run, config, world, None, resumed=True).train()
     finally:
         parallel.leave(world)
 
@@ -115,6 +125,8 @@ class _Run:
         if resumed and (run.path / "plan.json").exists():
             self.recorded = run.read_json("plan.json")
         self.masked = config.data.document_mask
+        assert config.schedule.length is not None  # `start` has seen to it
+        self.length = config.schedule.length
         self.clock = Clock(config.schedule.clock, deskside.STARTED)
         setup.be_deterministic(config)
         torch.manual_seed(config.seed)
@@ -133,6 +145,7 @@ class _Run:
         self.compile_mode = setup.prepare_execution(config, self.model, world)
         self.guard = Guard(config.guard)
         self.peak_flops = measure_matmul_peak(world.device, self.model.activation_dtype)
+        self.decided_until = 0
         self.sensors = machine.Sensors(world.device)
         self.peak_memory = 0.0
 
@@ -161,12 +174,10 @@ class _Run:
         self.evaluation_rows = fits[-1].micro_rows
         self.evaluation_seconds = self.time_evaluation()
 
-        length = self.config.schedule.length
-        assert length is not None
-        limit = length.value if length.unit == "seconds" else None
         self.save_seconds = 0.0
-        plan = self.first_plan(stages, limit)
-        scaling_tokens = int(self.recorded.get("scaling_tokens") or self.planned_tokens(plan, stages))
+        plan = self.first_plan(stages)
+        planned = planned_tokens(plan.revisions[0].remaining, stages)
+        scaling_tokens = int(self.recorded.get("scaling_tokens") or planned)
         self.stepper.optimizer = self.build_optimizer(scaling_tokens)
         keeper = CheckpointKeeper(
             self.run,
@@ -217,8 +228,9 @@ class _Run:
             measure=self.measure,
             event=self.event,
             journal=write_plan,
-            limit_seconds=limit,
+            limit_seconds=self.length.value if self.length.unit == "seconds" else None,
             reserve=self.reserve,
+            decided_until=self.decided_until,
         )
         try:
             with StopSignal() as stop:
@@ -274,6 +286,7 @@ class _Run:
             self.say("there is no checkpoint: starting from the beginning")
         step = progress.step if progress else 0
         dropped = self.run.cut_metrics(step) if self.world.first else 0
+        self.decided_until = step + dropped
         self.world.barrier()
         self.say(f"resumed at step {step}" + (f"; {dropped} later steps are repeated" if dropped else ""))
         return progress
@@ -357,52 +370,24 @@ class _Run:
         """Seconds to keep for what follows the last step: checkpoint, evaluation, export."""
         return self.evaluation_seconds + 2 * self.save_seconds if self.clock.kind == "wall" else 0.0
 
-    def first_plan(self, stages: list[StageWork], limit: float | None) -> StepPlan:
-        """The recorded plan of a resumed run, else the first estimate. Raises UsageError when no step fits."""
+    def first_plan(self, stages: list[StageWork]) -> StepPlan:
+        """The recorded plan of a resumed run, else the first estimate, the same on every process."""
         if self.recorded.get("revisions"):
             return StepPlan.from_json(self.recorded["revisions"])
-        length = self.config.schedule.length
-        assert length is not None
-        elapsed, ends = self.clock.seconds(), [s.until for s in stages]
-        if limit is not None:
-            left = limit - elapsed - self.reserve()
-            steps = remaining_steps(left, 0.0, ends, [s.dry_seconds for s in stages])
-            steps = int(self.world.agreed([float(steps)])[0])
-            if steps < 1:
-                raise UsageError(
-                    f"schedule.length: {length} is too short: setting up took {elapsed:.0f} s, evaluation and saving "
-                    f"need {self.reserve():.0f} s, and a step takes {stages[0].dry_seconds:.2f} s"
-                )
-            reason = "estimated from dry steps"
-        elif length.unit == "steps":
-            steps, reason = int(length.value), "length in steps"
-        else:
-            shares = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
-            tokens = float(length.value)
-            if length.unit == "epochs":
-                last = stages[-1]
-                tokens *= last.dataset.num_rows * last.sequence_length
-            mean = sum(share * s.tokens_per_step for share, s in zip(shares, stages, strict=True))
-            steps, reason = max(1, math.ceil(tokens / mean)), f"length in {length.unit}"
-        return StepPlan([Revision(0, 0.0, steps, elapsed, stages[0].dry_seconds, reason)])
-
-    def planned_tokens(self, plan: StepPlan, stages: list[StageWork]) -> int:
-        steps, start, tokens = plan.total_steps(0), 0.0, 0.0
-        for stage in stages:
-            tokens += (stage.until - start) * steps * stage.tokens_per_step
-            start = stage.until
-        return max(1, int(tokens))
+        dry = [stage.dry_seconds for stage in stages]
+        elapsed, reserve, *dry = self.world.agreed([self.clock.seconds(), self.reserve(), *dry])
+        return first_plan(self.length, stages, elapsed, reserve, dry)
 
     def plan_json(
         self, plan: StepPlan, fits: list[Fit], stages: list[StageWork], scaling_tokens: int
     ) -> dict[str, Any]:
         first = plan.revisions[0]
         return {
-            "length": str(self.config.schedule.length),
+            "length": str(self.length),
             "clock": self.config.schedule.clock,
             "initial": {
                 "steps": first.remaining,
-                "tokens": self.planned_tokens(StepPlan([first]), stages),
+                "tokens": planned_tokens(first.remaining, stages),
                 "seconds": first.elapsed_seconds
                 + first.remaining * (first.step_seconds or 0.0)
                 + self.reserve(),

@@ -13,6 +13,7 @@ half-written last line, which readers skip and a resumed run cuts away.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -37,23 +38,25 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
         """A new directory. A name that was asked for must be free; the default gets a number when it is taken."""
-        if name is not None:
-            if not name or name in (".", "..") or "/" in name or "\\" in name:
-                raise UsageError(f"--name {name!r}: must be a plain folder name")
-            path = root / name
-            if path.exists():
-                raise UsageError(
-                    f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
-                )
-        else:
-            path, number = root / default, 2
-            while path.exists():
-                path, number = root / f"{default}-{number}", number + 1
+        if name is not None and (not name or name in (".", "..") or "/" in name or "\\" in name):
+            raise UsageError(f"--name {name!r}: must be a plain folder name")
+        path, number = root / (name or default), 2
         try:
-            (path / "checkpoints").mkdir(parents=True)
+            root.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    if name is not None:
+                        raise UsageError(
+                            f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
+                        ) from None
+                    path, number = root / f"{default}-{number}", number + 1
+                else:
+                    (path / "checkpoints").mkdir()
+                    return cls(path)
         except OSError as error:
-            raise RunError(f"{path}: cannot be made: {error.strerror}") from None
-        return cls(path)
+            raise RunError(f"{error.filename or path}: cannot be made: {error.strerror}") from None
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
@@ -61,6 +64,24 @@ class RunDirectory:
         if not (path / "run.json").is_file():
             raise UsageError(f"{path}: is not a run (no run.json); runs are made by: deskside train PRESET")
         return cls(path)
+
+    @contextlib.contextmanager
+    def held(self, first: bool) -> Iterator[None]:
+        """Held by the training process; `first` is whether this is the one that writes. The lock dies with it.
+
+        Raises UsageError when another process is training this run.
+        """
+        if not first:
+            yield
+            return
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(
+                    f"{self.path}: another process is training this run; stop that one first"
+                ) from None
+            yield
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the run. Raises RunError naming the file when it is damaged."""

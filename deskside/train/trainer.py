@@ -81,7 +81,7 @@ class Trainer:
     """Runs steps until the plan is done or a signal comes.
 
     `limit_seconds` is the length in time (None: counted in steps) and `reserve` says how much of it must be left for
-    what follows the last step. `measure` adds what only the process knows to a row (mfu, memory, watts).
+    what follows the last step. Up to step `decided_until` the run was here before and revises nothing. `measure` adds what only the process knows to a row (mfu, memory, watts).
     """
 
     def __init__(
@@ -101,11 +101,13 @@ class Trainer:
         journal: Callable[[StepPlan], None],
         limit_seconds: float | None,
         reserve: Callable[[], float],
+        decided_until: int = 0,
     ):
         self.config, self.stepper, self.plan, self.clock = config, stepper, plan, clock
         self.progress, self.stages, self.keeper, self.hooks = progress, stages, keeper, hooks
         self.evaluate, self.measure, self.event, self.journal = evaluate, measure, event, journal
         self.limit_seconds, self.reserve = limit_seconds, reserve
+        self.decided_until = decided_until
         self._start_intervals()
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.timed_seconds, self.timed_tokens = 0.0, 0
@@ -277,7 +279,9 @@ class Trainer:
     def _replan(self) -> int:
         step = self.progress.step
         measured = len(self.recent) >= MEASURED_STEPS
-        if self.limit_seconds is None or step <= self.plan.journalled_until or not measured:
+        # Of repeated steps it is known whether the plan was revised: what the journal does not hold was not.
+        repeated = step <= max(self.plan.journalled_until, self.decided_until)
+        if self.limit_seconds is None or repeated or not measured:
             return -1
         # The step in flight has not been paid for yet.
         in_flight = self._step_seconds() if self._in_flight is not None else 0.0

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.errors import RunError
+from deskside.export.checkpoints import OPTIMIZER, WEIGHTS, Checkpoint, Damaged
 from deskside.train import checkpoint as files
-from deskside.train.checkpoint import Checkpoint, Damaged
 
 NAMES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
@@ -35,8 +35,8 @@ def never(text: str) -> None:
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     made = save(tmp_path, 7, note="café")
     assert made == files.newest_good(tmp_path, never) and made.path.name == "step-000000007"
-    assert files.load_state(made) == {"step": 7, "note": "café"} and not files.is_sharded(made)
-    for name, seed in (("model", 7), ("optimizer", 8)):
+    assert files.load_state(made) == {"step": 7, "note": "café"} and not made.sharded
+    for name, seed in ((WEIGHTS, 7), (OPTIMIZER, 8)):
         loaded = files.load_tensors(made, name, torch.device("cpu"))
         assert loaded.keys() == tensors(seed).keys()
         for key, value in tensors(seed).items():
@@ -120,7 +120,7 @@ def test_a_kill_at_any_operation_leaves_a_good_checkpoint(
         for found in files.find(folder):
             files.verify(found)
         assert torch.equal(
-            files.load_tensors(good, "model", torch.device("cpu"))["b"], tensors(good.step)["b"]
+            files.load_tensors(good, WEIGHTS, torch.device("cpu"))["b"], tensors(good.step)["b"]
         )
         save(folder, 4)
         files.prune(folder, 1, lambda c: False)

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deskside.config.run import RunConfig
-from deskside.train.step import Stepper
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
 
@@ -142,30 +140,33 @@ def test_a_run_killed_while_finishing_finishes(data: Path, tmp_path: Path, monke
     assert (run / "checkpoints/step-000000008/manifest.json").stat().st_mtime_ns == before
 
 
-def slow_after_step_45(root: Path, config: RunConfig) -> None:
-    original = Stepper.run
-
-    def run(self: Stepper, batches: Any, step: int, dry: bool = False) -> Any:
-        time.sleep(0.01 if step <= 45 else 0.03)
-        return original(self, batches, step, dry)
-
-    Stepper.run = run  # type: ignore[method-assign]
-    tiny_run.train(root, config)
+class Killed(BaseException):
+    """Stands for kill -9 where the clock is virtual: nothing in the product catches it, nothing is saved."""
 
 
-def test_a_run_in_hours_keeps_its_journal(data: Path, tmp_path: Path) -> None:
+def test_a_run_in_hours_keeps_its_journal(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps that are repeated after a kill get the learning rates that they had, though the speed is another.
 
     The plan is revised soon after step 45, where the run gets slow, so between the checkpoint and the kill.
     """
     schedule = {"length": "4s", "clock": "training"}
     config = tiny_run.config(data, schedule=schedule, checkpoint={"every": "40 steps"})
-    child = tiny_run.call(slow_after_step_45, tmp_path, config, log=tmp_path / "log")
+
+    def slow_after_step_45(step: int) -> float:
+        if step == 76:
+            raise Killed
+        return 0.01 if step <= 45 else 0.03
+
     run = tmp_path / "run"
-    kill_at_step(run, 75, child.kill, child.alive)
-    child.wait()
+    with monkeypatch.context() as patches:
+        tiny_run.VirtualTime(patches, slow_after_step_45)
+        with pytest.raises(Killed):
+            tiny_run.train(tmp_path, config)
     before, journal = curve(run), plan(run)["revisions"]
-    assert any(40 < r["step"] <= 75 for r in journal)
+    assert len(before) >= 74 and any(40 < r["step"] <= 75 for r in journal)
+    tiny_run.VirtualTime(monkeypatch, lambda step: 0.02)
     tiny_run.resume(run)
     assert "resumed at step 40" in tiny_run.events(run)
     after, last = curve(run), plan(run)["revisions"][-1]

@@ -35,7 +35,7 @@ def test_names_that_are_no_folder(name: str, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"demo: cannot be made: Not a directory"):
+    with pytest.raises(RunError, match=r"file: cannot be made: File exists"):
         RunDirectory.create(tmp_path / "file", None, "demo")
 
 

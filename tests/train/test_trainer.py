@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import time
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
-from deskside.errors import RunError
+from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.export.load import load_model
 from deskside.train import trainer
@@ -28,29 +28,18 @@ from tests.train.tiny_run import curve, events, plan, rows
 def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
     clock: str, slower: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half the throughput, or twice, from the middle on: it ends within the limit with its learning rate decayed.
-
-    Steps are made of sleep (30 ms and so on), so that other load on the machine hardly matters. On time means from
-    90 % to 101 % of the limit: a wall clock keeps a reserve for evaluation and saving, which is generous for a model
-    as small as this, and the last step may end late by itself.
-    """
-    limit, original, began = 6.0, Stepper.run, time.perf_counter()
-
-    def slow(self: Stepper, batches: list[Batch], step: int, dry: bool = False) -> Numbers:
-        changed = time.perf_counter() - began > limit / 2
-        end = time.perf_counter() + 0.03 * (slower if changed else 1.0)
-        numbers = original(self, batches, step, dry)
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return numbers
-
-    monkeypatch.setattr(Stepper, "run", slow)
+    """Half the throughput, or twice, from the middle on: it ends within the limit with its learning rate decayed."""
+    limit = 6.0
+    virtual = tiny_run.VirtualTime(
+        monkeypatch, lambda step: 0.03 * (slower if virtual.now > limit / 2 else 1.0)
+    )
     schedule = {"length": f"{limit}s", "clock": clock, "warmup": 0.1, "decay": 0.5, "final_lr_fraction": 0.1}
     config = tiny_run.config(
         data, schedule=schedule, optim={"name": "adamw"}, checkpoint={"every": "100 steps"}
     )
     summary = tiny_run.train(tmp_path, config).summary
     found = rows(tmp_path / "run")
-    assert 0.90 * limit <= summary["seconds"] <= 1.01 * limit
+    assert 0.97 * limit <= summary["seconds"] <= limit
     assert [r["step"] for r in found] == list(range(1, summary["steps"] + 1))
     lrs = [r["lr"] for r in found]
     # The last step is one step short of the end, so its rate is the final one and a step's worth of decay.
@@ -286,11 +275,28 @@ def test_given_weights_of_another_shape_are_refused(data: Path, tmp_path: Path) 
 def test_a_run_from_given_weights_without_a_checkpoint_does_not_start_from_others(
     data: Path, tmp_path: Path
 ) -> None:
-    config = tiny_run.config(data, schedule={"length": "3 steps"})
-    with pytest.raises(RunError):
-        tiny_run.train(tmp_path, config, weights={"only_here": torch.zeros(3)}, init="runs/base")
+    run = tiny_run.train(
+        tmp_path, tiny_run.config(data, schedule={"length": "3 steps"}), init="runs/base"
+    ).run
+    (run.path / "summary.json").unlink()
+    shutil.rmtree(run.checkpoints)
     with pytest.raises(RunError, match=r"before its first checkpoint; start it again with --init runs/base"):
         tiny_run.resume(tmp_path / "run")
+
+
+def test_what_fails_before_its_plan_leaves_no_run(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, schedule={"length": "3 steps"})
+    with pytest.raises(RunError, match="another architecture"):
+        tiny_run.train(tmp_path, config, weights={"only_here": torch.zeros(3)}, init="runs/base")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(data: Path, tmp_path: Path) -> None:
+    run = tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "3 steps"})).run
+    (run.path / "summary.json").unlink()
+    with run.held(True), pytest.raises(UsageError, match="another process is training this run"):
+        tiny_run.resume(run.path)
+    tiny_run.resume(run.path)
 
 
 # Deterministic kernels

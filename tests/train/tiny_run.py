@@ -20,12 +20,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import deskside
 from deskside.config.run import RunConfig
+from deskside.data.loader import Batch
 from deskside.train import pretrain
 from deskside.train.pretrain import Outcome
+from deskside.train.step import Numbers, Stepper
 
 TEXT = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -65,6 +68,28 @@ def settings(prepared: Path | str, /, **changes: Any) -> dict[str, Any]:
 
 def config(prepared: Path | str, /, **changes: Any) -> RunConfig:
     return RunConfig.model_validate(settings(prepared, **changes))
+
+
+class VirtualTime:
+    """A clock for `time.perf_counter` that a step moves on, and each look at it by a microsecond.
+
+    So no test depends on the machine's speed. `seconds_of(step)` is what a step takes; a dry step takes what step 1 does.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], float]):
+        self.now = 0.0
+        original = Stepper.run
+
+        def run(stepper: Stepper, batches: list[Batch], step: int, dry: bool = False) -> Numbers:
+            self.now += seconds_of(step)
+            return original(stepper, batches, step, dry)
+
+        monkeypatch.setattr(Stepper, "run", run)
+        monkeypatch.setattr(time, "perf_counter", self.look)
+
+    def look(self) -> float:
+        self.now += 1e-6
+        return self.now
 
 
 def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> Outcome:

@@ -1,0 +1,51 @@
+"""The first plan of a run: how many steps its length comes to, and how many tokens those steps hold."""
+
+import math
+from collections.abc import Sequence
+
+from deskside.config.duration import Duration
+from deskside.errors import UsageError
+from deskside.train.clock import Revision, StepPlan, remaining_steps
+from deskside.train.trainer import StageWork
+
+
+def first_plan(
+    length: Duration,
+    stages: Sequence[StageWork],
+    elapsed: float,
+    reserve: float,
+    dry_seconds: Sequence[float],
+) -> StepPlan:
+    """The plan at step 0.
+
+    elapsed: seconds that the clock shows; reserve: seconds kept for what follows the last step; dry_seconds: of a step
+    in each stage. The last three matter for a length in time alone. Raises UsageError when no step fits into it.
+    """
+    if length.unit == "seconds":
+        left = length.value - elapsed - reserve
+        steps = remaining_steps(left, 0.0, [s.until for s in stages], dry_seconds)
+        if steps < 1:
+            raise UsageError(
+                f"schedule.length: {length} is too short: setting up took {elapsed:.0f} s, evaluation and saving "
+                f"need {reserve:.0f} s, and a step takes {dry_seconds[0]:.2f} s"
+            )
+        reason = "estimated from dry steps"
+    elif length.unit == "steps":
+        steps, reason = int(length.value), "length in steps"
+    else:
+        tokens = float(length.value)
+        if length.unit == "epochs":
+            tokens *= stages[-1].dataset.num_rows * stages[-1].sequence_length
+        steps, reason = max(1, math.ceil(tokens / _mean_tokens(stages))), f"length in {length.unit}"
+    return StepPlan([Revision(0, 0.0, steps, elapsed, dry_seconds[0], reason)])
+
+
+def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:
+    """Tokens of `steps` steps spread over the stages."""
+    return max(1, round(steps * _mean_tokens(stages)))
+
+
+def _mean_tokens(stages: Sequence[StageWork]) -> float:
+    """Tokens per step, averaged over the run."""
+    starts = [0.0, *(stage.until for stage in stages[:-1])]
+    return sum((s.until - start) * s.tokens_per_step for s, start in zip(stages, starts, strict=True))
