@@ -81,7 +81,8 @@ class Trainer:
     """Runs steps until the plan is done or a signal comes.
 
     `limit_seconds` is the length in time (None: counted in steps) and `reserve` says how much of it must be left for
-    what follows the last step. Up to step `decided_until` the run was here before and revises nothing. `measure` adds what only the process knows to a row (mfu, memory, watts).
+    what follows the last step. Up to step `decided_until` the run was here before and revises nothing. `measure`
+    adds what only the process knows to a row (mfu, memory, watts).
     """
 
     def __init__(

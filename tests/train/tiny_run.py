@@ -73,7 +73,8 @@ def config(prepared: Path | str, /, **changes: Any) -> RunConfig:
 class VirtualTime:
     """A clock for `time.perf_counter` that a step moves on, and each look at it by a microsecond.
 
-    So no test depends on the machine's speed. `seconds_of(step)` is what a step takes; a dry step takes what step 1 does.
+    So no test depends on the machine's speed. `seconds_of(step)` is what a step takes, a dry step
+    what step 1 takes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], float]):

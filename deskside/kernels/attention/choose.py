@@ -52,7 +52,12 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
     UsageError for an unknown name and RunError when none passes.
     """
     if candidates is None:
-        considered = [b for b in BACKENDS.values() if need.device.type not in b.on_request]
+        masked = need.window is not None or need.documents
+        considered = [
+            b
+            for b in BACKENDS.values()
+            if need.device.type not in b.on_request and (masked or not b.for_masks)
+        ]
         considered.sort(key=lambda b: b.name == "reference")  # last: it is the way out, not a competitor
     else:
         considered = [backend_named(name) for name in candidates]

@@ -90,6 +90,7 @@ class Backend:
     on_request: frozenset[Device] = field(
         default_factory=frozenset
     )  # devices where `choose` must be asked for it
+    for_masks: bool = False  # worth trying, and compiling, only where there are windows or documents
     prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
 
     def why_not(self, need: Requirements) -> str | None:
