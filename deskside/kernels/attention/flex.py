@@ -72,6 +72,7 @@ register(
         window=True,
         documents=True,
         not_causal=True,
+        for_masks=True,
         prepare=block_mask,
     )
 )
