@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import deskside
+from deskside.budget.memory import training_memory
 from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
@@ -392,6 +393,7 @@ class _Run:
                 + first.remaining * (first.step_seconds or 0.0)
                 + self.reserve(),
                 "step_seconds": first.step_seconds,
+                "memory_gib": self.modelled_memory(fits, stages),
             },
             "scaling_tokens": scaling_tokens,
             "fit": [fitted.to_json() for fitted in fits],
@@ -400,6 +402,24 @@ class _Run:
             "compile": self.compile_mode,
             "revisions": plan.to_json(),
         }
+
+    def modelled_memory(self, fits: list[Fit], stages: list[StageWork]) -> float | None:
+        """Peak GPU memory in GiB by `budget/memory.py`; None on a CPU, whose resident set is not modelled."""
+        if self.world.device.type != "cuda":
+            return None
+        items = training_memory(
+            self.config.model,
+            max(
+                fitted.micro_rows * stage.sequence_length for fitted, stage in zip(fits, stages, strict=True)
+            ),
+            optimizer=self.config.optim.name,
+            compiled=self.compile_mode != "off",
+            activation_checkpointing=self.config.compute.activation_checkpointing,
+            loss_chunk_tokens=self.config.compute.loss_chunk_tokens,
+            low_precision=self.recipe == "bf16",
+            shards=self.world.size if self.world.sharded else 1,
+        )
+        return sum(items.values()) / 2**30
 
     # Measures
 
