@@ -13,6 +13,8 @@ import pynvml
 import torch
 
 import deskside
+from deskside.budget.shape import flops_per_token
+from deskside.config.run import RunConfig
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -75,6 +77,29 @@ class Sensors:
         except pynvml.NVMLError:  # some consumer boards answer only part of this
             self._handle = None
             return {"watts": None, "celsius": None, "throttled": None}
+
+
+class Meter:
+    """Completes a step's row with what only this process knows: utilisation, memory, and the GPU's sensors.
+
+    Utilisation (MFU) is the model's FLOPs as a share of the matmul peak that was measured on this device, `peak_flops`
+    in FLOP/s, times the number of processes.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, processes: int, peak_flops: float):
+        self.device, self.peak_flops = device, peak_flops
+        self._flops_per_token = flops_per_token(config.model, config.batch.sequence_length)
+        self._processes = processes
+        self._sensors = Sensors(device)
+
+    def mfu(self, tokens_per_second: float) -> float:
+        return self._flops_per_token * tokens_per_second / (self.peak_flops * self._processes)
+
+    def complete(self, row: dict[str, Any]) -> dict[str, Any]:
+        speed = row["tokens_per_second"]
+        row["mfu"] = self.mfu(speed) if speed is not None else None
+        row["memory_gib"] = peak_memory_gib(self.device)
+        return row | self._sensors.read()
 
 
 def _handle_of(device: torch.device) -> Any:

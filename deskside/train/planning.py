@@ -1,9 +1,11 @@
-"""The first plan of a run: how many steps its length comes to, and how many tokens those steps hold."""
+"""The first plan of a run: the steps that its length comes to, their tokens, the memory that a step needs."""
 
 import math
 from collections.abc import Sequence
 
+from deskside.budget.memory import training_memory
 from deskside.config.duration import Duration
+from deskside.config.run import RunConfig
 from deskside.errors import UsageError
 from deskside.train.clock import Revision, StepPlan, remaining_steps
 from deskside.train.trainer import StageWork
@@ -43,6 +45,23 @@ def first_plan(
 def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:
     """Tokens of `steps` steps spread over the stages."""
     return max(1, round(steps * _mean_tokens(stages)))
+
+
+def modelled_memory_gib(
+    config: RunConfig, micro_tokens: int, compiled: bool, bf16: bool, shards: int
+) -> float:
+    """Peak GPU memory of a step with `micro_tokens` per forward pass, by `budget/memory.py`."""
+    items = training_memory(
+        config.model,
+        micro_tokens,
+        optimizer=config.optim.name,
+        compiled=compiled,
+        activation_checkpointing=config.compute.activation_checkpointing,
+        loss_chunk_tokens=config.compute.loss_chunk_tokens,
+        low_precision=bf16,
+        shards=shards,
+    )
+    return sum(items.values()) / 2**30
 
 
 def _mean_tokens(stages: Sequence[StageWork]) -> float:

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 import deskside
-from deskside.budget.memory import training_memory
 from deskside.budget.scaling import scales
-from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
@@ -28,7 +26,7 @@ from deskside.train.guard import Guard
 from deskside.train.hooks import MetricsFile, Terminal, trackers
 from deskside.train.keeper import CheckpointKeeper
 from deskside.train.parallel import World
-from deskside.train.planning import first_plan, planned_tokens
+from deskside.train.planning import first_plan, modelled_memory_gib, planned_tokens
 from deskside.train.rundir import RunDirectory
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
@@ -145,10 +143,9 @@ class _Run:
         )
         self.compile_mode = setup.prepare_execution(config, self.model, world)
         self.guard = Guard(config.guard)
-        self.peak_flops = measure_matmul_peak(world.device, self.model.activation_dtype)
+        peak_flops = measure_matmul_peak(world.device, self.model.activation_dtype)
+        self.meter = machine.Meter(config, world.device, world.size, peak_flops)
         self.decided_until = 0
-        self.sensors = machine.Sensors(world.device)
-        self.peak_memory = 0.0
 
     def say(self, text: str) -> None:
         """Tell the person and the events file."""
@@ -202,7 +199,10 @@ class _Run:
             write_plan(plan)
         if self.world.first:
             facts = machine.describe(self.world.device, self.run.path)
-            facts["matmul_peak_tflops"] = {"value": round(self.peak_flops / 1e12, 2), "source": "measured"}
+            facts["matmul_peak_tflops"] = {
+                "value": round(self.meter.peak_flops / 1e12, 2),
+                "source": "measured",
+            }
             self.run.write_json("environment.json", facts)
         if progress is None:
             # Proves at once that the disk takes a checkpoint, and shows how long that is.
@@ -226,7 +226,7 @@ class _Run:
             keeper,
             hooks,
             evaluate=lambda: self.evaluate(self.config.evaluate.tokens).bpb,
-            measure=self.measure,
+            measure=self.meter.complete,
             event=self.event,
             journal=write_plan,
             limit_seconds=self.length.value if self.length.unit == "seconds" else None,
@@ -257,8 +257,8 @@ class _Run:
             tokens=trainer.progress.tokens,
             seconds=self.clock.seconds(),
             tokens_per_second=speed,
-            mfu=self.mfu(speed) if speed else None,
-            peak_memory_gib=self.peak_memory,
+            mfu=self.meter.mfu(speed) if speed else None,
+            peak_memory_gib=machine.peak_memory_gib(self.world.device),
         )
         model = finish.whole_model(self.model, self.world)
         if not self.world.first:
@@ -393,7 +393,8 @@ class _Run:
                 + first.remaining * (first.step_seconds or 0.0)
                 + self.reserve(),
                 "step_seconds": first.step_seconds,
-                "memory_gib": self.modelled_memory(fits, stages),
+                # A CPU's resident set is not modelled.
+                "memory_gib": self.modelled_memory(fits) if self.world.device.type == "cuda" else None,
             },
             "scaling_tokens": scaling_tokens,
             "fit": [fitted.to_json() for fitted in fits],
@@ -403,23 +404,12 @@ class _Run:
             "revisions": plan.to_json(),
         }
 
-    def modelled_memory(self, fits: list[Fit], stages: list[StageWork]) -> float | None:
-        """Peak GPU memory in GiB by `budget/memory.py`; None on a CPU, whose resident set is not modelled."""
-        if self.world.device.type != "cuda":
-            return None
-        items = training_memory(
-            self.config.model,
-            max(
-                fitted.micro_rows * stage.sequence_length for fitted, stage in zip(fits, stages, strict=True)
-            ),
-            optimizer=self.config.optim.name,
-            compiled=self.compile_mode != "off",
-            activation_checkpointing=self.config.compute.activation_checkpointing,
-            loss_chunk_tokens=self.config.compute.loss_chunk_tokens,
-            low_precision=self.recipe == "bf16",
-            shards=self.world.size if self.world.sharded else 1,
+    def modelled_memory(self, fits: list[Fit]) -> float:
+        tokens = [f.micro_rows * p.stage.sequence_length for f, p in zip(fits, self.stage_plans, strict=True)]
+        shards = self.world.size if self.world.sharded else 1
+        return modelled_memory_gib(
+            self.config, max(tokens), self.compile_mode != "off", self.recipe == "bf16", shards
         )
-        return sum(items.values()) / 2**30
 
     # Measures
 
@@ -439,16 +429,3 @@ class _Run:
         )
         parallel.reshard(self.model)
         return result
-
-    def measure(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add MFU (against the measured matmul peak of this device), peak memory and the GPU's sensors to a row."""
-        row["mfu"] = None
-        if row["tokens_per_second"] is not None:
-            row["mfu"] = self.mfu(row["tokens_per_second"])
-        row["memory_gib"] = self.peak_memory = machine.peak_memory_gib(self.world.device)
-        return row | self.sensors.read()
-
-    def mfu(self, tokens_per_second: float) -> float:
-        """Share of the measured matmul peak of all GPUs that the model's FLOPs make up."""
-        flops = flops_per_token(self.config.model, self.config.batch.sequence_length) * tokens_per_second
-        return flops / (self.peak_flops * self.world.size)
