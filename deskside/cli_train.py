@@ -16,6 +16,7 @@ from deskside.config import merge, overrides, presets
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
+from deskside.train.ready import check_start
 
 WARMUP = "warm-up ends"  # what optim.schedule.describe calls it
 
@@ -59,17 +60,18 @@ class TrainOptions:
 def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(TrainOptions, argv, "deskside train", DESCRIPTION)
+    source = _load(options.init) if options.init is not None else None
     if options.resume is not None:
         extra = [f for f in ("preset", "name", "hours", "depth", "init") if getattr(options, f) is not None]
         if given or extra:
             raise UsageError("--resume takes the configuration of the run; give no other options with it")
         config = _recorded(Path(options.resume))
     else:
-        config = _configure(options, given)
+        config = _configure(options, given, source)
     if options.dry_run:
         return _show(config, options.json)
     if options.resume is None:
-        _check_start(config)
+        check_start(config)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
 
@@ -84,8 +86,7 @@ def run(argv: Sequence[str]) -> int:
             options.name,
             _default_name(options),
             shlex.join(["deskside", "train", *argv]),
-            weights=_weights(options.init) if options.init else None,
-            init=options.init,
+            pretrain.Initial.of(source, str(options.init)) if source is not None else None,
         )
     if outcome.first and outcome.status == "finished":
         from deskside.report.commands import write_report
@@ -98,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _configure(options: TrainOptions, given: dict[str, Any]) -> RunConfig:
+def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> RunConfig:
     if options.preset is not None and options.depth is not None:
         raise UsageError("--depth and a preset both give a shape; give one of them")
     if options.preset is None and options.depth is None and options.init is None:
@@ -108,8 +109,8 @@ def _configure(options: TrainOptions, given: dict[str, Any]) -> RunConfig:
         layers = presets.layers(options.preset)
     if options.depth is not None:
         layers = [presets.depth(options.depth)]
-    if options.init is not None:
-        layers += merge.resolved("model", _shape_of(options.init))
+    if source is not None:
+        layers += merge.resolved("model", source.config.model_dump(mode="json"))
     if options.hours is not None:
         schedule = given.setdefault("schedule", {})
         if "hours" in schedule:
@@ -118,44 +119,22 @@ def _configure(options: TrainOptions, given: dict[str, Any]) -> RunConfig:
     return merge.build([*layers, given])
 
 
-def _check_start(config: RunConfig) -> None:
-    """What can be refused before torch is imported and a run directory is made."""
-    if config.schedule.length is None:
-        raise UsageError(
-            "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
-        )
-    path = config.data.path
-    prepare = "deskside data prepare SOURCE --out data/NAME"
-    if path is None:
-        raise UsageError(
-            f"data.path: no data was given; make some with: {prepare}; then add --data.path data/NAME"
-        )
-    if not config.data.sources and not (Path(path) / "index.json").exists():
-        raise UsageError(f"data.path: {path} is not prepared data (no index.json); make some with: {prepare}")
-
-
 def _default_name(options: TrainOptions) -> str:
     if options.preset is not None:
         return Path(options.preset).stem if options.preset.endswith(".toml") else options.preset
     return f"d{options.depth}" if options.depth is not None else Path(str(options.init)).name
 
 
+def _load(source: str) -> Any:
+    from deskside.export.load import load_model
+
+    return load_model(source)
+
+
 def _recorded(path: Path) -> RunConfig:
     from deskside.train.rundir import RunDirectory
 
     return RunConfig.model_validate(RunDirectory.open(path).read_json("run.json")["config"])
-
-
-def _shape_of(source: str) -> dict[str, Any]:
-    from deskside.export.load import load_model
-
-    return load_model(source).config.model_dump(mode="json")
-
-
-def _weights(source: str) -> dict[str, Any]:
-    from deskside.export.load import load_model
-
-    return {name: p.detach() for name, p in load_model(source).model.named_parameters()}
 
 
 def _show(config: RunConfig, as_json: bool) -> int:

@@ -12,11 +12,13 @@ throughput did. Revisions are written to plan.json before they take effect: a st
 the same revisions and so the same learning rate.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+DECAYED = 0.98  # progress from which on the learning rate is as good as decayed
 TOLERANCE = 0.02  # a plan that is off by more than this share of what is left is revised
 
 
@@ -103,10 +105,20 @@ def should_revise(
     return off > max(1.0, TOLERANCE * planned_remaining) and seconds_since_last >= limit_seconds / 200
 
 
+def decay_steps(step: int, progress: float) -> int:
+    """The fewest steps that may be left after `step` steps for the learning rate to decay: 8, or a fiftieth of them.
+
+    None where the run is as good as done. It matters only when time is lost all at once, as by a slow resume: the run
+    then ends late by these steps rather than with a learning rate that never fell.
+    """
+    return 0 if progress >= DECAYED else min(step, max(8, math.ceil(step / 50)))
+
+
 class Clock:
     """Seconds of the run, over all its processes one after another.
 
-    kind "wall" counts everything since the first process started, but for the time between a crash and its resume.
+    kind "wall" counts everything since the first process started, but for the time from the checkpoint that a run was
+    resumed from to its resume.
     kind "training" counts only what lies between `start_step` and `end_step`: no compile, evaluation or checkpoint.
     """
 

@@ -1,8 +1,9 @@
 """Micro-batch fitting: how many rows fit on this card at once, settled before any data is read.
 
-A dry step (forward, backward, optimizer, on a batch whose every position counts) is run with the largest candidate.
-Out of memory halves it, or takes the next smaller divisor; accumulation grows in return, so the effective batch never
-changes. The result is recorded in the run, and a resumed run does not search again.
+A dry step is run with the largest candidate: two passes where the step has several, so that gradients stand beside the
+activations, optimizer state included, on a batch whose every position counts. Out of memory halves it, or takes the
+next smaller divisor; accumulation grows in return, so the effective batch never changes. Candidates modelled to
+need far more than there is are not tried. The result is recorded, and a resumed run does not search again.
 """
 
 import gc
@@ -57,40 +58,43 @@ def fit(
     dry_step: Callable[[int], float],
     rows: int,
     largest: int,
-    world: World,
     say: Callable[[str], None],
+    forget: Callable[[], None],
 ) -> Fit:
-    """Run `dry_step(micro_rows)` (which returns seconds) with ever fewer rows until it fits on every process.
+    """Run `dry_step(micro_rows)` (which returns seconds) with ever fewer rows until it fits.
 
-    Raises RunError when one row does not fit.
+    `dry_step` raises torch.OutOfMemoryError on every process where one is out of memory; `forget` then frees what the
+    attempt left. Raises RunError when one row does not fit.
     """
     attempts: list[dict[str, Any]] = []
     for micro_rows in candidates(rows, largest):
-        seconds, fits = 0.0, 1
         try:
             seconds = dry_step(micro_rows)
         except torch.OutOfMemoryError as error:
-            fits = 0
             reason = str(error).split(".")[0]
             error.__traceback__ = None  # it holds the frames, and so the tensors, of the failed step
-        everywhere = bool(world.smallest(fits))
-        attempts.append(
-            {"micro_rows": micro_rows, "fits": everywhere, "seconds": seconds if everywhere else None}
-        )
-        if everywhere:
+        else:
+            attempts.append({"micro_rows": micro_rows, "fits": True, "seconds": seconds})
             return Fit(micro_rows, rows // micro_rows, tuple(attempts))
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        attempts.append({"micro_rows": micro_rows, "fits": False, "seconds": None})
+        forget()
         if micro_rows > 1:
-            detail = f" ({reason})" if not fits else " on another process"
             say(
-                f"{micro_rows} rows do not fit{detail}: trying fewer per pass and more passes; the batch stays the same"
+                f"{micro_rows} rows do not fit ({reason}): trying fewer per pass and more passes; "
+                f"the batch stays the same"
             )
     raise RunError(
         "out of memory with a single row: use a smaller model, a shorter --batch.sequence_length, "
         "--compute.activation_checkpointing block or a smaller --compute.loss_chunk_tokens"
     )
+
+
+def forget(device: torch.device) -> None:
+    """Free what a failed attempt left, its compiled code for that shape included."""
+    gc.collect()
+    torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def worst_case_batch(

@@ -13,8 +13,6 @@ import pynvml
 import torch
 
 import deskside
-from deskside.budget.shape import flops_per_token
-from deskside.config.run import RunConfig
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -86,18 +84,16 @@ class Meter:
     in FLOP/s, times the number of processes.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device, processes: int, peak_flops: float):
+    def __init__(self, device: torch.device, processes: int, peak_flops: float):
         self.device, self.peak_flops = device, peak_flops
-        self._flops_per_token = flops_per_token(config.model, config.batch.sequence_length)
         self._processes = processes
         self._sensors = Sensors(device)
 
-    def mfu(self, tokens_per_second: float) -> float:
-        return self._flops_per_token * tokens_per_second / (self.peak_flops * self._processes)
+    def mfu(self, flops_per_second: float) -> float:
+        return flops_per_second / (self.peak_flops * self._processes)
 
-    def complete(self, row: dict[str, Any]) -> dict[str, Any]:
-        speed = row["tokens_per_second"]
-        row["mfu"] = self.mfu(speed) if speed is not None else None
+    def complete(self, row: dict[str, Any], flops_per_second: float | None) -> dict[str, Any]:
+        row["mfu"] = self.mfu(flops_per_second) if flops_per_second is not None else None
         row["memory_gib"] = peak_memory_gib(self.device)
         return row | self._sensors.read()
 
@@ -142,6 +138,20 @@ def _versions(*names: str) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak of what came before, such as attempts that did not fit. A CPU's peak cannot be forgotten."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_memory_gib(device: torch.device) -> float:
+    """What this process may still take on its GPU, what it holds in torch's cache included."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return min(free + reserved, allowed) / 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -10,8 +10,9 @@ averaged.
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,14 @@ class World:
         values = torch.tensor(numbers, dtype=torch.float64)
         dist.broadcast(values, src=0)
         return values.tolist()
+
+    def shared(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives on rank 0, on every rank. For choices that a stopwatch or one device's check decides."""
+        if self.size == 1:
+            return make()
+        box = [make() if self.first else None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def smallest(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
@@ -76,9 +85,9 @@ def join(device: str, mode: str) -> World:
             "compute.device: cuda was asked for, but torch finds no GPU; use --compute.device cpu"
         )
     if size == 1:
-        if mode == "shard":
+        if mode != "auto":
             raise UsageError(
-                "parallel.mode: shard needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
+                f"parallel.mode: {mode} needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
             )
         return World(torch.device(chosen))
     local = int(os.environ["LOCAL_RANK"])

@@ -38,13 +38,13 @@ def first_plan(
         tokens = float(length.value)
         if length.unit == "epochs":
             tokens *= stages[-1].dataset.num_rows * stages[-1].sequence_length
-        steps, reason = max(1, math.ceil(tokens / _mean_tokens(stages))), f"length in {length.unit}"
+        steps, reason = max(1, math.ceil(tokens / mean_tokens(stages))), f"length in {length.unit}"
     return StepPlan([Revision(0, 0.0, steps, elapsed, dry_seconds[0], reason)])
 
 
 def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:
     """Tokens of `steps` steps spread over the stages."""
-    return max(1, round(steps * _mean_tokens(stages)))
+    return max(1, round(steps * mean_tokens(stages)))
 
 
 def modelled_memory_gib(
@@ -64,7 +64,12 @@ def modelled_memory_gib(
     return sum(items.values()) / 2**30
 
 
-def _mean_tokens(stages: Sequence[StageWork]) -> float:
+def mean_tokens(stages: Sequence[StageWork]) -> float:
     """Tokens per step, averaged over the run."""
+    return mean_over_run(stages, [stage.tokens_per_step for stage in stages])
+
+
+def mean_over_run(stages: Sequence[StageWork], values: Sequence[float]) -> float:
+    """The mean of one value per stage, weighted by the stage's share of the run."""
     starts = [0.0, *(stage.until for stage in stages[:-1])]
-    return sum((s.until - start) * s.tokens_per_step for s, start in zip(stages, starts, strict=True))
+    return sum((s.until - start) * value for s, start, value in zip(stages, starts, values, strict=True))

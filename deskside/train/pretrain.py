@@ -11,28 +11,36 @@ import torch
 
 import deskside
 from deskside.budget.scaling import scales
+from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
-from deskside.data.rows import PackedDataset
+from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset
 from deskside.export.checkpoints import load_weights
+from deskside.export.load import Loaded
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
 from deskside.train import finish, machine, parallel, setup
 from deskside.train.clock import Clock, StepPlan
-from deskside.train.fit import CPU_MICRO_TOKENS, Fit, fit, rows_per_rank, worst_case_batch
+from deskside.train.fit import Fit
 from deskside.train.guard import Guard
-from deskside.train.hooks import MetricsFile, Terminal, trackers
+from deskside.train.hooks import MetricsFile, Terminal, check_trackers, trackers
 from deskside.train.keeper import CheckpointKeeper
 from deskside.train.parallel import World
-from deskside.train.planning import first_plan, modelled_memory_gib, planned_tokens
+from deskside.train.planning import (
+    first_plan,
+    mean_over_run,
+    mean_tokens,
+    modelled_memory_gib,
+    planned_tokens,
+)
+from deskside.train.ready import check_start
 from deskside.train.rundir import RunDirectory
+from deskside.train.settle import Settler
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
 from deskside.train.trainer import Hook, Progress, StageWork, Trainer
-
-TIMED_DRY_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -45,20 +53,30 @@ class Outcome:
     first: bool
 
 
+@dataclass(frozen=True)
+class Initial:
+    """Weights to start from (continued pretraining): by parameter name, with the vocabulary that they belong to."""
+
+    source: str
+    weights: dict[str, torch.Tensor]
+    vocabulary: dict[str, int]
+
+    @classmethod
+    def of(cls, loaded: Loaded, source: str) -> "Initial":
+        weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+        return cls(source, weights, loaded.tokenizer.get_vocab(with_added_tokens=True))
+
+
 def start(
     config: RunConfig,
     root: Path,
     name: str | None,
     default_name: str,
     command: str,
-    weights: dict[str, torch.Tensor] | None = None,
-    init: str | None = None,
+    initial: Initial | None = None,
 ) -> Outcome:
-    """Begin a new run. `weights` are the tensors to start from (continued pretraining), `init` says where from."""
-    if config.schedule.length is None:
-        raise UsageError(
-            "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
-        )
+    """Begin a new run."""
+    check_start(config)
     world = parallel.join(config.compute.device, config.parallel.mode)
     try:
         path = [""]
@@ -72,7 +90,7 @@ def start(
                     "created": datetime.now(UTC).isoformat(timespec="seconds"),
                     "command": command,
                     "deskside": deskside.__version__,
-                    "init": init,
+                    "init": initial.source if initial else None,
                     "config": config.model_dump(mode="json"),
                 },
             )
@@ -82,7 +100,7 @@ def start(
         run = RunDirectory(Path(path[0]))
         try:
             with run.held(world.first):
-                return _Run(run, config, world, weights, resumed=False).train()
+                return _Run(run, config, world, initial, resumed=False).train()
         except BaseException:
             # What failed or was interrupted before it had a plan left nothing worth keeping.
             if world.first and not (run.path / "plan.json").exists():
@@ -116,7 +134,7 @@ class _Run:
         run: RunDirectory,
         config: RunConfig,
         world: World,
-        weights: dict[str, torch.Tensor] | None,
+        initial: Initial | None,
         resumed: bool,
     ):
         self.run, self.config, self.world, self.resumed = run, config, world, resumed
@@ -129,22 +147,28 @@ class _Run:
         self.clock = Clock(config.schedule.clock, deskside.STARTED)
         setup.be_deterministic(config)
         torch.manual_seed(config.seed)
+        check_trackers(config.track)
         data = setup.ensure_data(config, world, self.say)
         self.stage_plans = setup.open_stages(config, data)
         self.validation = setup.open_split(config, data, "val", config.batch.sequence_length)
-        if world.first and not run.tokenizer.exists():
-            shutil.copyfile(data / "tokenizer.json", run.tokenizer)
-        self.recipe, self.precision_facts = setup.choose_recipe(config.precision.name, world.device, self.say)
+        self.check_data(data, initial)
+        self.recipe, self.precision_facts = world.shared(
+            lambda: setup.choose_recipe(
+                self.recorded_recipe() or config.precision.name, world.device, self.say
+            )
+        )
         self.model: Transformer = setup.build_model(config, world, self.recipe)
-        if weights is not None:
-            load_weights(self.model, weights)
-        self.attention, self.attention_facts = setup.choose_attention(
-            config, self.model, world, config.batch.sequence_length, self.recorded.get("attention")
+        if initial is not None:
+            load_weights(self.model, initial.weights)
+        self.attention, self.attention_facts = world.shared(
+            lambda: setup.choose_attention(
+                config, self.model, world, config.batch.sequence_length, self.recorded.get("attention")
+            )
         )
         self.compile_mode = setup.prepare_execution(config, self.model, world)
         self.guard = Guard(config.guard)
         peak_flops = measure_matmul_peak(world.device, self.model.activation_dtype)
-        self.meter = machine.Meter(config, world.device, world.size, peak_flops)
+        self.meter = machine.Meter(world.device, world.size, peak_flops)
         self.decided_until = 0
 
     def say(self, text: str) -> None:
@@ -153,10 +177,44 @@ class _Run:
             self.run.event(text)
             Terminal.say(text)
 
+    def recorded_recipe(self) -> str | None:
+        recorded = self.recorded.get("precision")
+        return str(recorded["chosen"]) if recorded else None
+
+    def check_data(self, data: Path, initial: Initial | None) -> None:
+        """Refuse weights of another tokenizer, and to go on with other data. Keeps the tokenizer in the run."""
+        self.fingerprint = setup.fingerprint(self.validation)
+        if self.recorded.get("data", self.fingerprint) != self.fingerprint:
+            raise UsageError(
+                f"data.path: {data} is not the data that {self.run.path} was trained on; put that back, or start "
+                f"another run from its weights with: deskside train --init {self.run.path} --data.path {data}"
+            )
+        if initial is not None:
+            tokens = load_tokenizer(data).get_vocab(with_added_tokens=True)
+            odd = [token for token, number in tokens.items() if initial.vocabulary.get(token) != number]
+            if odd:
+                raise UsageError(
+                    f"--init {initial.source}: has another tokenizer than {data} ({len(odd)} tokens differ); prepare "
+                    f"the data with it: deskside data prepare ... --tokenizer {initial.source}"
+                )
+        if self.world.first and not self.run.tokenizer.exists():
+            shutil.copyfile(data / "tokenizer.json", self.run.tokenizer)
+
     # The run
 
     def train(self) -> Outcome:
-        fits, dry_seconds = self.settle_micro_batches()
+        self.stepper = Stepper(
+            self.model,
+            self.build_optimizer(self.config.batch.tokens, self.config.batch.tokens),
+            self.guard,
+            self.world,
+            self.config.compute,
+            self.attention,
+            self.config.optim.grad_clip,
+            list(self.model.parameters()),
+        )
+        settler = Settler(self.config, self.stepper, self.modelled_memory, self.say)
+        fits, dry_seconds = settler.settle(self.stage_plans, self.recorded.get("fit"))
         stages = [
             StageWork(
                 until=plan.stage.until,
@@ -166,17 +224,17 @@ class _Run:
                 window=plan.stage.window,
                 dataset=plan.dataset,
                 dry_seconds=seconds,
+                flops_per_token=flops_per_token(self.config.model, plan.stage.sequence_length),
             )
             for plan, fitted, seconds in zip(self.stage_plans, fits, dry_seconds, strict=True)
         ]
         self.evaluation_rows = fits[-1].micro_rows
         self.evaluation_seconds = self.time_evaluation()
 
-        self.save_seconds = 0.0
+        self.save_seconds = float(self.recorded.get("save_seconds", 0.0))
         plan = self.first_plan(stages)
-        planned = planned_tokens(plan.revisions[0].remaining, stages)
-        scaling_tokens = int(self.recorded.get("scaling_tokens") or planned)
-        self.stepper.optimizer = self.build_optimizer(scaling_tokens)
+        facts = self.facts(plan, fits, stages)
+        self.stepper.optimizer = self.build_optimizer(facts["scaling_tokens"], mean_tokens(stages))
         keeper = CheckpointKeeper(
             self.run,
             self.config,
@@ -193,23 +251,21 @@ class _Run:
 
         def write_plan(plan: StepPlan) -> None:
             if self.world.first:
-                self.run.write_json("plan.json", self.plan_json(plan, fits, stages, scaling_tokens))
+                self.run.write_json("plan.json", {**facts, "revisions": plan.to_json()})
 
-        if not self.recorded:
-            write_plan(plan)
         if self.world.first:
-            facts = machine.describe(self.world.device, self.run.path)
-            facts["matmul_peak_tflops"] = {
-                "value": round(self.meter.peak_flops / 1e12, 2),
-                "source": "measured",
-            }
-            self.run.write_json("environment.json", facts)
+            environment = machine.describe(self.world.device, self.run.path)
+            peak = round(self.meter.peak_flops / 1e12, 2)
+            environment["matmul_peak_tflops"] = {"value": peak, "source": "measured"}
+            self.run.write_json("environment.json", environment)
+        write_plan(plan)
         if progress is None:
             # Proves at once that the disk takes a checkpoint, and shows how long that is.
             progress = Progress()
             began = time.perf_counter()
             keeper.save(progress, self.clock.seconds())
-            self.save_seconds = time.perf_counter() - began
+            facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
+            write_plan(plan)
 
         hooks: list[Hook] = []
         if self.world.first:
@@ -233,6 +289,7 @@ class _Run:
             reserve=self.reserve,
             decided_until=self.decided_until,
         )
+        machine.reset_peak_memory(self.world.device)
         try:
             with StopSignal() as stop:
                 status = trainer.run(stop)
@@ -246,18 +303,21 @@ class _Run:
             return Outcome(self.run, status, {}, self.world.first)
         if trainer.progress.step != restored:  # else it was stopped while finishing: that checkpoint is there
             keeper.save(trainer.progress, self.clock.seconds())
+        self.stepper.set_window(
+            None
+        )  # what is evaluated and exported is the configuration's model, not a stage's
         return Outcome(self.run, status, self.finish(trainer), self.world.first)
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
         """Evaluate on everything, sample, export, and write the summary. Every rank calls this."""
         result = self.evaluate(None)
-        speed = trainer.tokens_per_second()
+        speed, flops = trainer.tokens_per_second(), trainer.flops_per_second()
         totals = finish.Totals(
             steps=trainer.progress.step,
             tokens=trainer.progress.tokens,
             seconds=self.clock.seconds(),
             tokens_per_second=speed,
-            mfu=self.meter.mfu(speed) if speed else None,
+            mfu=self.meter.mfu(flops) if flops else None,
             peak_memory_gib=machine.peak_memory_gib(self.world.device),
         )
         model = finish.whole_model(self.model, self.world)
@@ -294,67 +354,10 @@ class _Run:
 
     # Batch and time
 
-    def settle_micro_batches(self) -> tuple[list[Fit], list[float]]:
-        """Fit and time every stage with dry steps, which also compile everything."""
-        self.stepper = Stepper(
-            self.model,
-            self.build_optimizer(None),
-            self.guard,
-            self.world,
-            self.config.compute,
-            self.attention,
-            self.config.optim.grad_clip,
-            list(self.model.parameters()),
-        )
-        self.stepper.optimizer.set_progress(0.0, 0.0, 0)
-        recorded = self.recorded.get("fit")
-        fits, seconds = [], []
-        for index, plan in enumerate(self.stage_plans):
-            rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
-            self.stepper.set_window(plan.stage.window)
-
-            def dry(micro_rows: int, dataset: PackedDataset = plan.dataset) -> float:
-                return self.dry_step(micro_rows, dataset, 1)
-
-            # Another number of processes than before needs another division.
-            if recorded and recorded[index]["micro_rows"] * recorded[index]["accumulation"] == rows:
-                fitted = Fit(**{**recorded[index], "attempts": tuple(recorded[index]["attempts"])})
-                dry(fitted.micro_rows)
-            else:
-                fitted = fit(dry, rows, self.largest_micro_rows(plan, rows), self.world, self.say)
-            fits.append(fitted)
-            seconds.append(
-                min(
-                    self.dry_step(fitted.micro_rows, plan.dataset, fitted.accumulation)
-                    for _ in range(TIMED_DRY_STEPS)
-                )
-            )
-        return fits, seconds
-
-    def dry_step(self, micro_rows: int, dataset: PackedDataset, passes: int) -> float:
-        """Seconds of a step on the worst batch, which changes nothing. Raises torch.OutOfMemoryError."""
-        batch = worst_case_batch(
-            dataset, micro_rows, passes * self.world.size, self.world.device, self.masked
-        )
-        began = time.perf_counter()
-        try:
-            self.stepper.run([batch] * passes, step=1, dry=True).read()
-        except torch.OutOfMemoryError:
-            self.stepper.optimizer.zero_grad()
-            raise
-        return time.perf_counter() - began
-
-    def largest_micro_rows(self, plan: setup.StagePlan, rows: int) -> int:
-        """Where fitting starts: what was asked for, all rows on a GPU, a cache-sized batch on a CPU."""
-        length = plan.stage.sequence_length
-        if self.config.batch.micro_tokens != "auto":
-            return self.config.batch.micro_tokens // length
-        return rows if self.world.device.type == "cuda" else max(1, CPU_MICRO_TOKENS // length)
-
-    def build_optimizer(self, total_tokens: int | None) -> Optimizer:
-        """The optimizer, scaled to the run's length; for dry steps without one."""
-        batch = self.config.batch.tokens
-        scaling = scales(self.config.model.hidden_size, batch, total_tokens or batch, self.config.optim.name)
+    def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
+        """The optimizer with its rates scaled to the run's length and batch."""
+        hidden = self.config.model.hidden_size
+        scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
         return build(self.model, self.config.optim, scaling)
 
     def time_evaluation(self) -> float:
@@ -379,37 +382,38 @@ class _Run:
         elapsed, reserve, *dry = self.world.agreed([self.clock.seconds(), self.reserve(), *dry])
         return first_plan(self.length, stages, elapsed, reserve, dry)
 
-    def plan_json(
-        self, plan: StepPlan, fits: list[Fit], stages: list[StageWork], scaling_tokens: int
-    ) -> dict[str, Any]:
+    def facts(self, plan: StepPlan, fits: list[Fit], stages: list[StageWork]) -> dict[str, Any]:
+        """plan.json but for the revisions: what was settled when the run began, kept when it resumes."""
+        fitted = [f.to_json() for f in fits]
+        if self.recorded:
+            return {**self.recorded, "fit": fitted}
         first = plan.revisions[0]
+        tokens = max(f.micro_rows * stage.sequence_length for f, stage in zip(fits, stages, strict=True))
+        step_seconds = mean_over_run(stages, [stage.dry_seconds for stage in stages])
         return {
             "length": str(self.length),
             "clock": self.config.schedule.clock,
             "initial": {
                 "steps": first.remaining,
                 "tokens": planned_tokens(first.remaining, stages),
-                "seconds": first.elapsed_seconds
-                + first.remaining * (first.step_seconds or 0.0)
-                + self.reserve(),
-                "step_seconds": first.step_seconds,
+                "seconds": first.elapsed_seconds + first.remaining * step_seconds + self.reserve(),
+                "step_seconds": step_seconds,
                 # A CPU's resident set is not modelled.
-                "memory_gib": self.modelled_memory(fits) if self.world.device.type == "cuda" else None,
+                "memory_gib": self.modelled_memory(tokens) if self.world.device.type == "cuda" else None,
             },
-            "scaling_tokens": scaling_tokens,
-            "fit": [fitted.to_json() for fitted in fits],
+            "scaling_tokens": planned_tokens(first.remaining, stages),
+            "save_seconds": 0.0,
+            "data": self.fingerprint,
+            "fit": fitted,
             "attention": self.attention_facts,
             "precision": self.precision_facts,
             "compile": self.compile_mode,
-            "revisions": plan.to_json(),
         }
 
-    def modelled_memory(self, fits: list[Fit]) -> float:
-        tokens = [f.micro_rows * p.stage.sequence_length for f, p in zip(fits, self.stage_plans, strict=True)]
+    def modelled_memory(self, micro_tokens: int) -> float:
         shards = self.world.size if self.world.sharded else 1
-        return modelled_memory_gib(
-            self.config, max(tokens), self.compile_mode != "off", self.recipe == "bf16", shards
-        )
+        compiled = self.config.compute.compile != "off"
+        return modelled_memory_gib(self.config, micro_tokens, compiled, self.recipe == "bf16", shards)
 
     # Measures
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
@@ -29,11 +30,7 @@ Say = Callable[[str], None]
 
 def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
     """The prepared dataset of a run, made from `data.sources` first where it does not exist yet."""
-    if config.data.path is None:
-        raise UsageError(
-            "data.path: no data was given; prepare some with: deskside data prepare SOURCE --out data/NAME, "
-            "then add --data.path data/NAME"
-        )
+    assert config.data.path is not None  # `ready.check_start` has seen to it
     path = Path(config.data.path)
     if world.first and config.data.sources and not (path / "index.json").exists():
         say(f"preparing {', '.join(config.data.sources)} into {path}")
@@ -126,6 +123,11 @@ def prepare_execution(config: RunConfig, model: Transformer, world: World) -> st
     mode = config.compute.compile
     if mode == "auto":
         mode = "block" if world.device.type == "cuda" else "off"
+    if mode != "off":
+        # All blocks share one piece of code, which is compiled once for each stage and window, with and without
+        # gradients. Beyond torch's limit it would go on uncompiled with no more than a warning.
+        torch._dynamo.config.recompile_limit = 8 * (1 + len(config.stages()))
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
     if mode == "block":
         for block in model.layers:
             block.compile(dynamic=False)
@@ -134,6 +136,12 @@ def prepare_execution(config: RunConfig, model: Transformer, world: World) -> st
     if world.sharded:
         parallel.shard(model, model.layers, ("loss_and_balance", "token_losses"), world)
     return mode
+
+
+def fingerprint(dataset: PackedDataset) -> str:
+    """Of the tokens and the tokenizer of a prepared dataset, whatever its path: a resumed run must find the same."""
+    checksums = [shard.checksum for split in dataset.index.splits.values() for shard in split.shards]
+    return xxhash.xxh3_128_hexdigest("\n".join([dataset.index.tokenizer.checksum, *checksums]).encode())
 
 
 def be_deterministic(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deskside.config.parts import ComputeConfig
 from deskside.data.loader import Batch
+from deskside.errors import RunError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.model.transformer import Transformer
@@ -86,10 +87,25 @@ class Stepper:
         )
 
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> Numbers:
-        """Step number `step` (from 1).
+        """Step number `step` (from 1). A `dry` one computes everything and changes nothing.
+
+        A dry step raises torch.OutOfMemoryError on every process where one is out of memory, or RunError when the
+        model is sharded: then the others already wait inside of the model.
+        """
+        total = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
+        sum_gradients(self.parameters, self.world)
+        self.world.summed(total)
+        norm = self.optimizer.clip_and_norm(self.grad_clip)
+        skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
+        self.optimizer.step(skip)
+        self.optimizer.zero_grad()
+        return Numbers(torch.stack((total, norm.to(total.dtype), skip)))
+
+    def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """The gradients of all micro-batches, and their loss. Of this process alone, unless the model is sharded.
 
         The loss is divided by the valid tokens of all micro-batches on all processes, so neither packing nor
-        accumulation changes it. A `dry` step computes everything and changes nothing.
+        accumulation changes it.
         """
         valid = micro_batches[0].num_valid_step
         total = torch.zeros((), device=self.world.device)
@@ -102,10 +118,20 @@ class Stepper:
                 share = batch.num_valid / valid
                 loss = loss + self.model.config.router_aux_loss_coef * share * balance
             loss.backward()
-        sum_gradients(self.parameters, self.world)
-        self.world.summed(total)
-        norm = self.optimizer.clip_and_norm(self.grad_clip)
-        skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
-        self.optimizer.step(skip)
-        self.optimizer.zero_grad()
-        return Numbers(torch.stack((total, norm.to(total.dtype), skip)))
+        return total
+
+    def forward_backward_dry(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """The same, and all processes agree on whether it fitted before any of them waits for another."""
+        failure: torch.OutOfMemoryError | None = None
+        total = torch.zeros((), device=self.world.device)
+        try:
+            total = self.forward_backward(micro_batches)
+        except torch.OutOfMemoryError as error:
+            if self.world.sharded:
+                raise RunError(
+                    f"out of memory while sharded ({str(error).split('.')[0]}); give a smaller --batch.micro_tokens"
+                ) from None
+            failure = error
+        if not self.world.smallest(int(failure is None)):
+            raise failure or torch.OutOfMemoryError("another process is out of memory")
+        return total

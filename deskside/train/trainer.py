@@ -17,7 +17,7 @@ from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError
 from deskside.optim.schedule import lr_factor
-from deskside.train.clock import Clock, StepPlan, remaining_steps, should_revise
+from deskside.train.clock import Clock, StepPlan, decay_steps, remaining_steps, should_revise
 from deskside.train.interval import Interval, Position
 from deskside.train.step import Numbers, Stepper
 from deskside.train.stop import StopSignal
@@ -28,7 +28,7 @@ MEASURED_STEPS = 5  # steps before what was measured replaces the estimate of th
 
 @dataclass
 class StageWork:
-    """One stage of the run: its rows, its batch, and how long a step of it takes by the dry step (seconds)."""
+    """One stage of the run: its rows, its batch, and what a step of it takes by the dry step (seconds)."""
 
     until: float
     sequence_length: int
@@ -37,6 +37,7 @@ class StageWork:
     window: int | None
     dataset: PackedDataset
     dry_seconds: float
+    flops_per_token: float
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Trainer:
         hooks: Sequence[Hook],
         *,
         evaluate: Callable[[], float],
-        measure: Callable[[dict[str, Any]], dict[str, Any]],
+        measure: Callable[[dict[str, Any], float | None], dict[str, Any]],
         event: Callable[[str], None],
         journal: Callable[[StepPlan], None],
         limit_seconds: float | None,
@@ -111,7 +112,9 @@ class Trainer:
         self.decided_until = decided_until
         self._start_intervals()
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self.timed_seconds, self.timed_tokens = 0.0, 0
+        self.timed_seconds, self.timed_tokens, self.timed_flops, self.paused_seconds = 0.0, 0, 0.0, 0.0
+        # A warm-up in steps is a share of the run as it was first planned, or a revision would move its end.
+        self.first_steps = max(1, plan.total_steps(0))
         self._in_flight: InFlight | None = None
         self._lap: float | None = None
         self._stage = -1
@@ -138,7 +141,7 @@ class Trainer:
         progress, number = self.progress, self.progress.step + 1
         stage, batches = self._enter_stage()
         share = self.plan.progress(progress.step)
-        factor = lr_factor(self.config.schedule, share, max(1, self.plan.total_steps(progress.step)))
+        factor = lr_factor(self.config.schedule, share, self.first_steps)
         self.stepper.optimizer.set_progress(factor, share, progress.step)
         numbers = self.stepper.run(next(batches), number)
         # A CPU is done when the call returns; a GPU has only been told what to do.
@@ -168,12 +171,14 @@ class Trainer:
         if not (must_stop or evaluate or save or done):
             return False
         row = self._settle()
+        paused = time.perf_counter()
         self.clock.stop()
         if evaluate and not done:
             row["val_bpb"] = self.evaluate()
         self._log(row)
         if (save or must_stop) and not done:
             self.keeper.save(self.progress, self.clock.seconds())
+        self.paused_seconds += time.perf_counter() - paused
         self._resume()
         return must_stop and not done
 
@@ -196,6 +201,10 @@ class Trainer:
 
     def position(self) -> Position:
         return Position(self.progress.step, self.progress.tokens, self.clock.seconds())
+
+    def flops_per_second(self) -> float | None:
+        """The model's FLOPs over the same steps."""
+        return self.timed_flops / self.timed_seconds if self.timed_seconds else None
 
     def tokens_per_second(self) -> float | None:
         """Mean over the steps of this process, pauses for evaluation and checkpoints left out."""
@@ -236,15 +245,17 @@ class Trainer:
         loss, norm, skipped = step.numbers.read()
         now = step.finished or time.perf_counter()
         verdict = self.stepper.guard.judge(row["step"], loss, norm, skipped)
-        tokens_per_second = None
+        tokens_per_second = flops_per_second = None
         if self._lap is not None:
             seconds = now - self._lap
+            stage = self.stages[step.stage]
             if step.stage == self._stage:  # a new stage's first step may be in flight already
                 self.recent.append(seconds)
-            tokens = self.stages[step.stage].tokens_per_step
-            tokens_per_second = tokens / seconds
+            tokens_per_second = stage.tokens_per_step / seconds
+            flops_per_second = tokens_per_second * stage.flops_per_token
             self.timed_seconds += seconds
-            self.timed_tokens += tokens
+            self.timed_tokens += stage.tokens_per_step
+            self.timed_flops += stage.tokens_per_step * stage.flops_per_token
         self._lap = now
         if verdict.skipped:
             self.event(f"step {row['step']} skipped: {verdict.reason}")
@@ -252,7 +263,7 @@ class Trainer:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "val_bpb": None, "grad_norm": norm}
         row |= {"skipped": verdict.skipped, "tokens_per_second": tokens_per_second}
-        return self.measure(row)
+        return self.measure(row, flops_per_second)
 
     def _settle(self) -> dict[str, Any]:
         """Wait for the step in flight and return its row, not logged yet."""
@@ -284,13 +295,22 @@ class Trainer:
         repeated = step <= max(self.plan.journalled_until, self.decided_until)
         if self.limit_seconds is None or repeated or not measured:
             return -1
-        # The step in flight has not been paid for yet.
+        # The step in flight has not been paid for yet, and evaluations and checkpoints will take their share again.
         in_flight = self._step_seconds() if self._in_flight is not None else 0.0
         left = self.limit_seconds - self.reserve() - self.clock.seconds() - in_flight
-        estimate = remaining_steps(
-            left, self.plan.progress(step), [s.until for s in self.stages], self._stage_seconds()
-        )
-        planned = self.plan.total_steps(step) - step
+        if self.clock.kind == "wall" and self.timed_seconds:
+            left *= self.timed_seconds / (self.timed_seconds + self.paused_seconds)
+        progress, planned = self.plan.progress(step), self.plan.total_steps(step) - step
+        estimate = remaining_steps(left, progress, [s.until for s in self.stages], self._stage_seconds())
+        floor = decay_steps(step, progress)
+        if estimate < floor:
+            if planned <= floor:  # decided before
+                return -1
+            self.event(
+                f"the length of {self.limit_seconds:.0f} s cannot be met: {floor} more steps are taken, so that the "
+                f"learning rate decays"
+            )
+            return floor
         since = self.clock.seconds() - self.plan.revisions[-1].elapsed_seconds
         return estimate if should_revise(planned, estimate, since, self.limit_seconds) else -1
 

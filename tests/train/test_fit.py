@@ -2,19 +2,27 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deskside.config.run import RunConfig
+from deskside.data.loader import Batch
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
 from deskside.train.fit import candidates, fit, rows_per_rank, worst_case_batch
 from deskside.train.parallel import World
+from deskside.train.step import Stepper
+from tests.train import tiny_run
 
 CPU = torch.device("cpu")
-ONE = World(CPU)
+
+
+def nothing() -> None:
+    """Nothing to forget after an attempt on the fake card."""
 
 
 class Card:
@@ -48,7 +56,7 @@ def test_candidates_divide_and_halve_and_end_at_one(rows: int, largest: int) -> 
 @given(st.integers(1, 200), st.integers(1, 300), st.integers(1, 200))
 def test_the_effective_batch_never_changes(rows: int, largest: int, room: int) -> None:
     card, said = Card(room), list[str]()
-    fitted = fit(card.dry_step, rows, largest, ONE, said.append)
+    fitted = fit(card.dry_step, rows, largest, said.append, nothing)
     assert fitted.micro_rows * fitted.accumulation == rows and fitted.micro_rows <= room
     assert card.tried == [a["micro_rows"] for a in fitted.attempts]
     assert [a["fits"] for a in fitted.attempts] == [False] * (len(card.tried) - 1) + [True]
@@ -60,13 +68,13 @@ def test_the_effective_batch_never_changes(rows: int, largest: int, room: int) -
 
 def test_powers_of_two_halve() -> None:
     card = Card(5)
-    fitted = fit(card.dry_step, 32, 32, ONE, lambda text: None)
+    fitted = fit(card.dry_step, 32, 32, lambda text: None, nothing)
     assert card.tried == [32, 16, 8, 4] and (fitted.micro_rows, fitted.accumulation) == (4, 8)
 
 
 def test_a_single_row_that_does_not_fit_says_what_to_do() -> None:
     with pytest.raises(RunError, match=r"single row.*activation_checkpointing block"):
-        fit(Card(0).dry_step, 8, 8, ONE, lambda text: None)
+        fit(Card(0).dry_step, 8, 8, lambda text: None, nothing)
 
 
 def test_other_errors_are_not_taken_for_memory() -> None:
@@ -74,7 +82,35 @@ def test_other_errors_are_not_taken_for_memory() -> None:
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        fit(broken, 8, 8, ONE, lambda text: None)
+        fit(broken, 8, 8, lambda text: None, nothing)
+
+
+def scarce(root: Path, config: RunConfig) -> None:
+    """Trains where the last process cannot hold the activations of 4 rows beside gradients."""
+    original = Stepper.losses
+
+    def losses(stepper: Stepper, batch: Batch) -> Any:
+        second = any(p.grad is not None for p in stepper.parameters)
+        last = stepper.world.rank == stepper.world.size - 1
+        if last and len(batch.tokens_BT) >= 4 and second:
+            raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+        return original(stepper, batch)
+
+    Stepper.losses = losses  # type: ignore[method-assign]
+    tiny_run.train(root, config)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_fits_only_without_gradients_does_not_fit(data: Path, tmp_path: Path, ranks: int) -> None:
+    """A second pass has gradients beside its activations. One process that is short of memory decides for all."""
+    batch = {"sequence_length": 32, "tokens": ranks * 8 * 32, "micro_tokens": 4 * 32}
+    config = tiny_run.config(data, batch=batch, schedule={"length": "3 steps"})
+    child = tiny_run.call(scarce, tmp_path, config, ranks=ranks, log=tmp_path / "log")
+    assert child.wait() == 0, child.text()
+    fitted = tiny_run.plan(tmp_path / "run")["fit"][0]
+    assert (fitted["micro_rows"], fitted["accumulation"]) == (2, 4)
+    assert [a["fits"] for a in fitted["attempts"]] == [False, True]
+    assert len(tiny_run.rows(tmp_path / "run")) == 3
 
 
 def test_rows_that_processes_cannot_share() -> None:

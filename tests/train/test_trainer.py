@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 
 from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
+from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.export.load import load_model
 from deskside.train import trainer
+from deskside.train.pretrain import Initial
 from deskside.train.step import Numbers, Stepper
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, events, plan, rows
@@ -51,6 +54,29 @@ def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
     assert len(revisions) > 1 and all(r["reason"] for r in revisions)
 
 
+def test_time_lost_all_at_once_leaves_steps_to_decay(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All the time that was left is lost in one step at full learning rate: eight more steps are taken."""
+    tiny_run.VirtualTime(monkeypatch, lambda step: 5.0 if step == 100 else 0.02)
+    schedule = {"length": "6s", "clock": "training", "warmup": 0.0, "decay": 0.2, "final_lr_fraction": 0.0}
+    summary = tiny_run.train(tmp_path, tiny_run.config(data, schedule=schedule)).summary
+    lrs = [r["lr"] for r in rows(tmp_path / "run")]
+    assert 107 < summary["steps"] <= 110 and lrs[-1] < 0.5 * lrs[0]
+    assert "the length of 6 s cannot be met: 8 more steps" in events(tmp_path / "run")
+
+
+def test_a_warmup_in_steps_does_not_move_when_the_plan_is_revised(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_run.VirtualTime(monkeypatch, lambda step: 0.02 if step < 60 else 0.06)
+    schedule = {"length": "6s", "clock": "training", "warmup": 40, "decay": 0.2}
+    tiny_run.train(tmp_path, tiny_run.config(data, schedule=schedule))
+    lrs = [r["lr"] for r in rows(tmp_path / "run")]
+    peak = lrs.index(max(lrs))
+    assert all(b <= a for a, b in itertools.pairwise(lrs[peak:])) and 35 <= peak <= 45
+
+
 def test_a_length_that_no_step_fits_into_says_so(data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, schedule={"length": "0.001s"})
     child = tiny_run.call(tiny_run.train, tmp_path, config, log=tmp_path / "log")
@@ -74,7 +100,7 @@ class Poison:
         poison = self
 
         def following(loader: Loader) -> list[Batch]:
-            position = loader.next_row // loader.rows_per_step
+            position = loader._next_row // loader.rows_per_step
             batches = original_next(loader)
             position_of.update({id(b): position for b in batches})
             poison.kept = batches  # so that no id is used again while it counts
@@ -266,18 +292,50 @@ def test_a_run_begins_from_given_weights(data: Path, tmp_path: Path) -> None:
     assert firsts[0] == pytest.approx(last, abs=0.25) and firsts[0] < rows(base)[0]["loss"] - 1
 
 
+def foreign(data: Path) -> Initial:
+    """Weights that fit no model, of the data's own tokenizer."""
+    vocabulary = load_tokenizer(data).get_vocab(with_added_tokens=True)
+    return Initial("runs/base", {"only_here": torch.zeros(3)}, vocabulary)
+
+
+def test_weights_of_another_tokenizer_are_refused(data: Path, tmp_path: Path) -> None:
+    initial = foreign(data)
+    first, second = sorted(initial.vocabulary, key=initial.vocabulary.__getitem__)[-2:]
+    swapped = {
+        **initial.vocabulary,
+        first: initial.vocabulary[second],
+        second: initial.vocabulary[first],
+    }
+    with pytest.raises(
+        UsageError, match=r"another tokenizer .* \(2 tokens differ\); prepare the data with it"
+    ):
+        tiny_run.train(tmp_path, tiny_run.config(data), initial=replace(initial, vocabulary=swapped))
+
+
+def test_a_run_does_not_go_on_with_other_data(data: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "data"
+    shutil.copytree(data, moved)
+    run = tiny_run.train(tmp_path, tiny_run.config(moved, schedule={"length": "3 steps"})).run
+    (run.path / "summary.json").unlink()
+    plan_before = plan(run.path)
+    run.write_json("plan.json", {**plan_before, "data": "0" * 32})
+    with pytest.raises(UsageError, match=r"is not the data that .* was trained on"):
+        tiny_run.resume(run.path)
+    run.write_json("plan.json", plan_before)
+    tiny_run.resume(run.path)
+
+
 def test_given_weights_of_another_shape_are_refused(data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data)
     with pytest.raises(RunError, match=r"another architecture: 'embed\.weight' stands on one side only"):
-        tiny_run.train(tmp_path, config, weights={"only_here": torch.zeros(3)})
+        tiny_run.train(tmp_path, config, initial=foreign(data))
 
 
 def test_a_run_from_given_weights_without_a_checkpoint_does_not_start_from_others(
     data: Path, tmp_path: Path
 ) -> None:
-    run = tiny_run.train(
-        tmp_path, tiny_run.config(data, schedule={"length": "3 steps"}), init="runs/base"
-    ).run
+    run = tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "3 steps"})).run
+    run.write_json("run.json", {**run.read_json("run.json"), "init": "runs/base"})
     (run.path / "summary.json").unlink()
     shutil.rmtree(run.checkpoints)
     with pytest.raises(RunError, match=r"before its first checkpoint; start it again with --init runs/base"):
@@ -287,7 +345,7 @@ def test_a_run_from_given_weights_without_a_checkpoint_does_not_start_from_other
 def test_what_fails_before_its_plan_leaves_no_run(data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, schedule={"length": "3 steps"})
     with pytest.raises(RunError, match="another architecture"):
-        tiny_run.train(tmp_path, config, weights={"only_here": torch.zeros(3)}, init="runs/base")
+        tiny_run.train(tmp_path, config, initial=foreign(data))
     assert not (tmp_path / "run").exists()
 
 

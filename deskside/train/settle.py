@@ -1,0 +1,84 @@
+"""Settling the micro-batch of every stage by dry steps, which also compile everything and time a step."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deskside.config.run import RunConfig
+from deskside.data.rows import PackedDataset
+from deskside.train import machine
+from deskside.train.fit import CPU_MICRO_TOKENS, Fit, candidates, fit, forget, rows_per_rank, worst_case_batch
+from deskside.train.setup import StagePlan
+from deskside.train.step import Stepper
+
+TIMED_DRY_STEPS = 2
+HOPELESS = 1.3  # candidates modelled to need this many times the memory that is free are not tried
+
+
+class Settler:
+    """`modelled_memory(micro_tokens)` is the modelled peak of a step in GiB."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stepper: Stepper,
+        modelled_memory: Callable[[int], float],
+        say: Callable[[str], None],
+    ):
+        self.config, self.stepper, self.modelled_memory, self.say = config, stepper, modelled_memory, say
+        self.world = stepper.world
+
+    def settle(
+        self, plans: Sequence[StagePlan], recorded: Sequence[dict[str, Any]] | None
+    ) -> tuple[list[Fit], list[float]]:
+        """The micro-batch of every stage, as recorded or found, and the seconds of a step with it."""
+        self.stepper.optimizer.create_state()  # it must be there when it is found what fits beside it
+        self.stepper.optimizer.set_progress(0.0, 0.0, 0)
+        fits, seconds = [], []
+        for index, plan in enumerate(plans):
+            rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
+            self.stepper.set_window(plan.stage.window)
+            fits.append(self.fit(plan, rows, recorded[index] if recorded else None))
+            times = [self.dry_step(fits[-1].micro_rows, plan.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
+            seconds.append(min(times))
+        return fits, seconds
+
+    def fit(self, plan: StagePlan, rows: int, recorded: dict[str, Any] | None) -> Fit:
+        """The micro-batch of one stage of `rows` rows per step on this process."""
+
+        def dry(micro_rows: int) -> float:
+            return self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
+
+        # Another number of processes than before needs another division.
+        if recorded and recorded["micro_rows"] * recorded["accumulation"] == rows:
+            found = Fit(**{**recorded, "attempts": tuple(recorded["attempts"])})
+            dry(found.micro_rows)
+            return found
+        return fit(dry, rows, self.largest(plan, rows), self.say, lambda: forget(self.world.device))
+
+    def dry_step(self, micro_rows: int, dataset: PackedDataset, rows: int) -> float:
+        """Seconds of a step of `rows` rows, which changes nothing. Raises torch.OutOfMemoryError."""
+        passes = rows // micro_rows
+        masked, device = self.config.data.document_mask, self.world.device
+        batch = worst_case_batch(dataset, micro_rows, passes * self.world.size, device, masked)
+        began = time.perf_counter()
+        try:
+            self.stepper.run([batch] * passes, step=1, dry=True).read()
+        except torch.OutOfMemoryError:
+            self.stepper.optimizer.zero_grad()
+            raise
+        return time.perf_counter() - began
+
+    def largest(self, plan: StagePlan, rows: int) -> int:
+        """Where fitting starts: what was asked for, what is modelled to fit on a GPU, a cache-sized batch on a CPU."""
+        length = plan.stage.sequence_length
+        if self.config.batch.micro_tokens != "auto":
+            return self.config.batch.micro_tokens // length
+        if self.world.device.type == "cpu":
+            return max(1, CPU_MICRO_TOKENS // length)
+        # Sharded processes cannot search, because one that is out of memory leaves the others waiting.
+        limit = machine.free_memory_gib(self.world.device) * (1.0 if self.world.sharded else HOPELESS)
+        possible = [n for n in candidates(rows, rows) if self.modelled_memory(n * length) <= limit]
+        return self.world.smallest(possible[0] if possible else 1)
