@@ -125,6 +125,12 @@ NO_EFFECT = (
         lambda c: not c.data.sources,
         "it belongs to data.sources; set those",
     ),
+    NoEffect(
+        "evaluate.tokens",
+        "evaluate.every",
+        lambda c: c.evaluate.every is None,
+        "the evaluation at the end takes the whole split: remove it, or set evaluate.every",
+    ),
 )
 
 

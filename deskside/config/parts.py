@@ -1,11 +1,24 @@
 """The small parts of a run's configuration: data, batch, compute, precision, checkpoints, evaluation, guards."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from deskside.config.base import Part
 from deskside.config.duration import Duration
+
+
+def _interval(duration: Duration) -> Duration:
+    # An epoch is no place in a run whose stages pack the data differently.
+    if duration.unit == "epochs":
+        raise ValueError(
+            f"an interval is counted in steps, tokens or time, not in epochs: write 500 steps, 10m or 100M tokens, "
+            f"not {duration}"
+        )
+    return duration
+
+
+Every = Annotated[Duration, AfterValidator(_interval)]
 
 
 class DataConfig(Part):
@@ -81,15 +94,15 @@ class PrecisionConfig(Part):
 class CheckpointConfig(Part):
     """When the run is saved. A save is atomic and carries checksums."""
 
-    every: Duration = Field(Duration.parse("10m"), description="500 (steps), 10m, 100M tokens")
+    every: Every = Field(Duration.parse("10m"), description="500 (steps), 10m, 100M tokens")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
-    keep_every: Duration | None = Field(None, description="checkpoints at this interval are kept for good")
+    keep_every: Every | None = Field(None, description="checkpoints at this interval are kept for good")
 
 
 class EvaluateConfig(Part):
     """Validation bits per byte during training; the whole validation split is evaluated at the end."""
 
-    every: Duration | None = Field(Duration.parse("10m"), description="None: only at the end")
+    every: Every | None = Field(Duration.parse("10m"), description="None: only at the end")
     tokens: PositiveInt = Field(1_000_000, description="validation tokens during training")
 
 

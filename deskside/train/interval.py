@@ -25,8 +25,6 @@ class Interval:
         """Whether a boundary was crossed since the last time this said yes."""
         if self.every is None:
             return False
-        if self.every.unit == "epochs":
-            raise ValueError("an interval cannot be counted in epochs")
         amount = {"steps": now.step, "tokens": now.tokens, "seconds": now.seconds}[self.every.unit]
         before = {"steps": self._last.step, "tokens": self._last.tokens, "seconds": self._last.seconds}[
             self.every.unit

@@ -85,6 +85,10 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"data": {"sources": ["a.txt"], "val_fraction": 0.1}},
         {"data": {"sources": []}},
     ),
+    ("evaluate.tokens", "evaluate.every"): (
+        {"evaluate": {"every": "1m", "tokens": 5000}},
+        {"evaluate": {"every": None}},
+    ),
 }
 RULES = [pytest.param(rule, id=f"{rule.key}<-{rule.cause}") for rule in NO_EFFECT]
 
@@ -211,6 +215,9 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"optim": {"betas": [0.9]}}, ("optim.betas",)),
     ({"optim": {"betas": [0.9, 1.5]}}, ("optim.betas", "1.5")),
     ({"seed": -1}, ("seed", "-1")),
+    ({"checkpoint": {"every": "1 epochs"}}, ("checkpoint.every", "steps, tokens or time", "10m")),
+    ({"checkpoint": {"keep_every": "2 epochs"}}, ("checkpoint.keep_every", "steps, tokens or time")),
+    ({"evaluate": {"every": "0.5 epochs"}}, ("evaluate.every", "steps, tokens or time")),
     ({"modle": {"hidden_size": 64}}, ("modle", "model")),
 ]  # fmt: skip
 
