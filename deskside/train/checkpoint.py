@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from deskside.errors import RunError
 from deskside.export.checkpoints import (
@@ -50,42 +51,28 @@ def save(
 ) -> Checkpoint:
     """Write one checkpoint. Every rank calls this when `sharded`, otherwise rank 0 alone.
 
-    Raises RunError when the disk refuses; then nothing stands under the final name and older checkpoints are untouched.
+    Raises RunError, on every rank that called, when the disk refuses one of them; then nothing stands under the final
+    name and older checkpoints are untouched.
     """
-    writer = not sharded or dist.get_rank() == 0
     temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)
     try:
-        if writer:
-            clean(folder)
-            temporary.mkdir(parents=True)
+        _by_writer(sharded, lambda: _prepare(folder, temporary))
         if sharded:
-            dist.barrier()
             dcp.save(
                 {"model": model, "optimizer": optimizer}, checkpoint_id=temporary / SHARDED, no_dist=False
             )
         else:
             save_file({k: v.contiguous() for k, v in model.items()}, temporary / WEIGHTS)
             save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
-        if writer:
-            _write(temporary / STATE, json.dumps(state))
-            files = files_of(temporary)
-            listing = {
-                str(p.relative_to(temporary)): dict(zip(("bytes", "xxh3_128"), fingerprint(p), strict=True))
-                for p in files
-            }
-            _write(temporary / MANIFEST, json.dumps({"schema_version": 1, "files": listing}, indent=1))
-            for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
-                _sync(path)
-            if final.exists():
-                _delete(final)
-            os.replace(temporary, final)
-            _sync(folder)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(temporary)
+        _by_writer(sharded, lambda: _finish(temporary, final, state))
+    except (OSError, SafetensorError, CheckpointException) as error:
+        reason = _reason(error)
         free = shutil.disk_usage(folder).free / 2**20
+        if not sharded or dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(temporary)
         raise RunError(
-            f"checkpoint of step {step} could not be written to {folder} ({error}; {free:.0f} MiB free); "
+            f"checkpoint of step {step} could not be written to {folder} ({reason}; {free:.0f} MiB free); "
             f"older checkpoints are untouched"
         ) from None
     return Checkpoint(final, step)
@@ -154,6 +141,54 @@ def clean(folder: Path) -> None:
     """Remove what an interrupted save or deletion left."""
     for entry in folder.glob(".tmp-*"):
         shutil.rmtree(entry)
+
+
+def _by_writer(sharded: bool, work: Callable[[], None]) -> None:
+    """`work` on one process. Its OSError is raised on every rank: none may wait for one that has failed."""
+    if not sharded:
+        work()
+        return
+    error: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as raised:
+            error = [raised]
+    dist.broadcast_object_list(error, src=0)
+    if error[0] is not None:
+        raise error[0]
+
+
+def _prepare(folder: Path, temporary: Path) -> None:
+    clean(folder)
+    temporary.mkdir(parents=True)
+
+
+def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
+    """State and manifest beside the tensors, all forced to the disk, then the final name."""
+    _write(temporary / STATE, json.dumps(state))
+    files = files_of(temporary)
+    listing = {
+        str(p.relative_to(temporary)): dict(zip(("bytes", "xxh3_128"), fingerprint(p), strict=True))
+        for p in files
+    }
+    _write(temporary / MANIFEST, json.dumps({"schema_version": 1, "files": listing}, indent=1))
+    for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
+        _sync(path)
+    if final.exists():
+        _delete(final)
+    os.replace(temporary, final)
+    _sync(final.parent)
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What was wrong on the first rank that failed. A second Ctrl-C is no failure of the disk: it goes on as it is."""
+    if not isinstance(error, CheckpointException):
+        return error
+    _, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    if not isinstance(first, Exception):
+        raise first
+    return first
 
 
 def _delete(path: Path) -> None:

@@ -59,6 +59,8 @@ class CheckpointKeeper:
             "permanent": self._permanent.due(Position(progress.step, progress.tokens, seconds)),
         }
         folder = self.run.checkpoints
+        if self.world.first:
+            self.run.sync_metrics()
         if self.world.sharded or self.world.first:
             files.save(folder, progress.step, self.weights(), tensors, state, self.world.sharded)
         if self.world.first:
@@ -72,18 +74,13 @@ class CheckpointKeeper:
         if found is None:
             return None
         state = files.load_state(found)
+        assert found.sharded == self.world.sharded  # a run keeps its parallel.mode
         if found.sharded:
-            if not self.world.sharded:
-                raise RunError(
-                    f"{found.path} was written by sharded processes; resume it with torchrun and --parallel.mode shard"
-                )
             self.optimizer.create_state()
             tensors, _ = self.optimizer.state_dict_flat()
             files.load_sharded(found, self.weights(), tensors)
             self.optimizer.load_state_dict_flat(tensors, state["optimizer"])
         else:
-            if self.world.sharded:
-                raise RunError(f"{found.path} is not sharded; resume it without --parallel.mode shard")
             load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device))
             self.optimizer.load_state_dict_flat(
                 files.load_tensors(found, OPTIMIZER, self.world.device), state["optimizer"]

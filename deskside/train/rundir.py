@@ -111,6 +111,22 @@ class RunDirectory:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         append_line(self.metrics, json.dumps(finite))
 
+    def sync_metrics(self) -> None:
+        """Force the logged steps to the disk: a checkpoint must not outlive the rows of its steps.
+
+        Raises RunError when the disk refuses.
+        """
+        try:
+            for path in (self.metrics, self.path):  # the folder too, which holds the file's name
+                if path.exists():  # no step has been logged before the first checkpoint
+                    descriptor = os.open(path, os.O_RDONLY)
+                    try:
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
+        except OSError as error:
+            raise RunError(f"{self.metrics}: cannot be written: {error.strerror}") from None
+
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The logged steps; a half-written last line is skipped. Raises RunError naming a line that is damaged."""
         if self.metrics.exists():

@@ -1,16 +1,21 @@
 """Kills at random moments, damaged checkpoints, a full disk: the run comes back and ends as if nothing had been."""
 
+import errno
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deskside.config.run import RunConfig
 from deskside.errors import RunError
 from deskside.train import checkpoint as files
 from tests.train import tiny_run
@@ -195,6 +200,58 @@ def test_damaged_json_of_the_run_is_named(name: str, broken_off: Path, tmp_path:
 
 
 # A full disk
+
+
+def limited(root: Path, config: RunConfig, what: str) -> None:
+    """A run that may write no more of `what` after its checkpoint of step 10: files have a largest size from then."""
+    original = files.save
+
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    def save(folder: Path, step: int, *args: Any) -> Any:
+        made = original(folder, step, *args)
+        if step == 10 and what == "state.json":
+            files._write = refuse
+        elif step == 10:
+            size = {"metrics": (folder.parent / "metrics.jsonl").stat().st_size + 400, "tensors": 20_000}
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size[what], resource.RLIM_INFINITY))
+        return made
+
+    files.save = save
+    command_like(root, config)
+
+
+@pytest.mark.parametrize(
+    "what, mode, ranks, told",
+    [
+        ("tensors", "auto", 1, "checkpoint of step 20 could not be written"),
+        ("tensors", "shard", 2, "checkpoint of step 20 could not be written"),
+        ("state.json", "shard", 2, "checkpoint of step 20 could not be written"),
+        ("metrics", "auto", 1, "metrics.jsonl: the disk is full"),
+    ],
+)
+def test_a_file_that_may_not_grow_stops_the_run_and_harms_nothing(
+    what: str, mode: str, ranks: int, told: str, data: Path, tmp_path: Path
+) -> None:
+    """Like a full disk, without a file system of its own; of shards every process says the same."""
+    config = tiny_run.config(data, schedule={"length": "30 steps"}, parallel={"mode": mode})
+    log, run = tmp_path / "log", tmp_path / "run"
+    child = tiny_run.call(limited, tmp_path, config, what, log=log, ranks=ranks)
+    child.wait()
+    assert [p.exitcode for p in child.processes] == [1] * ranks, child.text()
+    lines = [line for line in child.text().splitlines() if "step 1/30 " not in line]
+    assert len({re.sub(r"\d+ MiB", "", line) for line in lines}) == 1 and len(lines) == ranks, lines
+    assert told in lines[0] and str(run) in lines[0]
+    if what != "metrics":
+        assert "File too large" in lines[0] and "MiB free" in lines[0]
+    assert tiny_run.checkpoints(run) == ["step-000000000", "step-000000010"]
+    for checkpoint in files.find(run / "checkpoints"):
+        files.verify(checkpoint)
+    again = resumed(run, log, ranks)
+    assert again.wait() == 0, again.text()
+    straight = first(tmp_path, "straight", config, tmp_path / "straight.log", ranks)
+    assert straight.wait() == 0 and curve(run) == curve(tmp_path / "straight")
 
 
 @pytest.fixture

@@ -4,14 +4,16 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.errors import RunError, UsageError
-from deskside.train import rundir
+from deskside.train import checkpoint, rundir
 from deskside.train.rundir import RunDirectory, append_line, write_atomically
+from tests.train import tiny_run
 
 ROWS = st.lists(
     st.dictionaries(st.text(max_size=5), st.floats() | st.integers() | st.none() | st.booleans(), max_size=4),
@@ -72,6 +74,44 @@ def test_cutting_drops_later_and_half_written_rows(tmp_path: Path) -> None:
     assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5]
     run.append_metrics({"step": 6})
     assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_metrics_are_on_the_disk_before_a_checkpoint_is_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of what a run asks of the disk, with how long the metrics were at that moment."""
+    synced, saved = 0, []
+    original_sync, original_save = os.fsync, checkpoint.save
+
+    def fsync(descriptor: int) -> None:
+        nonlocal synced
+        original_sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == "metrics.jsonl":
+            synced = path.stat().st_size
+
+    def save(folder: Path, step: int, *args: Any) -> Any:
+        metrics = folder.parent / "metrics.jsonl"
+        saved.append((step, synced == (metrics.stat().st_size if metrics.exists() else 0)))
+        return original_save(folder, step, *args)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoint, "save", save)
+    tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "20 steps"}))
+    assert saved == [(0, True), (10, True), (20, True)]
+
+
+def test_metrics_that_cannot_be_forced_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    run.sync_metrics()  # nothing there yet
+    run.append_metrics({"step": 1})
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written: Input/output error"):
+        run.sync_metrics()
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
