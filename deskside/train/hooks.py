@@ -1,5 +1,7 @@
 """What listens to each step: the metrics file, the terminal, and trackers (off by default)."""
 
+import importlib
+import importlib.util
 import sys
 import time
 from typing import Any
@@ -71,12 +73,8 @@ class TensorBoard:
     """Events for TensorBoard under the run directory."""
 
     def __init__(self, run: RunDirectory):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError(
-                "track.tensorboard: needs its package: pip install 'deskside[tensorboard]'"
-            ) from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(run.path / "tensorboard"))
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
@@ -91,12 +89,7 @@ class Tracker:
     """Weights & Biases or trackio; the two share one interface."""
 
     def __init__(self, package: str, project: str, run: RunDirectory, config: dict[str, Any]):
-        try:
-            self._package = __import__(package)
-        except ImportError:
-            raise UsageError(
-                f"track.{package}: needs its package: pip install 'deskside[{package}]'"
-            ) from None
+        self._package: Any = importlib.import_module(package)
         self._package.init(project=project, name=run.path.name, config=config)
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
@@ -106,8 +99,19 @@ class Tracker:
         self._package.finish()
 
 
+def check_trackers(config: TrackConfig) -> None:
+    """Imports nothing. Raises UsageError when a tracker was switched on whose package is missing."""
+    switched_on = {"tensorboard": config.tensorboard, "wandb": config.wandb, "trackio": config.trackio}
+    for package, given in switched_on.items():
+        # A folder of that name, as wandb makes one for its files, is found as a package without origin.
+        spec = importlib.util.find_spec(package) if given not in (False, None) else None
+        if given not in (False, None) and (spec is None or spec.origin is None):
+            raise UsageError(f"track.{package}: needs its package: pip install 'deskside[{package}]'")
+
+
 def trackers(config: TrackConfig, run: RunDirectory, resolved: dict[str, Any]) -> list[TensorBoard | Tracker]:
     """The trackers that were switched on. Raises UsageError when a package is missing."""
+    check_trackers(config)
     chosen: list[TensorBoard | Tracker] = []
     if config.tensorboard:
         chosen.append(TensorBoard(run))

@@ -1,15 +1,17 @@
 """The terminal's plain lines, and trackers that are off unless asked for."""
 
+import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from deskside.config.parts import TrackConfig
 from deskside.errors import UsageError
-from deskside.train.hooks import MetricsFile, Terminal, trackers
+from deskside.train.hooks import MetricsFile, Terminal, check_trackers, trackers
 from deskside.train.rundir import RunDirectory
 
 
@@ -27,34 +29,91 @@ def test_plain_lines_come_now_and_then_and_at_the_end(capsys: pytest.CaptureFixt
     assert lines[-1] == "step 500/500  loss 2.500  val 1.250 bpb  1,234 tok/s" and len(lines) < 5
 
 
-def test_trackers_are_off_and_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunDirectory(tmp_path)
-    assert trackers(TrackConfig(), run, {}) == []
-    for name, asked in (("trackio", TrackConfig(trackio="p")), ("wandb", TrackConfig(wandb="p"))):
-        monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(
-            UsageError, match=rf"track\.{name}: needs its package: pip install 'deskside\[{name}\]'"
-        ):
-            trackers(asked, run, {})
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"track\.tensorboard: needs its package"):
-        trackers(TrackConfig(tensorboard=True), run, {})
+ASKED = {"tensorboard": True, "wandb": "project", "trackio": "project"}
 
 
-def test_a_tracker_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """A package that looks installed."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None, origin="fake")
+    for key, value in content.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_trackers_are_off() -> None:
+    check_trackers(TrackConfig())
+    assert trackers(TrackConfig(), RunDirectory(Path("none")), {}) == []
+
+
+@pytest.mark.parametrize("name", list(ASKED))
+def test_a_missing_package_is_named_before_anything_is_set_up(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrackConfig(**{name: ASKED[name]})  # type: ignore[arg-type]
+    wanted = rf"track\.{name}: needs its package: pip install 'deskside\[{name}\]'"
+    monkeypatch.setitem(sys.modules, name, None)
+    for call in (check_trackers, lambda config: trackers(config, RunDirectory(tmp_path), {})):
+        with pytest.raises(UsageError, match=wanted):
+            call(config)
+    fake(monkeypatch, name)
+    check_trackers(config)
+    monkeypatch.delitem(sys.modules, name)
+    if importlib.util.find_spec(name) is None:
+        # A folder with what a tracker wrote here before is no package.
+        (tmp_path / name).mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert importlib.util.find_spec(name) is not None
+        with pytest.raises(UsageError, match=wanted):
+            check_trackers(config)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_numbers_of_each_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[Any] = []
-    package = SimpleNamespace(
+    fake(
+        monkeypatch,
+        name,
         init=lambda **given: said.append(given),
         log=lambda numbers, step: said.append((numbers, step)),
         finish=lambda: said.append("finish"),
     )
-    monkeypatch.setitem(sys.modules, "wandb", package)
     run = RunDirectory(tmp_path / "mine")
-    (tracker,) = trackers(TrackConfig(wandb="project"), run, {"seed": 1})
+    (tracker,) = trackers(TrackConfig(**{name: "project"}), run, {"seed": 1})  # type: ignore[arg-type]
     tracker.on_step(row(3, skipped=False), 10)
     tracker.close()
     assert said[0] == {"project": "project", "name": "mine", "config": {"seed": 1}}
-    assert said[1] == ({"loss": 2.5, "tokens_per_second": 1234.0, "skipped": 0.0}, 3) and said[2] == "finish"
+    assert said[1] == ({"loss": 2.5, "tokens_per_second": 1234.0, "skipped": 0.0}, 3)
+    assert said[2:] == ["finish"]
+
+
+def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str):
+            said.append(folder)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            said.append((name, value, step))
+
+        def close(self) -> None:
+            said.append("close")
+
+    fake(monkeypatch, "tensorboard")
+    fake(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+    (tracker,) = trackers(TrackConfig(tensorboard=True), RunDirectory(tmp_path), {})
+    tracker.on_step(row(3, skipped=False), 10)
+    tracker.close()
+    assert said == [
+        str(tmp_path / "tensorboard"),
+        ("loss", 2.5, 3),
+        ("tokens_per_second", 1234.0, 3),
+        ("skipped", 0.0, 3),
+        "close",
+    ]
 
 
 def test_the_metrics_file_gets_every_step(tmp_path: Path) -> None:
