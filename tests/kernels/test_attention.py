@@ -117,6 +117,45 @@ def test_flex_block_masks_equal_brute_force() -> None:
         )
 
 
+def test_on_a_gpu_block_masks_come_from_the_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deskside.kernels.attention import flex
+
+    asked: list[tuple[object, ...]] = []
+
+    def compiled(rule: object, *shape: object, device: str) -> flex.BlockMask:
+        asked.append((*shape, device))
+        return flex.create_block_mask(rule, *shape, device="cpu")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flex, "compiled_create_block_mask", lambda: compiled)
+    for case in ("window", "documents"):
+        flex.block_mask(AttentionContext(**CASES[case]), 2, 11, torch.device("cuda"))
+        flex.block_mask(AttentionContext(**CASES[case]), 2, 11, torch.device("cpu"))
+    flex._plain_block_mask.cache_clear()  # holds a mask for cuda that lies on the CPU
+    assert asked == [(None, None, 11, 11, "cuda"), (2, None, 11, 11, "cuda")]
+
+
+def test_a_compiled_block_mask_is_the_same_and_serves_other_documents() -> None:
+    from torch._dynamo.utils import counters
+
+    from deskside.kernels.attention import flex
+
+    torch.compiler.reset()
+    counters.clear()
+    for batch, cu in [
+        (2, cut(300, [[40, 260], [300]])),
+        (2, cut(300, [[299, 1], [120, 180]], pad=1)),
+        (3, cut(300, [[300]] * 3)),
+    ]:
+        ids = document_ids(cu, batch, 300)
+        mask, exact = (
+            make(flex.documents_rule(ids, True, 64), batch, None, 300, 300, device="cpu")
+            for make in (flex.compiled_create_block_mask(), flex.create_block_mask)
+        )
+        assert torch.equal(mask.to_dense(), exact.to_dense())
+        assert torch.equal(mask.full_kv_num_blocks, exact.full_kv_num_blocks)
+        assert counters["stats"]["unique_graphs"] == (1 if batch == 2 else 2)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_document_ids_and_positions(lengths: list[list[int]]) -> None:

@@ -1,8 +1,9 @@
 """FlexAttention with a block mask: windows and documents without a dense mask (Dong et al. 2024, arXiv 2412.05496).
 
 The block mask is built outside of the compiled block, once per forward (once per shape where there are no documents).
-It has no backward on a CPU. It is fast only when compiled: inside a compiled block it is part of it, elsewhere it is
-compiled on first use.
+On a GPU that is compiled, as torch advises: run eagerly, `create_block_mask` makes the dense mask first.
+FlexAttention has no backward on a CPU. It is fast only when compiled: inside a compiled block it is part of it,
+elsewhere it is compiled on first use.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from deskside.kernels.attention.context import AttentionContext, Backend, document_ids, register
 from deskside.kernels.attention.sdpa import FLOAT
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # a mask of batch, head, query, key
 
 
 def flex(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
@@ -42,20 +45,40 @@ def block_mask(context: AttentionContext, batch: int, tokens: int, device: torch
     if context.cu_seqlens is None:
         return _plain_block_mask(context.causal, context.window, tokens, device)
     documents_BT = document_ids(context.cu_seqlens, batch, tokens)
-    visible = _visible(context.causal, context.window)
-
-    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return visible(b, h, q, k) & (documents_BT[b, q] == documents_BT[b, k])
-
-    return create_block_mask(rule, batch, None, tokens, tokens, device=str(device))
+    return _create(documents_rule(documents_BT, context.causal, context.window), batch, tokens, device)
 
 
 @lru_cache(maxsize=16)
 def _plain_block_mask(causal: bool, window: int | None, tokens: int, device: torch.device) -> BlockMask:
-    return create_block_mask(_visible(causal, window), None, None, tokens, tokens, device=str(device))
+    return _create(_visible(causal, window), None, tokens, device)
 
 
-def _visible(causal: bool, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _create(rule: Rule, batch: int | None, tokens: int, device: torch.device) -> BlockMask:
+    compiled = device.type == "cuda" and not torch.compiler.is_compiling()
+    function: Any = compiled_create_block_mask() if compiled else create_block_mask
+    with torch.no_grad():  # so that training and evaluation share what is compiled
+        mask = function(rule, batch, None, tokens, tokens, device=str(device))
+    assert isinstance(mask, BlockMask)
+    return mask
+
+
+@lru_cache(maxsize=1)
+def compiled_create_block_mask() -> Callable[..., Any]:
+    """Compiled again for other shapes and windows, but not for other documents."""
+    return torch.compile(create_block_mask)
+
+
+def documents_rule(documents_BT: Tensor, causal: bool, window: int | None) -> Rule:
+    """Positions see each other where they also have the same number in `documents_BT`."""
+    visible = _visible(causal, window)
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible(b, h, q, k) & (documents_BT[b, q] == documents_BT[b, k])
+
+    return rule
+
+
+def _visible(causal: bool, window: int | None) -> Rule:
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         allowed = q >= k if causal else q == q
         return allowed if window is None else allowed & (q - k < window)
