@@ -113,11 +113,6 @@ class Loader:
         for step in range(max(1, prefetch)):
             self._fill_later(start_row + step * rows_per_step)
 
-    @property
-    def next_row(self) -> int:
-        """Position in the global order of the step that comes next: what a checkpoint keeps."""
-        return self._next_row
-
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 

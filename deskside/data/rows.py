@@ -9,6 +9,7 @@ depend on how many GPUs it has, and a resumed run goes to its position at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class PackedDataset:
         """The filled share of all rows, 0 to 1."""
         return self.num_tokens / (self.num_rows * self.sequence_length)
 
-    @property
+    @cached_property
     def token_bytes(self) -> NDArray[np.uint16]:
         """Bytes of text per token id, shape [vocab], 0 for special tokens: for bits per byte."""
         return tokenizer.token_bytes(tokenizer.load(self.directory))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from deskside.ops.linear import Embedding, Linear
@@ -100,11 +99,3 @@ def _logical_path(model: nn.Module, path: str) -> str:
         else:
             kept.append(part)
     return ".".join(kept)
-
-
-def copy_logical(source: nn.Module, target: nn.Module) -> None:
-    """Copy all values from one model into another of the same logical tensors, fused alike or not."""
-    values = {t.name: t.view for t in logical_tensors(source)}
-    with torch.no_grad():
-        for t in logical_tensors(target):
-            t.view.copy_(values[t.name])

@@ -38,13 +38,8 @@ def test_ranks_and_micro_batches_are_slices_of_one_order(dataset: PackedDataset)
 
 
 def test_resumes_at_any_row(dataset: PackedDataset) -> None:
-    with Loader(dataset, 1, 0, 12, 6) as loader:
-        for _ in range(3):
-            next(loader)
-        position = loader.next_row
-    assert position == 36
     straight = steps(dataset, 5, micro_batch_rows=6)
-    assert all(map(torch.equal, steps(dataset, 2, start=position, micro_batch_rows=6), straight[3:]))
+    assert all(map(torch.equal, steps(dataset, 2, start=36, micro_batch_rows=6), straight[3:]))
 
 
 def test_batches_are_whole(dataset: PackedDataset) -> None:

@@ -72,6 +72,7 @@ def test_order_is_a_pure_function_of_position(dataset: PackedDataset) -> None:
 def test_validation_bytes_are_exact(prepared: Path) -> None:
     val = PackedDataset.open(prepared, "val", T)
     targets = val.plain_rows(np.arange(val.num_rows)).targets
+    assert val.token_bytes is val.token_bytes  # read once
     counted = val.token_bytes[targets[targets != IGNORE]].sum(dtype=np.int64)
     assert counted == val.index.splits["val"].text_bytes
 
