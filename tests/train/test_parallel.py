@@ -68,8 +68,11 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     world = parallel.join("cpu", "auto")
     assert (world.size, world.first, world.sharded) == (1, True, False)
     assert world.agreed([1.5]) == [1.5] and world.smallest(3) == 3
-    with pytest.raises(UsageError, match="shard needs more than one process"):
-        parallel.join("cpu", "shard")
+    for mode in ("shard", "replicate"):
+        with pytest.raises(
+            UsageError, match=rf"parallel\.mode: {mode} needs more than one process: torchrun"
+        ):
+            parallel.join("cpu", mode)
 
 
 def close(run: Path, other: Path, within: float) -> None:
