@@ -118,7 +118,9 @@ def resume(path: Path) -> Outcome:
         raise UsageError(
             f"{path} is finished; start another run from its weights with: deskside train --init {path}"
         )
-    world = parallel.join(config.compute.device, config.parallel.mode)
+    # Replicas may come back in another number, one included; shards may not.
+    mode = "shard" if config.parallel.mode == "shard" else "auto"
+    world = parallel.join(config.compute.device, mode)
     try:
         with run.held(world.first):
             return _Run(run, config, world, None, resumed=True).train()
