@@ -90,7 +90,9 @@ def join(device: str, mode: str) -> World:
                 f"parallel.mode: {mode} needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
             )
         # With its index, which some of torch's questions about memory insist on.
-        return World(torch.device("cuda", torch.cuda.current_device()) if chosen == "cuda" else torch.device("cpu"))
+        return World(
+            torch.device("cuda", torch.cuda.current_device()) if chosen == "cuda" else torch.device("cpu")
+        )
     local = int(os.environ["LOCAL_RANK"])
     if chosen == "cuda" and local >= torch.cuda.device_count():
         raise UsageError(f"torchrun started more processes than the {torch.cuda.device_count()} GPUs here")
