@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "report": ("deskside.report.commands", "run", "report.md, report.html and plots of a run"),
 }
 
+NARROWEST = 30  # columns that help is laid out for
+
 USAGE = f"""deskside {__version__}: plan, train and align language models on the GPU you own
 
 usage: deskside COMMAND [options]
@@ -41,6 +43,9 @@ deskside --debug COMMAND ... shows tracebacks.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if os.environ.get("COLUMNS", "").isdecimal():
+        # tyro lays help out for ever in a terminal of one column.
+        os.environ["COLUMNS"] = str(max(NARROWEST, int(os.environ["COLUMNS"])))
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = bool(arguments) and arguments[0] == "--debug"
     if debug:

@@ -151,3 +151,10 @@ def test_a_reader_that_goes_away() -> None:
     process.stderr.close()
     process.wait(60)
     assert "Traceback" not in err and "Exception ignored" not in err, err
+
+
+def test_help_ends_in_a_terminal_of_one_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert call(["train", "--help"], capsys)[0] == 0
