@@ -68,9 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if debug or error.filename is None:
+            raise
+        print(f"deskside: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except Exception as error:  # the last line of defence: a bug is one line, and a traceback on demand
         if debug:
             raise
+        if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+            print(f"deskside: out of memory: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+            return 1
         print(f"deskside: unexpected {type(error).__name__}: {error}", file=sys.stderr)
         print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
         return 1

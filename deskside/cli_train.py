@@ -134,7 +134,7 @@ def _load(source: str) -> Any:
 def _recorded(path: Path) -> RunConfig:
     from deskside.train.rundir import RunDirectory
 
-    return RunConfig.model_validate(RunDirectory.open(path).read_json("run.json")["config"])
+    return RunDirectory.open(path).config()
 
 
 def _show(config: RunConfig, as_json: bool) -> int:

@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,29 @@ def test_help_ends_in_a_terminal_of_one_column(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1")
     assert call(["train", "--help"], capsys)[0] == 0
+
+
+def refused(argv: Sequence[str]) -> int:
+    return len(Path("/proc/1/none").read_text("utf-8"))
+
+
+def short_of_memory(argv: Sequence[str]) -> int:
+    raise MemoryError("Unable to allocate 233. GiB")
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (refused, "/proc/1/none: No such file or directory"),
+        (short_of_memory, "out of memory: Unable to allocate"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    command: Callable[[Sequence[str]], int],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "_command", lambda name: command)
+    code, out, err = call(["eval"], capsys)
+    assert (code, out) == (1, "") and err.startswith(f"deskside: {said}") and err.count("\n") == 1

@@ -18,7 +18,7 @@ class ModelConfig(Part):
 
     vocab_size: PositiveInt = Field(32768, description="entries of the embedding table")
     hidden_size: PositiveInt = Field(768, description="width of the residual stream")
-    num_hidden_layers: PositiveInt = Field(12, description="number of blocks")
+    num_hidden_layers: PositiveInt = Field(12, le=10_000, description="number of blocks")
     num_attention_heads: PositiveInt = Field(12, description="query heads")
     num_key_value_heads: PositiveInt = Field(
         3, description="key and value heads: equal to the query heads is MHA, 1 is MQA"

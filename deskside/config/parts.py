@@ -31,7 +31,7 @@ class DataConfig(Part):
     val_fraction: float = Field(0.005, gt=0, lt=0.5, description="held out when `sources` are prepared")
     document_mask: bool = Field(False, description="attention stops at document borders inside a packed row")
     weights: dict[str, float] = Field({}, description="mixture weights per source or language tag")
-    prefetch: PositiveInt = Field(2, description="optimiser steps prepared ahead by the loader")
+    prefetch: PositiveInt = Field(2, le=64, description="optimiser steps prepared ahead by the loader")
 
 
 class BatchConfig(Part):

@@ -47,7 +47,7 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
         )
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{label}: not valid TOML: {error}") from None
     if "base" not in values:
         return [values]
@@ -82,6 +82,8 @@ def depth(number: int) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: cannot be read as a TOML file: it is no regular file")
     try:
         return path.read_text("utf-8")
     except FileNotFoundError:

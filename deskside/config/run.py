@@ -31,7 +31,7 @@ SCHEMA_VERSION = 1
 class RunConfig(Part):
     """The resolved configuration of one run; written into run.json."""
 
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         1, description="decides initial weights and the order of the data"
     )
     deterministic: bool = Field(

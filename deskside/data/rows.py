@@ -123,7 +123,7 @@ class PackedDataset:
         return self.num_tokens / (self.num_rows * self.sequence_length)
 
     @cached_property
-    def token_bytes(self) -> NDArray[np.uint16]:
+    def token_bytes(self) -> NDArray[np.uint32]:
         """Bytes of text per token id, shape [vocab], 0 for special tokens: for bits per byte."""
         return tokenizer.token_bytes(tokenizer.load(self.directory))
 

@@ -167,7 +167,7 @@ def write_shard(
     eos_id: int,
     dtype: str,
     text_bytes: int,
-    lengths: NDArray[np.uint16],
+    lengths: NDArray[np.uint32],
     key: str,
 ) -> ShardInfo:
     """Writes `name`.bin and `name`.idx.npy. `lengths` is bytes per token, shape [vocab]. Raises: as `write_file`."""

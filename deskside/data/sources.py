@@ -135,6 +135,8 @@ class Source:
             raise UsageError(
                 f"{spec}: not a kind of source that is known. Known: {', '.join(_KINDS)}, a directory, hf:, bundled:."
             )
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{spec}: is no regular file, and data is read twice. Write it to a file first.")
         return cls(spec, _stem(path), (path,))
 
 

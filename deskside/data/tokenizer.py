@@ -89,6 +89,8 @@ def load(path: str | Path) -> Tokenizer:
         raise UsageError(f"{file}: no such tokenizer. Give a tokenizer.json or a directory that holds one.")
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise UsageError(f"{file}: not a tokenizers file (not UTF-8).") from None
     except Exception as error:  # (tokenizers raises Exception itself, and nothing narrower)
         if type(error) is not Exception:
             raise
@@ -158,7 +160,7 @@ def copy(source: str | Path, directory: Path) -> None:
         _write_config(directory, end)
 
 
-def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint16]:
+def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
     """Bytes of text per token, shape [vocab]; 0 for special tokens.
 
     In byte-level BPE each character of a token's written form stands for one byte, also where the token is only a part
@@ -173,7 +175,7 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint16]:
             "the tokenizer is not byte-level BPE, so its bytes per token are not known. Train a new one."
         )
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    lengths = np.zeros(max(vocab.values()) + 1, dtype=np.uint16)
+    lengths = np.zeros(max(vocab.values()) + 1, dtype=np.uint32)
     for token, index in vocab.items():
         lengths[index] = len(token)
     for added in spec.get("added_tokens", []):

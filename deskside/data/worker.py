@@ -69,7 +69,7 @@ class _Tools:
     eos_id: int
     dtype: str
     tokenizer: Tokenizer
-    lengths: NDArray[np.uint16]
+    lengths: NDArray[np.uint32]
 
 
 _tools: _Tools | None = None  # set by start_worker: one per process, as a process pool wants it

@@ -35,8 +35,10 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature: {self.temperature} must be 0 (greedy) or more; try 0.8")
+        if self.temperature != 0 and not 1e-30 <= self.temperature < float("inf"):
+            raise UsageError(
+                f"temperature: {self.temperature} must be 0 (greedy) or more, from 1e-30; try 0.8"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k: {self.top_k} must be at least 1; leave it out to keep every token")
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):

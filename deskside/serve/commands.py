@@ -164,7 +164,7 @@ def run_eval(argv: Sequence[str]) -> int:
             result = evaluate_dataset(
                 loaded.model,
                 dataset,
-                micro_rows=max(1, batch_tokens // length),
+                micro_rows=max(1, min(batch_tokens // length, dataset.num_rows)),
                 device=device,
                 attention=attention,
                 document_mask=masked,

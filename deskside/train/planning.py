@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from deskside.budget.memory import training_memory
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.train.clock import Revision, StepPlan, remaining_steps
+from deskside.train.rundir import RunDirectory
 from deskside.train.trainer import StageWork
 
 
@@ -40,6 +42,31 @@ def first_plan(
             tokens *= stages[-1].dataset.num_rows * stages[-1].sequence_length
         steps, reason = max(1, math.ceil(tokens / mean_tokens(stages))), f"length in {length.unit}"
     return StepPlan([Revision(0, 0.0, steps, elapsed, dry_seconds[0], reason)])
+
+
+def recorded_plan(run: RunDirectory) -> dict[str, Any]:
+    """plan.json of a run that is resumed. Raises RunError where it does not hold what a resumed run needs."""
+    plan = run.read_json("plan.json")
+    try:
+        revisions = StepPlan.from_json(plan["revisions"]).revisions
+        sound = (
+            bool(revisions)
+            and revisions[0].step == 0
+            and all(isinstance(r.remaining, int) and isinstance(r.progress, float) for r in revisions)
+            and isinstance(plan["attention"]["full"]["name"], str)
+            and isinstance(plan["precision"]["chosen"], str)
+            and int(plan["scaling_tokens"]) > 0
+            and float(plan["save_seconds"]) >= 0
+            and all(int(f["micro_rows"]) > 0 and int(f["accumulation"]) > 0 for f in plan["fit"])
+            and all(isinstance(f["attempts"], list) for f in plan["fit"])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        sound = False
+    if not sound:
+        raise RunError(
+            f"{run.path / 'plan.json'}: is damaged; restore it, or start another run with --init {run.path}"
+        )
+    return plan
 
 
 def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:

@@ -34,6 +34,7 @@ from deskside.train.planning import (
     mean_tokens,
     modelled_memory_gib,
     planned_tokens,
+    recorded_plan,
 )
 from deskside.train.ready import check_start
 from deskside.train.rundir import RunDirectory
@@ -113,7 +114,7 @@ def start(
 def resume(path: Path) -> Outcome:
     """Continue a run from its newest good checkpoint, exactly. Raises UsageError when it is finished already."""
     run = RunDirectory.open(path)
-    config = RunConfig.model_validate(run.read_json("run.json")["config"])
+    config = run.config()
     if (run.path / "summary.json").exists():
         raise UsageError(
             f"{path} is finished; start another run from its weights with: deskside train --init {path}"
@@ -142,7 +143,7 @@ class _Run:
         self.run, self.config, self.world, self.resumed = run, config, world, resumed
         self.recorded: dict[str, Any] = {}
         if resumed and (run.path / "plan.json").exists():
-            self.recorded = run.read_json("plan.json")
+            self.recorded = recorded_plan(run)
         self.masked = config.data.document_mask
         assert config.schedule.length is not None  # `start` has seen to it
         self.length = config.schedule.length

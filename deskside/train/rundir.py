@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from deskside.config.run import RunConfig
 from deskside.errors import RunError, UsageError
 
 
@@ -91,11 +92,21 @@ class RunDirectory:
             raise RunError(
                 f"{self.path / name}: is missing; the run cannot be continued without it"
             ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RunError(
                 f"{self.path / name}: is damaged ({error}); restore it or start a new run"
             ) from None
-        return dict(value)
+        if not isinstance(value, dict):
+            raise RunError(f"{self.path / name}: is damaged (no JSON object); restore it or start a new run")
+        return value
+
+    def config(self) -> RunConfig:
+        """The configuration that the run was started with. Raises RunError when run.json does not hold one."""
+        try:
+            return RunConfig.model_validate(self.read_json("run.json")["config"])
+        except (KeyError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(f"{self.path / 'run.json'}: holds no configuration of a run ({reason})") from None
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a JSON file whole, safe against a kill at any moment."""

@@ -4,11 +4,11 @@ import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deskside.data import tokenizer as bpe
 from deskside.errors import UsageError
@@ -122,5 +122,10 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
         bpe.token_bytes(Tokenizer(models.BPE({"a": 0}, [])))
 
 
-def test_lengths_fit(directory: Path) -> None:
-    assert bpe.token_bytes(bpe.load(directory)).dtype == np.uint16
+def test_lengths_fit() -> None:
+    """A corpus of one letter has tokens of more than 65,535 of them."""
+    long = "a" * 70_000
+    tokenizer = Tokenizer(models.WordLevel({long: 0, "b": 1}, unk_token="b"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert bpe.token_bytes(tokenizer).tolist() == [70_000, 1]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deskside.errors import RunError, UsageError
 from deskside.train import checkpoint, rundir
+from deskside.train.planning import recorded_plan
 from deskside.train.rundir import RunDirectory, append_line, write_atomically
 from tests.train import tiny_run
 
@@ -173,3 +174,19 @@ def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
     run.write_json("plan.json", {"a": 1})
     assert run.read_json("plan.json") == {"a": 1}
     assert rundir.RunDirectory(tmp_path).metrics == tmp_path / "metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "damage", ['{"revisions": 3}', "[]", "{}", '{"revisions": [{"step": "x"}]}', "[" * 5000]
+)
+def test_a_plan_that_is_none_is_named(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "plan.json").write_text(damage)
+    with pytest.raises(RunError, match=r"plan\.json: is damaged"):
+        recorded_plan(RunDirectory(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["{}", '{"config": 3}', '{"config": {"seed": -1}}'])
+def test_a_run_without_configuration_is_named(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "run.json").write_text(damage)
+    with pytest.raises(RunError, match=r"run\.json: holds no configuration of a run"):
+        RunDirectory.open(tmp_path).config()
