@@ -125,7 +125,7 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
 def test_lengths_fit() -> None:
     """A corpus of one letter has tokens of more than 65,535 of them."""
     long = "a" * 70_000
-    tokenizer = Tokenizer(models.WordLevel({long: 0, "b": 1}, unk_token="b"))
+    tokenizer = Tokenizer(models.BPE({long: 0, "b": 1}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert bpe.token_bytes(tokenizer).tolist() == [70_000, 1]
