@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+OVERRUN = 0.02  # share of the limit by which a run may end late so that its learning rate can decay
 DECAYED = 0.98  # progress from which on the learning rate is as good as decayed
 TOLERANCE = 0.02  # a plan that is off by more than this share of what is left is revised
 

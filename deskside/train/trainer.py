@@ -17,7 +17,7 @@ from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError
 from deskside.optim.schedule import lr_factor
-from deskside.train.clock import Clock, StepPlan, decay_steps, remaining_steps, should_revise
+from deskside.train.clock import OVERRUN, Clock, StepPlan, decay_steps, remaining_steps, should_revise
 from deskside.train.interval import Interval, Position
 from deskside.train.step import Numbers, Stepper
 from deskside.train.stop import StopSignal
@@ -302,7 +302,8 @@ class Trainer:
             left *= self.timed_seconds / (self.timed_seconds + self.paused_seconds)
         progress, planned = self.plan.progress(step), self.plan.total_steps(step) - step
         estimate = remaining_steps(left, progress, [s.until for s in self.stages], self._stage_seconds())
-        floor = decay_steps(step, progress)
+        # The limit is hard: no more than a fiftieth of it is given to the decay when time was lost all at once.
+        floor = min(decay_steps(step, progress), int(OVERRUN * self.limit_seconds / self._step_seconds()))
         if estimate < floor:
             if planned <= floor:  # decided before
                 return -1

@@ -57,13 +57,15 @@ def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
 def test_time_lost_all_at_once_leaves_steps_to_decay(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All the time that was left is lost in one step at full learning rate: eight more steps are taken."""
+    """All the time that was left is lost in one step at full learning rate: a few more are taken, within 2 %."""
     tiny_run.VirtualTime(monkeypatch, lambda step: 5.0 if step == 100 else 0.02)
     schedule = {"length": "6s", "clock": "training", "warmup": 0.0, "decay": 0.2, "final_lr_fraction": 0.0}
     summary = tiny_run.train(tmp_path, tiny_run.config(data, schedule=schedule)).summary
     lrs = [r["lr"] for r in rows(tmp_path / "run")]
-    assert 107 < summary["steps"] <= 110 and lrs[-1] < 0.5 * lrs[0]
-    assert "the length of 6 s cannot be met: 8 more steps" in events(tmp_path / "run")
+    assert 104 < summary["steps"] <= 108 and lrs[-1] < 0.75 * lrs[0]
+    over = summary["seconds"] - rows(tmp_path / "run")[100]["seconds"]
+    assert over <= 0.02 * 6 + 0.02  # the limit had passed already in the step that lost the time
+    assert "the length of 6 s cannot be met: 5 more steps" in events(tmp_path / "run")
 
 
 def test_a_warmup_in_steps_does_not_move_when_the_plan_is_revised(
