@@ -13,6 +13,22 @@ from deskside.errors import RunError, UsageError
 
 # command -> (module, function, what it does)
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "doctor": (
+        "deskside.probe.doctor",
+        "run",
+        "what works on this machine, with what numbers, and what to fix",
+    ),
+    "probe": (
+        "deskside.probe.commands",
+        "run",
+        "measure speed and memory of training here, stored for the planner",
+    ),
+    "plan": (
+        "deskside.plan.commands",
+        "run",
+        "which model fits and finishes: memory, time, loss, energy, cost",
+    ),
+    "go": ("deskside.go", "run", "the whole road in a number of hours, from doctor to report"),
     "train": ("deskside.cli_train", "run", "pretrain a model: from a preset, a TOML file, given weights"),
     "data": ("deskside.data.commands", "run", "prepare, verify and show datasets"),
     "eval": ("deskside.serve.commands", "run_eval", "bits per byte of a run or a Hugging Face model"),

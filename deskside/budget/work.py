@@ -1,0 +1,52 @@
+"""What one optimiser step does, apart from the model's shape: everything that its memory and its time depend on."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Checkpointing = Literal["none", "attention", "mlp", "block"]
+OptimizerName = Literal["muon", "adamw"]
+Precision = Literal["fp32", "bf16", "fp8"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One optimiser step. Raises ValueError for sizes that do not divide.
+
+    tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
+    optimizer states are spread over the GPUs (FSDP), else every GPU holds them; loss_chunk_tokens: tokens whose logits
+    exist at one time.
+    """
+
+    sequence_length: int
+    tokens: int
+    micro_tokens: int
+    gpus: int = 1
+    sharded: bool = False
+    optimizer: OptimizerName = "muon"
+    precision: Precision = "bf16"
+    activation_checkpointing: Checkpointing = "none"
+    compiled: bool = True
+    loss_chunk_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "tokens", "micro_tokens", "gpus", "loss_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.micro_tokens % self.sequence_length:
+            raise ValueError(
+                f"micro_tokens: {self.micro_tokens} is no multiple of the sequence length {self.sequence_length}"
+            )
+        if self.tokens % (self.micro_tokens * self.gpus):
+            raise ValueError(
+                f"tokens: {self.tokens} is no multiple of {self.gpus} x {self.micro_tokens} micro-batch tokens"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of one forward pass on one GPU."""
+        return self.micro_tokens // self.sequence_length
+
+    @property
+    def accumulation(self) -> int:
+        """Forward and backward passes per optimiser step on one GPU."""
+        return self.tokens // (self.micro_tokens * self.gpus)
