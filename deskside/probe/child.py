@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 Status = Literal["ok", "oom", "failed", "timeout"]
@@ -98,19 +98,25 @@ def _ending(code: int) -> str:
 
 def _child(target: str, answer: Path) -> None:
     arguments = json.load(sys.stdin)
+    # Whatever a library raises on this machine is a result too; the traceback goes to the log as always.
+    sys.excepthook = lambda kind, error, trace: _report_error(answer, kind, error, trace)
     module, function = target.split(":")
-    try:
-        result = {"status": "ok", "value": getattr(import_module(module), function)(**arguments), "error": ""}
-        text = json.dumps(result)
-    except Exception as error:  # whatever a library raises on this machine is the result that was asked for
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        status = "oom" if is_out_of_memory(error) else "failed"
-        text = json.dumps(
-            {"status": status, "value": None, "error": f"{type(error).__name__}: {first}"[:500]}
-        )
-        traceback.print_exc()
+    value = getattr(import_module(module), function)(**arguments)
+    _write(answer, {"status": "ok", "value": value, "error": ""})
+
+
+def _report_error(
+    answer: Path, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    first = (str(error).strip() or kind.__name__).splitlines()[0]
+    status = "oom" if is_out_of_memory(error) else "failed"
+    _write(answer, {"status": status, "value": None, "error": f"{kind.__name__}: {first}"[:500]})
+    sys.__excepthook__(kind, error, trace)
+
+
+def _write(answer: Path, result: dict[str, Any]) -> None:
     partial = answer.with_suffix(".tmp")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(json.dumps(result), encoding="utf-8")
     partial.rename(answer)
 
 
