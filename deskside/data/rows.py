@@ -108,6 +108,11 @@ class PackedDataset:
         return cls(directory, split, index, names, packings, Mixture.of(values), tokens, sequence_length)
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows."""
+        return self.index.tokenizer.vocab_size
+
+    @property
     def num_rows(self) -> int:
         """Rows in one pass over everything."""
         return sum(p.num_rows for p in self.packings)

@@ -9,12 +9,11 @@ need far more than there is are not tried. The result is recorded, and a resumed
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from deskside.data.loader import Batch
-from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
 from deskside.train.parallel import World
 
@@ -97,15 +96,23 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+class RowShape(Protocol):
+    """What a dry step must know of the rows that will come; `PackedDataset` is one."""
+
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def max_boundaries(self, rows: int) -> int: ...
+
+
 def worst_case_batch(
-    dataset: PackedDataset, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+    dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
 ) -> Batch:
     """Random tokens that fill every position, each row one document; the shapes are those of the loader's batches."""
     length = dataset.sequence_length
     generator = torch.Generator().manual_seed(0)
-    tokens_BT = torch.randint(dataset.index.tokenizer.vocab_size, (rows, length), generator=generator).to(
-        device
-    )
+    tokens_BT = torch.randint(dataset.vocab_size, (rows, length), generator=generator).to(device)
     cu_seqlens = positions_BT = None
     if document_mask:
         cu_seqlens = torch.full((dataset.max_boundaries(rows) + 1,), rows * length, dtype=torch.int32)

@@ -2,19 +2,38 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from deskside.config.run import RunConfig
-from deskside.data.rows import PackedDataset
+from deskside.config.schedule import Stage
 from deskside.train import machine
-from deskside.train.fit import CPU_MICRO_TOKENS, Fit, candidates, fit, forget, rows_per_rank, worst_case_batch
-from deskside.train.setup import StagePlan
+from deskside.train.fit import (
+    CPU_MICRO_TOKENS,
+    Fit,
+    RowShape,
+    candidates,
+    fit,
+    forget,
+    rows_per_rank,
+    worst_case_batch,
+)
 from deskside.train.step import Stepper
 
 TIMED_DRY_STEPS = 2
 HOPELESS = 1.3  # candidates modelled to need this many times the memory that is free are not tried
+
+
+class StageRows(Protocol):
+    """A stage and the rows of its steps; `setup.StagePlan` is one."""
+
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def tokens_per_step(self) -> int: ...
+    @property
+    def dataset(self) -> RowShape: ...
 
 
 class Settler:
@@ -31,7 +50,7 @@ class Settler:
         self.world = stepper.world
 
     def settle(
-        self, plans: Sequence[StagePlan], recorded: Sequence[dict[str, Any]] | None
+        self, plans: Sequence[StageRows], recorded: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Fit], list[float]]:
         """The micro-batch of every stage, as recorded or found, and the seconds of a step with it."""
         self.stepper.optimizer.create_state()  # it must be there when it is found what fits beside it
@@ -45,7 +64,7 @@ class Settler:
             seconds.append(min(times))
         return fits, seconds
 
-    def fit(self, plan: StagePlan, rows: int, recorded: dict[str, Any] | None) -> Fit:
+    def fit(self, plan: StageRows, rows: int, recorded: dict[str, Any] | None) -> Fit:
         """The micro-batch of one stage of `rows` rows per step on this process."""
 
         def dry(micro_rows: int) -> float:
@@ -58,7 +77,7 @@ class Settler:
             return found
         return fit(dry, rows, self.largest(plan, rows), self.say, lambda: forget(self.world.device))
 
-    def dry_step(self, micro_rows: int, dataset: PackedDataset, rows: int) -> float:
+    def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
         """Seconds of a step of `rows` rows, which changes nothing. Raises torch.OutOfMemoryError."""
         passes = rows // micro_rows
         masked, device = self.config.data.document_mask, self.world.device
@@ -71,7 +90,7 @@ class Settler:
             raise
         return time.perf_counter() - began
 
-    def largest(self, plan: StagePlan, rows: int) -> int:
+    def largest(self, plan: StageRows, rows: int) -> int:
         """Where fitting starts: what was asked for, what is modelled to fit on a GPU, a cache-sized batch on a CPU."""
         length = plan.stage.sequence_length
         if self.config.batch.micro_tokens != "auto":

@@ -1,0 +1,292 @@
+"""One point of the throughput and memory map: a short training run with our own step, the optimiser included.
+
+It is the run that `deskside train` would do, but for the data, which is drawn at random: token frequencies fall as 1 /
+rank (Zipf), as those of text do, so that the embedding's gradient meets the same collisions. The micro-batch is fitted
+as in a run. Then come steps that are not counted, until the card has settled at its power limit and its clocks, and
+steps that are. A step's time is what lies between its end and the last one's on the device, so the host's work counts
+where it holds the device up, and only there.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import deskside
+from deskside.budget.scaling import scales
+from deskside.budget.shape import flops_per_token, num_params
+from deskside.config import merge
+from deskside.config.run import RunConfig
+from deskside.config.schedule import Stage
+from deskside.data.loader import Batch
+from deskside.kernels.matmul_peak import measure_matmul_peak
+from deskside.optim.build import build
+from deskside.train import machine, parallel, setup
+from deskside.train.fit import rows_per_rank
+from deskside.train.guard import Guard
+from deskside.train.planning import modelled_memory_gib
+from deskside.train.settle import Settler
+from deskside.train.step import Numbers, Stepper
+
+WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
+MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
+FEWEST_STEPS = 5  # counted ones, however slow; half of them come before as warm-up
+BATCHES = 4  # different micro-batches that are used in turn
+OPTIMIZER_RUNS = 5
+LR_FACTOR = 0.1  # small, because the first steps of a run are its least stable ones
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Rows of random tokens, in the place of a packed dataset."""
+
+    sequence_length: int
+    vocab_size: int
+
+    def max_boundaries(self, rows: int) -> int:
+        """Every row is one document."""
+        return rows
+
+
+@dataclass(frozen=True)
+class RandomStage:
+    """The only stage of a point."""
+
+    stage: Stage
+    tokens_per_step: int
+    dataset: RandomRows
+
+
+def configuration(spec: dict[str, Any]) -> RunConfig:
+    """The run that a point stands for. Raises UsageError for one that cannot be.
+
+    spec: `model` (fields of ModelConfig), `sequence_length`, `tokens` per optimiser step, and optionally `micro_tokens`
+    ("auto"), `optimizer` ("muon"), `precision` ("auto"), `activation_checkpointing` ("none"), `compile` ("auto"),
+    `attention` ("auto") and `device` ("auto").
+    """
+    compute = {"activation_checkpointing", "compile", "attention", "device"} & spec.keys()
+    return merge.build(
+        [
+            {
+                "model": spec["model"],
+                "batch": {
+                    "sequence_length": spec["sequence_length"],
+                    "tokens": spec["tokens"],
+                    "micro_tokens": spec.get("micro_tokens", "auto"),
+                },
+                "optim": {"name": spec.get("optimizer", "muon")},
+                "precision": {"name": spec.get("precision", "auto")},
+                "compute": {key: spec[key] for key in sorted(compute)},
+                "schedule": {"length": "1000000 steps"},
+            }
+        ]
+    )
+
+
+def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train for some seconds and say how fast and with how much memory. For a process of its own.
+
+    spec: as in `configuration`, and optionally `warmup_seconds` and `seconds` to be counted.
+    """
+    config = configuration(spec)
+    world = parallel.join(config.compute.device, "auto")
+    device = world.device
+    torch.manual_seed(config.seed)
+    notes: list[str] = []
+    recipe, _ = setup.choose_recipe(config.precision.name, device, notes.append)
+    model = setup.build_model(config, world, recipe)
+    attention, attention_facts = setup.choose_attention(
+        config, model, world, config.batch.sequence_length, None
+    )
+    compile_mode = setup.prepare_execution(config, model, world)
+    peak = measure_matmul_peak(device, model.activation_dtype)
+    scaling = scales(
+        config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
+    )
+    stepper = Stepper(
+        model,
+        build(model, config.optim, scaling),
+        Guard(config.guard),
+        world,
+        config.compute,
+        attention,
+        config.optim.grad_clip,
+        list(model.parameters()),
+    )
+    settler = Settler(
+        config,
+        stepper,
+        lambda tokens: modelled_memory_gib(config, tokens, compile_mode != "off", recipe == "bf16", 1),
+        notes.append,
+    )
+    rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
+    plan = RandomStage(config.stages()[0], config.batch.tokens, rows)
+    (fit,), _ = settler.settle([plan], None)
+    setup_seconds = time.perf_counter() - deskside.STARTED
+
+    machine.reset_peak_memory(device)
+    batches = _batches(rows, fit.micro_rows, rows_per_rank(config.batch.tokens, rows.sequence_length, world))
+    batches = [_to(batch, device) for batch in batches]
+    timer = _Timer(stepper, batches, fit.accumulation, machine.Sensors(device))
+    timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), FEWEST_STEPS // 2)
+    seconds, sensed = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), FEWEST_STEPS)
+    step = statistics.median(seconds)
+    speed = config.batch.tokens / step
+    flops = flops_per_token(config.model, rows.sequence_length)
+    memory = _memory(device)
+    watts = [float(s["watts"]) for s in sensed if s["watts"] is not None]
+    return {
+        "tokens_per_second": speed,
+        "step_seconds": {
+            "median": step,
+            "p10": _quantile(seconds, 0.1),
+            "p90": _quantile(seconds, 0.9),
+        },
+        "optimizer_seconds": _optimizer_seconds(stepper, batches[0]),
+        "steps": len(seconds),
+        "mfu": speed * flops / peak,
+        "flops_per_token": flops,
+        "matmul_peak_tflops": peak / 1e12,
+        **memory,
+        "micro_tokens": fit.micro_rows * rows.sequence_length,
+        "accumulation": fit.accumulation,
+        "attempts": list(fit.attempts),
+        "watts": statistics.fmean(watts) if watts else None,
+        "celsius": max((s["celsius"] for s in sensed if s["celsius"] is not None), default=None),
+        "throttled": any(bool(s["throttled"]) for s in sensed) if watts else None,
+        "loss_first": timer.losses[0],
+        "loss_last": timer.losses[-1],
+        "finite": timer.finite,
+        "setup_seconds": setup_seconds,
+        "attention": attention_facts,
+        "compile": compile_mode,
+        "precision": recipe,
+        "params": num_params(config.model),
+        "device": device.type,
+        "notes": notes,
+    }
+
+
+class _Timer:
+    """Runs steps one after another and takes their times on the device; keeps every loss."""
+
+    def __init__(self, stepper: Stepper, batches: list[Batch], accumulation: int, sensors: machine.Sensors):
+        self.stepper, self.batches, self.sensors = stepper, batches, sensors
+        self.accumulation = accumulation
+        self.step = 0
+        self.losses: list[float] = []
+        self.finite = True
+
+    def run(self, at_least: float, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
+        """Seconds of each step until both bounds are reached, and what the sensors said meanwhile.
+
+        The host stays one step ahead, as in training, and reads the sensors while the device works.
+        """
+        seconds: list[float] = []
+        sensed: list[dict[str, Any]] = []
+        previous, pending, mark = self._mark(), None, None
+        began = time.perf_counter()
+        while len(seconds) < steps or time.perf_counter() - began < at_least:
+            numbers = self._launch()
+            now = self._mark()
+            if pending is not None and mark is not None:
+                self._read(pending)
+                seconds.append(_between(previous, mark))
+                previous = mark
+            pending, mark = numbers, now
+            sensed.append(self.sensors.read())
+        assert pending is not None
+        self._read(pending)
+        return seconds, sensed
+
+    def _launch(self) -> Numbers:
+        self.step += 1
+        self.stepper.optimizer.set_progress(LR_FACTOR, 0.0, self.step)
+        chosen = [self.batches[(self.step + i) % len(self.batches)] for i in range(self.accumulation)]
+        return self.stepper.run(chosen, self.step)
+
+    def _mark(self) -> Any:
+        if self.stepper.world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _read(self, numbers: Numbers) -> None:
+        loss, _, skipped = numbers.read()
+        self.losses.append(loss)
+        self.finite = self.finite and not skipped
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _batches(rows: RandomRows, micro_rows: int, rows_per_step: int) -> list[Batch]:
+    """A few micro-batches of random tokens whose frequency falls as 1 / rank."""
+    generator = torch.Generator().manual_seed(0)
+    weights = 1.0 / torch.arange(1, rows.vocab_size + 1, dtype=torch.float64)
+    shape = (micro_rows, rows.sequence_length)
+    made = []
+    for _ in range(BATCHES):
+        drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
+        tokens_BT = drawn.view(shape)
+        valid = tokens_BT.numel()
+        step_valid = rows_per_step * rows.sequence_length
+        made.append(Batch(tokens_BT, tokens_BT.roll(-1, dims=1), None, None, valid, step_valid))
+    return made
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return Batch(
+        batch.tokens_BT.to(device),
+        batch.targets_BT.to(device),
+        None,
+        None,
+        batch.num_valid,
+        batch.num_valid_step,
+    )
+
+
+def _optimizer_seconds(stepper: Stepper, batch: Batch) -> float:
+    """Median seconds of clipping and updating alone, with updates that are skipped."""
+    skip = torch.ones((), device=stepper.world.device)
+    seconds = []
+    for _ in range(OPTIMIZER_RUNS):
+        stepper.forward_backward([batch])
+        _synchronize(stepper.world.device)
+        began = time.perf_counter()
+        stepper.optimizer.clip_and_norm(stepper.grad_clip)
+        stepper.optimizer.step(skip)
+        stepper.optimizer.zero_grad()
+        _synchronize(stepper.world.device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(device: torch.device) -> dict[str, int | None]:
+    """Peaks of torch's allocator, and what the device as a whole has in use; of a CPU the resident set."""
+    if device.type != "cuda":
+        resident = round(machine.peak_memory_gib(device) * 2**30)
+        return {"peak_allocated_bytes": resident, "peak_reserved_bytes": None, "device_used_bytes": None}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "device_used_bytes": total - free,
+    }
+
+
+def _quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
