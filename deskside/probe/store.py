@@ -1,0 +1,266 @@
+"""What was measured on this machine, kept as JSON lines: probes/<card>.jsonl. Imports no torch; the planner reads it.
+
+A row is one measured point, or the measurement of the card itself:
+
+    {"schema": 1, "kind": "point" | "card", "key": {"machine": {...}, "spec": {...}}, "hash": "...", "status": "ok",
+     "error": "", "result": {...}, "seconds": 9.1, "when": "2026-11-20T20:14:03+00:00"}
+
+status: ok, oom, failed, timeout, or skipped (it was concluded, not tried, and `error` says why). A number counts only
+for the machine and software that it was measured on, so both are the first half of the key; the second half is what
+was asked for. How long a point is measured (steps, seconds) is no part of it.
+
+Nothing is ever rewritten: a row is appended by one write under a lock and is on the disk before `add` returns, and a
+later row of the same key stands for an earlier one. A line that a crash cut off is left where it is and passed over,
+with a note.
+"""
+
+import datetime
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deskside.errors import RunError, UsageError
+from deskside.probe.identity import Machine, this_machine
+
+__all__ = ["Machine", "Row", "Store", "make_key", "make_row", "open_store", "slug", "this_machine"]
+
+SCHEMA = 1
+KINDS = ("point", "card")
+STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
+FINAL = ("ok", "oom")  # what need not be measured again
+NO_PART_OF_KEY = ("steps", "seconds")
+
+Row = dict[str, Any]
+
+
+def make_key(machine: Machine, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The key of what `spec` asks for on this machine; an empty spec is the card's own measurement."""
+    return {
+        "machine": machine.key(),
+        "spec": {name: value for name, value in spec.items() if name not in NO_PART_OF_KEY},
+    }
+
+
+def make_row(
+    kind: str,
+    key: Mapping[str, Any],
+    status: str,
+    result: Mapping[str, Any] | None = None,
+    error: str = "",
+    seconds: float = 0.0,
+) -> Row:
+    """A row for `Store.add`. seconds: wall-clock that the measurement took, everything included."""
+    if kind not in KINDS or status not in STATUSES:
+        raise ValueError(f"kind {kind!r}, status {status!r}: use one of {KINDS} and of {STATUSES}")
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "key": dict(key),
+        "hash": hash_of(key),
+        "status": status,
+        "error": error,
+        "result": dict(result or {}),
+        "seconds": round(seconds, 3),
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def hash_of(key: Mapping[str, Any]) -> str:
+    """A digest of the key's canonical JSON."""
+    text = json.dumps(_strict(key), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def slug(card: str) -> str:
+    """The name of a card's file: "NVIDIA GeForce RTX 4090" -> "geforce-rtx-4090"."""
+    words = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-").removeprefix("nvidia-")
+    return words or "card"
+
+
+def open_store(folder: str | Path = "probes") -> "Store":
+    """The store in a folder, which need not exist yet. Raises UsageError when it is no folder."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path}: cannot hold probe results: it is no folder; give another with --probes")
+    return Store(path)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Rows of all cards in one folder. What reads raises UsageError when a file has lines and none can be read."""
+
+    folder: Path
+
+    def path(self, card: str) -> Path:
+        """The file that holds a card's rows."""
+        return self.folder / f"{slug(card)}.jsonl"
+
+    def rows(self, machine: Machine | None = None, kind: str | None = None) -> list[Row]:
+        """Rows that count for this machine (of all machines without one), one per key, the oldest first."""
+        standing: dict[str, Row] = {}
+        for row in self._all(machine):
+            if (machine is None or not _differences(machine, row)) and kind in (None, row["kind"]):
+                earlier = standing.get(row["hash"])
+                # A result is not displaced by an attempt that came to none.
+                if earlier is None or earlier["status"] not in FINAL or row["status"] in FINAL:
+                    standing.pop(row["hash"], None)
+                    standing[row["hash"]] = row
+        return list(standing.values())
+
+    def find(self, key: Mapping[str, Any]) -> Row | None:
+        """The row that stands for this key, whatever its status."""
+        wanted = hash_of(key)
+        path = self.path(key["machine"]["card"])
+        found = [row for row in _read(path)[0] if row["hash"] == wanted]
+        return next((row for row in reversed(found) if row["status"] in FINAL), found[-1] if found else None)
+
+    def add(self, row: Row) -> None:
+        """Append a row; it is on the disk when this returns. Raises RunError when it cannot be written."""
+        path = self.path(row["key"]["machine"]["card"])
+        line = json.dumps(_strict(row), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _append(path, line)
+        except OSError as error:
+            raise RunError(f"{path}: the result cannot be stored: {error.strerror or error}") from None
+
+    def notes(self, machine: Machine | None = None) -> list[str]:
+        """One line for each thing that was passed over: damaged lines, rows of other software or another driver."""
+        paths = self._paths(machine)
+        found = [note for path in paths for note in _read(path)[1]]
+        if machine is None:
+            return found
+        groups: dict[str, int] = {}
+        for row in self._all(machine):
+            if differing := _differences(machine, row):
+                groups[differing] = groups.get(differing, 0) + 1
+        path = self.path(machine.card)
+        for differing, count in groups.items():
+            rows = "1 row was" if count == 1 else f"{count} rows were"
+            found.append(
+                f"{path}: {rows} measured with {differing}, and not used; deskside probe measures anew"
+            )
+        return found
+
+    def require(self, machine: Machine) -> list[Row]:
+        """Rows of this machine. Raises UsageError when the store has rows of this card, all of other software."""
+        rows = self.rows(machine)
+        if not rows and (strangers := self._all(machine)):
+            differing = _differences(machine, strangers[-1])
+            raise UsageError(
+                f"{self.path(machine.card)}: all of its {len(strangers)} rows were measured with {differing}; "
+                f"measure anew with: deskside probe --probes {self.folder}"
+            )
+        return rows
+
+    def _paths(self, machine: Machine | None) -> list[Path]:
+        if machine is not None:
+            return [self.path(machine.card)]
+        return sorted(self.folder.glob("*.jsonl")) if self.folder.is_dir() else []
+
+    def _all(self, machine: Machine | None) -> list[Row]:
+        return [row for path in self._paths(machine) for row in _read(path)[0]]
+
+
+def _differences(machine: Machine, row: Row) -> str:
+    """In what a row's machine differs from this one: "driver 570.1 (here 580.2)"; empty when in nothing."""
+    here, there = machine.key(), row["key"]["machine"]
+    return ", ".join(
+        f"{name.replace('_', ' ')} {_word(there.get(name))} (here {_word(value)})"
+        for name, value in here.items()
+        if there.get(name) != value
+    )
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _read(path: Path) -> tuple[list[Row], list[str]]:
+    """(rows, notes) of one file. Raises UsageError when it has lines and none can be read."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    rows: list[Row] = []
+    notes: list[str] = []
+    damaged: list[str] = []
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _parse(line)
+        if isinstance(row, dict):
+            rows.append(row)
+        elif number == len(lines) and line.startswith(b'{"'):
+            notes.append(f"{path}:{number}: the last line was cut off and is passed over")
+        else:
+            damaged.append(f"{path}:{number}: {row}; the line is passed over")
+    if damaged and not rows:
+        first = damaged[0].removesuffix("; the line is passed over")
+        raise UsageError(
+            f"{first}, and no other line can be read; move the file away, then measure anew with: deskside probe"
+        )
+    return rows, [*damaged, *notes]
+
+
+def _parse(line: bytes) -> Row | str:
+    """The row that a line holds, or why it holds none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, or brackets without end
+        return "this is no JSON"
+    if not isinstance(row, dict) or "schema" not in row:
+        return "this is no probe result"
+    if row["schema"] != SCHEMA:
+        return f"this is a probe result of schema {row['schema']!r}, and this deskside reads {SCHEMA}"
+    key = row.get("key")
+    whole = (
+        row.get("kind") in KINDS
+        and row.get("status") in STATUSES
+        and isinstance(row.get("hash"), str)
+        and isinstance(row.get("result"), dict)
+        and isinstance(key, dict)
+        and isinstance(key.get("machine"), dict)
+        and isinstance(key.get("spec"), dict)
+    )
+    return row if whole else "a part of this probe result is missing"
+
+
+def _append(path: Path, line: bytes) -> None:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            line = b"\n" + line  # a line that was cut off must not swallow this one
+        try:
+            written = os.write(file, line)
+            if written < len(line):
+                raise OSError(28, "no space left")
+            os.fsync(file)
+        except OSError:
+            os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value
