@@ -1,0 +1,176 @@
+"""The data sheets of graphics cards, corrected: `gpus.csv` beside this file, one row per card.
+
+What marketing prints is not what training gets. The columns hold dense rates with FP32 accumulation, which is what
+PyTorch's BF16 matrix products use: an RTX 4090 makes 165 TFLOP/s, not the 330 of FP16 accumulation, because GeForce
+cards accumulate in FP32 at half rate (512 FLOP per multiprocessor and clock). Sparse rates are nowhere. The notes
+keep the wrong figures that circulate. `measured` is what somebody's large BF16 matrix product reached: GeForce cards
+reach their sheet or pass it, since they boost above the nameplate clock; data centre cards reach half to 87 %.
+
+A card is named by its model and, where several were sold under it, by the variant: "4090", "rtx4090" and
+"NVIDIA GeForce RTX 4090" are one card, "5090 laptop" is another one than "5090", and "h100" is refused because PCIe
+and SXM differ by a third. A card that is not in the table is never taken for its neighbour.
+"""
+
+import csv
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from deskside.errors import UsageError
+
+# How far the memory that a driver reports may be from the table: it keeps up to 3 % back, ECC is in the table.
+REPORTED_SHARE = (0.93, 1.02)
+# Words that a person may write and that tell no card from another.
+NOISE = ("nvidia", "geforce", "amd", "instinct", "quadro", "rtx", "gpu", "graphics", "card")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card as its corrected data sheet has it. SI units: FLOP/s, bytes, bytes/s, watts, hertz.
+
+    memory_bytes: as sold, in GiB (24 GB is 24 x 2**30, as NVIDIA and AMD sell them), except where much less can be
+    seen: L4 and L40S lose 1/16 to ECC, and GB10's 128 GB are decimal. The driver keeps up to 3 % more for itself.
+    bf16_flops: dense, FP32 accumulation. fp16_accumulate_flops: FP16 inputs and FP16 accumulation. fp8_flops: FP32
+    accumulation. None: the card has no such unit, or nothing is known (laptops). flops_per_clock: of one
+    multiprocessor, BF16; bf16_flops is multiprocessors x boost_hz x flops_per_clock within 9 % (GeForce 3 %).
+    half_rate_fp32_accumulate: FP32 accumulation runs at half of the FP16 rate; None where it is not known.
+    measured_bf16_flops: a large matrix product as others timed it, measured_source says who. certainty: high, medium
+    or low (laptops: their power limit decides, so only a measurement is good). note: traps.
+    """
+
+    name: str
+    architecture: str
+    compute_capability: str
+    multiprocessors: int
+    boost_hz: float
+    memory_bytes: int
+    bandwidth: float
+    bf16_flops: float
+    fp16_accumulate_flops: float | None
+    fp8_flops: float | None
+    fp4_flops: float | None
+    half_rate_fp32_accumulate: bool | None
+    measured_bf16_flops: float | None
+    measured_source: str
+    watts: float
+    msrp_usd: float | None
+    source: str
+    certainty: str
+    note: str
+    flops_per_clock: int | None
+
+    @property
+    def geforce(self) -> bool:
+        """A consumer card of NVIDIA, laptops included."""
+        return self.half_rate_fp32_accumulate is True
+
+    @property
+    def laptop(self) -> bool:
+        return "Laptop" in self.name
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every card of the table."""
+    return tuple(entry.gpu for entry in _table())
+
+
+def find(name: str) -> Gpu:
+    """The card that a person means by `name`. Case, spaces, hyphens, the order of the words and the vendor's name do
+    not matter; a memory size ("4060 ti 16gb") or a form ("a100 80gb sxm") tells variants apart.
+
+    Raises UsageError with the nearest names when there is none, with all that it could be when there are several.
+    """
+    text = re.sub(r"[^a-z0-9]", "", name.lower()).replace("mobile", "laptop").replace("notebook", "laptop")
+    found = [entry.gpu for entry in _table() if entry.is_named(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"{name}: which one: {', '.join(gpu.name for gpu in found)}? Write the whole name")
+    plain = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu.name for gpu in gpus()}
+    near = difflib.get_close_matches(text, plain, n=3, cutoff=0.0)
+    if not text:
+        raise UsageError("the name of the card is empty; write for example rtx4090")
+    raise UsageError(
+        f"{name}: no such card in the table; the nearest are "
+        f"{', '.join(plain[key] for key in near)}. A card that is not in it can be measured with `deskside probe`"
+    )
+
+
+def of_device(name: str, memory_bytes: int) -> Gpu | None:
+    """The card that torch or NVML calls `name`, with the memory that it reports. None when it is not surely one of
+    the table: another name (a slice of a card, an H100 NVL), or another memory size than the one that is known."""
+    text = name.strip().casefold().removeprefix("nvidia ")
+    low, high = REPORTED_SHARE
+    found = [
+        entry.gpu
+        for entry in _table()
+        if text in entry.device_names and low <= memory_bytes / entry.gpu.memory_bytes <= high
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A row: the card, the words that a name must have, those that it may have, and what drivers call it."""
+
+    gpu: Gpu
+    must: tuple[frozenset[str], ...]  # any one of these sets
+    may: frozenset[str]
+    device_names: frozenset[str]
+
+    def is_named(self, text: str) -> bool:
+        """Whether `text` (letters and digits only) is made of this card's words, in any order, each at most once."""
+        return any(_spells(text, must, self.may) for must in self.must)
+
+
+def _spells(text: str, must: frozenset[str], may: frozenset[str]) -> bool:
+    if not text:
+        return not must
+    return any(
+        text.startswith(word) and _spells(text[len(word) :], must - {word}, may - {word})
+        for word in must | may
+    )
+
+
+@cache
+def _table() -> tuple[_Entry, ...]:
+    text = resources.files("deskside.facts").joinpath("gpus.csv").read_text("utf-8")
+    return tuple(_entry(row) for row in csv.DictReader(text.splitlines()))
+
+
+def _entry(row: dict[str, str]) -> _Entry:
+    def number(column: str, unit: float) -> float | None:
+        return float(row[column]) * unit if row[column] else None
+
+    visible = number("visible_mib", 2**20)
+    sold = float(row["memory_gb"]) * 2**30
+    gpu = Gpu(
+        name=row["name"],
+        architecture=row["architecture"],
+        compute_capability=row["compute_capability"],
+        multiprocessors=int(row["multiprocessors"]),
+        boost_hz=float(row["boost_mhz"]) * 1e6,
+        memory_bytes=int(visible or sold),
+        bandwidth=float(row["bandwidth_gb_s"]) * 1e9,
+        bf16_flops=float(row["bf16_tflops"]) * 1e12,
+        fp16_accumulate_flops=number("fp16_accumulate_tflops", 1e12),
+        fp8_flops=number("fp8_tflops", 1e12),
+        fp4_flops=number("fp4_tflops", 1e12),
+        half_rate_fp32_accumulate={"yes": True, "no": False, "": None}[row["half_rate_fp32_accumulate"]],
+        measured_bf16_flops=number("measured_bf16_tflops", 1e12),
+        measured_source=row["measured_source"],
+        watts=float(row["watts"]),
+        msrp_usd=number("msrp_usd", 1.0),
+        source=row["source"],
+        certainty=row["certainty"],
+        note=row["note"],
+        flops_per_clock=int(row["bf16_flop_per_sm_clock"]) if row["bf16_flop_per_sm_clock"] else None,
+    )
+    return _Entry(
+        gpu,
+        must=tuple(frozenset(words.split()) for words in row["must"].split("|")),
+        may=frozenset([*row["may"].split(), *NOISE, f"{row['memory_gb']}gb", f"{row['memory_gb']}g"]),
+        device_names=frozenset(name.casefold() for name in row["device_names"].split("|")),
+    )
