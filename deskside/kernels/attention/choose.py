@@ -28,6 +28,7 @@ from deskside.kernels.attention.context import (
 # the gradients' sums; a wrong mask, scale or head mapping gives more than 1e-1.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 CHECK_BATCH = 2  # rows that the check uses; the reference keeps all its scores for the backward
+CHECK_SCORES = 2**27  # scores of the check, 512 MiB in float32, of which autograd keeps a few copies
 TIMED_RUNS = {"cuda": 10, "cpu": 3}
 
 
@@ -64,7 +65,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
     rejected: dict[str, str] = {}
     errors: dict[str, float] = {}
     seconds: dict[str, float] = {}
-    small = replace(need, batch=min(need.batch, CHECK_BATCH))
+    small = _check_size(need)
     check_inputs, check_context = _problem(small, seed)
     expected: list[Tensor] | None = None
     timing_inputs, timing_context = _problem(need, seed)
@@ -106,6 +107,22 @@ def worst_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
             return float("inf")
         worst = max(worst, float((ours - truth).norm() / truth.norm()))
     return worst
+
+
+def _check_size(need: Requirements) -> Requirements:
+    """The problem that is checked: fewer rows, then fewer heads (two groups of them at least, for their mapping), and
+    at last a shorter sequence, so that the reference's scores fit beside a model on a small card."""
+    batch, kv_heads, tokens = min(need.batch, CHECK_BATCH), need.kv_heads, need.tokens
+    group = need.heads // need.kv_heads
+
+    def scores() -> int:
+        return batch * group * kv_heads * tokens**2
+
+    while kv_heads > 2 and scores() > CHECK_SCORES:
+        kv_heads = max(2, kv_heads // 2)
+    while tokens > 512 and scores() > CHECK_SCORES:
+        tokens //= 2
+    return replace(need, batch=batch, heads=group * kv_heads, kv_heads=kv_heads, tokens=tokens)
 
 
 def _wrong(error: float, dtype: torch.dtype) -> str:

@@ -1,0 +1,149 @@
+"""What a card does per second at the things that a training step is made of: matrix products, attention, copies.
+
+Measured without a model and without a compiler, in some seconds. The planner prices a step's operators with these
+rates (`budget/speed.py`); points of the map then correct what remains. Before anything is timed the device works for a
+while on large products, because a card at rest is below its power limit and would promise a speed that it cannot hold.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.errors import RunError
+from deskside.kernels.attention import Requirements, choose
+from deskside.kernels.matmul_peak import measure_matmul_peak
+
+TOKENS = {"cuda": 16384, "cpu": 512}  # rows of the products, as of a micro-batch
+# (in, out) of the weights: the products of blocks of 768 to 4096, and a head.
+WEIGHTS = {
+    "cuda": (
+        (512, 512), (768, 768), (768, 1152), (768, 4096), (2048, 768), (1024, 1536), (1024, 5632), (2816, 1024),
+        (1536, 8192), (2048, 2048), (2048, 11008), (4096, 4096), (4096, 12288), (768, 32768), (2048, 32768),
+    ),
+    "cpu": ((128, 192), (128, 768), (384, 128), (256, 256), (256, 1536), (128, 1024)),
+}  # fmt: skip
+# (heads, key-value heads, head dim), and the sequence lengths.
+HEADS = {"cuda": ((12, 3, 64), (8, 2, 128), (12, 12, 64)), "cpu": ((4, 1, 32), (4, 4, 64))}
+LENGTHS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (128, 512)}
+ATTENTION_TOKENS = {"cuda": 16384, "cpu": 512}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+SETTLE_SECONDS = {"cuda": 2.0, "cpu": 0.5}
+RUNS = 8
+LAUNCHES = 2000
+
+
+def measure_card(device: str = "auto") -> dict[str, Any]:
+    """Rates of this device in FLOP/s, bytes/s and seconds. For a process of its own."""
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    where = torch.device(chosen)
+    dtype = torch.bfloat16 if chosen == "cuda" else torch.float32
+    _settle(where, dtype)
+    return {
+        "device": chosen,
+        "dtype": str(dtype).removeprefix("torch."),
+        "matmul_peak": measure_matmul_peak(where, dtype),
+        "matmul": _products(where, dtype),
+        "copy_bandwidth": _copy_bandwidth(where),
+        "attention": _attention(where, dtype),
+        "launch_seconds": _launch_seconds(where),
+    }
+
+
+def _settle(device: torch.device, dtype: torch.dtype) -> None:
+    began = time.perf_counter()
+    while time.perf_counter() - began < SETTLE_SECONDS[device.type]:
+        measure_matmul_peak(device, dtype)
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """FLOP/s of the three products of each linear layer: output, gradient of the input, gradient of the weight."""
+    found = []
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    N = TOKENS[device.type]
+    for columns, rows in WEIGHTS[device.type]:
+        x_NK, w_MK, g_NM = random(N, columns), random(rows, columns), random(N, rows)
+        flops = 2.0 * N * columns * rows
+        found.append(
+            {
+                "tokens": N,
+                "in": columns,
+                "out": rows,
+                "forward": flops / _seconds(partial(torch.mm, x_NK, w_MK.t()), device),
+                "input_gradient": flops / _seconds(partial(torch.mm, g_NM, w_MK), device),
+                "weight_gradient": flops / _seconds(partial(torch.mm, g_NM.t(), x_NK), device),
+            }
+        )
+    return found
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """FLOP/s of forward and backward together, causal, of the backend that a run would choose."""
+    found = []
+    for heads, kv_heads, head_dim in HEADS[device.type]:
+        for tokens in LENGTHS[device.type]:
+            batch = ATTENTION_TOKENS[device.type] // tokens
+            need = Requirements(batch, tokens, heads, kv_heads, head_dim, dtype, device)
+            row: dict[str, Any] = {
+                "tokens": tokens, "batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
+            }  # fmt: skip
+            try:
+                choice = choose(need)
+            except (
+                RunError,
+                torch.OutOfMemoryError,
+            ) as error:  # a length that this card cannot do is a finding
+                found.append({**row, "backend": None, "flops": None, "error": str(error)[:200]})
+                continue
+            # Two products forward and four backward, over the half of the square below the diagonal.
+            flops = 12.0 * batch * heads * head_dim * tokens * tokens / 2
+            found.append({**row, "backend": choice.name, "flops": flops / choice.seconds[choice.name]})
+    return found
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Host seconds of a small operation, which bound a step whose kernels are shorter than that."""
+    x = torch.zeros(16, device=device)
+    x.add_(1)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(LAUNCHES):
+        x.add_(1)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / LAUNCHES
+
+
+def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    """Median seconds of one call, after one to warm up."""
+    work()
+    times = []
+    for _ in range(RUNS):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
