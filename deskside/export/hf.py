@@ -1,11 +1,14 @@
-"""Hugging Face directories: write one that AutoModelForCausalLM and AutoTokenizer load, and read published ones."""
+"""Hugging Face directories: write one that AutoModelForCausalLM and AutoTokenizer load, and read published ones.
+
+What is written lists itself in deskside.json, with checksums. Only a directory that holds nothing but what its list
+says is ever replaced: a file that a person added or changed is theirs.
+"""
 
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
+from deskside.data import folder as folders
 from deskside.errors import UsageError
+from deskside.export.checkpoints import fingerprint
 from deskside.export.hf_families import FAMILIES, Family, family_of, to_hf_config
 from deskside.export.hf_read import from_hf_config
 from deskside.model.transformer import Transformer
@@ -24,6 +29,7 @@ from deskside.ops.logical import LogicalTensor, logical_tensors
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+MARK = "deskside.json"  # where an export came from, and its files
 
 
 def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -52,16 +58,16 @@ def save_hf(
     tokenizer_path: Path | None,
     out_dir: Path,
     dtype: torch.dtype = torch.float32,
+    about: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files; returns `out_dir`.
+    """Write config.json, generation_config.json, model.safetensors, the tokenizer's files and deskside.json.
 
     tokenizer_path: a tokenizer.json, or a directory with one (its chat template and settings come along); None writes
-    none. All or nothing: the directory appears under its name when it is complete, and replaces an earlier export.
-    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or an `out_dir` that holds other things.
+    none. `about` goes into deskside.json. All or nothing: the directory appears under its name when it is complete,
+    and replaces an earlier export. Returns `out_dir`.
+    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or where `check_out` refuses.
     """
     hf_config, state = to_hf(model, config)
-    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "config.json").exists():
-        raise UsageError(f"{out_dir} exists and is not a model directory; choose another --out")
     generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
     with _replaced_when_complete(out_dir) as folder:
         if tokenizer_path is not None:
@@ -74,7 +80,34 @@ def save_hf(
         _write_json(folder / "generation_config.json", generation)
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        # safetensors lets its owner alone read a file; it shall be open to whom the others are.
+        mode = (folder / "config.json").stat().st_mode
+        (folder / "model.safetensors").chmod(mode)
+        folder.chmod(mode | (mode & 0o444) >> 2)
+        listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
+        _write_json(folder / MARK, {**(about or {}), "files": listing})
     return out_dir
+
+
+def check_out(out_dir: Path) -> set[str]:
+    """The names of the files of an earlier export in `out_dir`; none where it is empty or not there.
+
+    Raises UsageError when it is a file, or holds anything else than what an export wrote.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UsageError(f"--out {out_dir}: is a file; choose a directory")
+    if not out_dir.exists():
+        return set()
+    listed = _read_json(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
+    seen = listed if isinstance(listed, dict) else {}
+    own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
+    own |= {MARK} if seen else set()
+    if others := folders.strangers(out_dir, own):
+        raise UsageError(
+            f"--out {out_dir}: holds {others[0]}, which `deskside export` did not write or which was changed since; "
+            "move it away, or choose another directory"
+        )
+    return own
 
 
 def load_hf(folder: Path, device: torch.device | str = "cpu") -> tuple[ModelConfig, Transformer]:
@@ -197,18 +230,12 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> int:
 @contextmanager
 def _replaced_when_complete(out_dir: Path) -> Iterator[Path]:
     """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails."""
+    out_dir = out_dir.resolve()  # where it is a link, what it leads to is replaced
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
     try:
-        partial.chmod(0o755)  # mkdtemp makes it private
         yield partial
-        if out_dir.exists():
-            old = Path(f"{partial}.old")
-            os.rename(out_dir, old)
-            os.rename(partial, out_dir)
-            shutil.rmtree(old)
-        else:
-            os.rename(partial, out_dir)
+        folders.replace(out_dir, partial, check_out(out_dir))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -25,7 +25,7 @@ from deskside.data.sources import BadInputLog, Source, iter_documents
 from deskside.engine.sampling import Sampling
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
-from deskside.export.hf import save_hf
+from deskside.export.hf import check_out, save_hf
 from deskside.export.load import Loaded, load_model
 from deskside.kernels.attention import Requirements, choose
 from deskside.precision.selfcheck import check
@@ -34,7 +34,6 @@ from deskside.serve.chat import ChatOptions, converse
 Device = Literal["auto", "cpu", "cuda"]
 HF_SEQUENCE_LENGTH = 2048  # of a model that comes without a run: the presets' own, so that numbers compare
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}
-EXPORT_MARK = "deskside.json"  # says where an export came from, and that it may be replaced
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -198,19 +197,15 @@ def run_export(argv: Sequence[str]) -> int:
     """`deskside export`. Returns the exit code; raises UsageError and RunError."""
     options = parse(Export, argv, "deskside export")
     out = Path(options.out)
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out}: is a file; choose a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / EXPORT_MARK).is_file():
-        raise UsageError(
-            f"--out {out}: holds files that `deskside export` did not write; choose another directory"
-        )
+    check_out(out)  # before the work
     loaded = load_model(options.model, "cpu", torch.float32, _say)
     made = {"deskside": __version__, "from": options.model, "step": loaded.step, "dtype": options.dtype}
     try:
-        save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype])
-        (out / EXPORT_MARK).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
+        save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], made)
     except OSError as error:
-        raise RunError(f"{error.filename or out}: cannot be written: {error.strerror or error}") from None
+        raise RunError(
+            f"{error.filename2 or error.filename or out}: cannot be written: {error.strerror or error}"
+        ) from None
     if options.json:
         print(json.dumps({"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}))
     else:

@@ -1,6 +1,7 @@
 """Directories: what transformers wrote loads here, what we wrote loads there, and bad ones are named."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from deskside.config.model import ModelConfig
-from deskside.errors import UsageError
+from deskside.data import folder
+from deskside.errors import RunError, UsageError
 from deskside.export.hf import load_hf, save_hf
 from deskside.export.hf_read import from_hf_config
 from deskside.model.transformer import Transformer
@@ -163,17 +165,71 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
 
 
-def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
+def test_export_replaces_an_export(tmp_path: Path) -> None:
     one, two = random_model(), random_model(num_hidden_layers=3)
     out = save_hf(one, one.config, None, tmp_path / "hf")
     save_hf(two, two.config, None, out)
     assert load_hf(out)[0].num_hidden_layers == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match="not a model directory"):
-        save_hf(one, one.config, None, tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "config.json", "folder/thesis.txt", "deskside.json"])
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_file_that_a_person_added_or_changed_is_never_replaced(
+    name: str, exported: bool, tmp_path: Path
+) -> None:
+    model = random_model()
+    out = tmp_path / "hf"
+    if exported:
+        save_hf(model, model.config, None, out)
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text('{"years": "of work"}')
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(UsageError, match="did not write or which was changed since; move it away"):
+        save_hf(model, model.config, None, out)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_file_that_comes_while_the_export_is_written_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model()
+    out = save_hf(model, model.config, None, tmp_path / "hf")
+    delete = folder.delete
+
+    def late(old: Path, own: set[str]) -> None:
+        (old / "thesis.txt").write_text("years of work")
+        delete(old, own)
+
+    monkeypatch.setattr(folder, "delete", late)
+    with pytest.raises(RunError, match=r"was replaced; what else it held by then is kept in .*\.old"):
+        save_hf(model, model.config, None, out)
+    kept = [p for p in tmp_path.rglob("*") if p.name == "thesis.txt"]
+    assert len(kept) == 1 and kept[0].read_text() == "years of work"
+    assert load_hf(out)[0] == model.config
+
+
+def test_export_into_a_link(tmp_path: Path) -> None:
+    """To a new place, over an empty directory, over an export: what the link leads to is written."""
+    model = random_model()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "hf").symlink_to(tmp_path / "disk" / "hf", target_is_directory=True)
+    for made in (False, True, True):
+        save_hf(model, model.config, None, tmp_path / "hf")
+        assert (tmp_path / "hf").is_symlink() and load_hf(tmp_path / "disk" / "hf")[0] == model.config
+        assert [p.name for p in (tmp_path / "disk").iterdir()] == ["hf"], made
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_the_files_follow_the_umask(mask: int, mode: int, tmp_path: Path) -> None:
+    model = random_model()
+    before = os.umask(mask)
+    try:
+        out = save_hf(model, model.config, None, tmp_path / "hf")
+    finally:
+        os.umask(before)
+    assert {p.name: p.stat().st_mode & 0o777 for p in out.iterdir()} == {p.name: mode for p in out.iterdir()}
+    assert out.stat().st_mode & 0o777 == mode | (mode & 0o444) >> 2
 
 
 def test_a_failed_export_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,10 @@ def test_export_replaces_only_what_it_made(made: MadeRun, tmp_path: Path) -> Non
     before = sorted(path.name for path in out.iterdir())
     with pytest.raises(UsageError, match="did not write"):
         run_export([str(made.path), "--out", str(out)])
+    (out / "deskside.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"deskside\.json does not hold a JSON object"):
+        run_export([str(made.path), "--out", str(out)])
+    (out / "deskside.json").unlink()
     assert sorted(path.name for path in out.iterdir()) == before
     with pytest.raises(UsageError, match="is a file"):
         run_export([str(made.path), "--out", str(out / "config.json")])
