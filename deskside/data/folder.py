@@ -4,7 +4,6 @@ The new folder is made whole under another name beside the old one and then take
 leaves the old one as it was. Of the old folder only files that are known as our own are deleted.
 """
 
-import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -36,13 +35,13 @@ def replace(target: Path, new: Path, own: Collection[str]) -> None:
         os.rename(old, target)
         raise
     delete(old, own)
-    if old.exists():
-        raise RunError(f"{target}: was replaced; what else it held by then is kept in {old}")
+    try:
+        old.rmdir()
+    except OSError:
+        raise RunError(f"{target}: was replaced; what else it held by then is kept in {old}") from None
 
 
 def delete(folder: Path, own: Collection[str]) -> None:
-    """Delete the files named in `own`, and the folder if nothing else is in it."""
+    """Delete the files named in `own`."""
     for name in own:
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()

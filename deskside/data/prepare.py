@@ -7,13 +7,14 @@
 4. Measure what a model has to beat on the validation text (gzip, unigrams) and write the index.
 
 prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So the same
-command again keeps what is whole, makes the rest, and mends a shard whose checksum fails.
+command again keeps what is whole, makes the rest, and mends a shard whose checksum fails. Without `resume` the data set
+is made in a folder beside `out`, which takes its place when it is complete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import sys
@@ -27,7 +28,7 @@ from typing import Any
 
 import xxhash
 
-from deskside.data import shards
+from deskside.data import folder, shards
 from deskside.data import tokenizer as bpe
 from deskside.data.baselines import GzipMeter, token_counts, unigram_bits
 from deskside.data.progress import Progress
@@ -43,10 +44,10 @@ from deskside.data.scan import (
 )
 from deskside.data.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
 from deskside.data.sources import BadInputLog, OnBad, Source
+from deskside.data.state import State, difference, look, refuse_strangers, write_state
 from deskside.data.worker import Job, ShardCutter, make_shard, start_worker
 from deskside.errors import RunError, UsageError
 
-STATE = "prepare.json"
 SHARD_BYTES = 32 << 20
 SAMPLE_BYTES = 80 << 20
 
@@ -126,17 +127,35 @@ def prepare(
     else:
         given = bpe.load(tokenizer)
         arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))
-    work = _Work(Path(out), arguments, train_list, val_list, field, on_bad, quiet)
-    work.open(resume)
+    out = Path(out)
+    old = look(out)
+    replaced = None if resume or old is None or old.scan is None else old
+    if replaced:
+        refuse_strangers(out, replaced)
+        shards.clear_temporary(out)
+    target = out.resolve()  # where it is a link, what it leads to is replaced
+    new = target.with_name(f".{target.name}.new")
+    work = _Work(new if replaced else out, arguments, train_list, val_list, field, on_bad, quiet)
+    work.open(discard=replaced is not None)
     try:
         complete = work.complete()
         if complete is None:
             work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
             work.second_pass(workers or _cores(), val_fraction, seed, shard_bytes)
             complete = work.finish()
+    except UsageError:
+        work.undo()
+        raise
     finally:
-        work.clear_temporary()
-    return _report(work, complete, time.monotonic() - begin)
+        shards.clear_temporary(work.out)
+    if replaced:
+        try:
+            folder.replace(target, new, replaced.own_files)
+        except OSError as error:
+            raise RunError(
+                f"--out {out}: cannot be replaced ({error.strerror}). The new data is in {new}."
+            ) from error
+    return _report(out, work, complete, time.monotonic() - begin)
 
 
 @dataclass
@@ -157,58 +176,48 @@ class _Work:
     kept: int = 0
     duplicates: int = 0
     gzip_bits: int = 0
+    fresh: bool = False  # begun by this call
+    created: bool = False  # its folder too
 
-    def open(self, resume: bool) -> None:
-        """Takes up what `out` holds, or begins anew."""
-        if self.out.exists() and not self.out.is_dir():
-            raise UsageError(f"--out {self.out}: is a file. Give a directory.")
-        state_file = self.out / STATE
-        ours = state_file.is_file()
-        if self.out.is_dir() and any(self.out.iterdir()) and not ours:
-            raise UsageError(
-                f"--out {self.out}: is not empty and holds no prepared data. Give another directory."
-            )
-        if ours and not resume:
-            for pattern in ("index.json", "train-*.*", "val-*.*", "tokenizer*.json", shards.STAMP, STATE):
-                for path in self.out.glob(pattern):
-                    path.unlink()
-            ours = False
+    def open(self, *, discard: bool) -> None:
+        """Takes up what `out` holds, or begins. Other arguments' work is an error, or with `discard` deleted."""
+        state = look(self.out)
+        if state is not None and state.scan is not None:
+            what = difference(state.arguments, self.arguments)
+            if not what:
+                shards.clear_temporary(self.out)
+                self.found, self.done = state.scan, dict(state.shards)
+                return
+            if not discard:
+                raise UsageError(
+                    f"--out {self.out}: was prepared with other arguments ({what}). "
+                    "Give another --out, or --no-resume to replace it."
+                )
+            refuse_strangers(self.out, state)
+            folder.delete(self.out, state.own_files)
+        self.fresh, self.created = True, not self.out.exists()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {self.out}: cannot be made ({error.strerror}).") from error
-        self.clear_temporary()
-        if not ours:
-            self.save()
-            return
-        try:
-            state = json.loads(state_file.read_bytes())
-            before = state["arguments"]
-            self.found = Scan.from_dict(state["scan"]) if state["scan"] else None
-            self.done = {name: ShardInfo.model_validate(info) for name, info in state["shards"].items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{state_file}: damaged. Begin anew with --no-resume.") from error
-        now = json.loads(json.dumps(self.arguments))
-        differing = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
-        if differing:
-            what = "; ".join(f"{k}: {_short(before.get(k))} -> {_short(now.get(k))}" for k in differing)
-            raise UsageError(
-                f"--out {self.out}: was prepared with other arguments ({what}). "
-                "Give another --out, or --no-resume to replace it."
-            )
+        shards.clear_temporary(self.out)
+        self.save()
 
     def save(self) -> None:
-        state = {
-            "arguments": self.arguments,
-            "scan": self.found.as_dict() if self.found else None,
-            "shards": {name: info.model_dump(mode="json") for name, info in sorted(self.done.items())},
-        }
-        text = json.dumps(state, ensure_ascii=False) + "\n"
-        shards.write_file(self.out / STATE, lambda file: file.write(text.encode("utf-8")))
+        write_state(self.out, self.state)
 
-    def clear_temporary(self) -> None:
-        for path in self.out.glob(f"*{shards.TEMPORARY}"):
-            path.unlink(missing_ok=True)
+    @property
+    def state(self) -> State:
+        return State(arguments=self.arguments, scan=self.found, shards=dict(sorted(self.done.items())))
+
+    def undo(self) -> None:
+        """What this call began with a mistake in it is taken back, so that nothing stands in the way of the next."""
+        if self.fresh:
+            folder.delete(self.out, self.state.own_files)
+            if self.created:
+                shards.clear_temporary(self.out)
+                with contextlib.suppress(OSError):
+                    self.out.rmdir()
 
     def complete(self) -> DatasetIndex | None:
         """The index, when all is there and every checksum is right."""
@@ -348,7 +357,8 @@ class _Work:
     def _record(self, job: Job, info: ShardInfo, bar: Progress) -> None:
         self.done[job.name] = info
         self.made += 1
-        self.save()
+        self.save()  # first, so that no file has a name that is not noted
+        shards.publish(self.out, info)
         bar.advance(job.text_bytes / 1e6)
 
     def finish(self) -> DatasetIndex:
@@ -416,15 +426,10 @@ def _changed(out: Path) -> UsageError:
     return UsageError(f"--out {out}: the sources changed since it was begun. Use --no-resume to begin anew.")
 
 
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _report(work: _Work, index: DatasetIndex, seconds: float) -> Report:
+def _report(out: Path, work: _Work, index: DatasetIndex, seconds: float) -> Report:
     val = index.splits.get("val")
     return Report(
-        out=str(work.out),
+        out=str(out),
         vocab_size=index.tokenizer.vocab_size,
         documents={name: split.documents for name, split in index.splits.items()},
         tokens={name: split.tokens for name, split in index.splits.items()},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -80,13 +80,6 @@ class Scan:
     tags: list[tuple[str, str]]
     bad_input: dict[str, Any]
     ignored_files: dict[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Scan:
-        return cls(**{**data, "tags": [(s, lang) for s, lang in data["tags"]]})
 
 
 @dataclass

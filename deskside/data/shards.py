@@ -35,7 +35,7 @@ from deskside.errors import RunError, UsageError
 SCHEMA_VERSION = 1
 INDEX = "index.json"
 STAMP = ".verified.json"
-TEMPORARY = ".tmp"
+TEMPORARY = ".deskside-tmp"  # no other program's files end so, and these may be deleted
 DOCUMENT = np.dtype([("start", "<i8"), ("tag", "<u2")])
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
 
@@ -140,6 +140,12 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
+def clear_temporary(directory: Path) -> None:
+    """Deletes what an interrupted `write_file` left."""
+    for path in directory.glob(f"*{TEMPORARY}"):
+        path.unlink(missing_ok=True)
+
+
 def _sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -170,7 +176,11 @@ def write_shard(
     lengths: NDArray[np.uint32],
     key: str,
 ) -> ShardInfo:
-    """Writes `name`.bin and `name`.idx.npy. `lengths` is bytes per token, shape [vocab]. Raises: as `write_file`."""
+    """Writes `name`.bin and `name`.idx.npy, still under temporary names: `publish` gives them their own.
+
+    So a shard's name can be noted before there is a file of that name. `lengths` is bytes per token, shape [vocab].
+    Raises: as `write_file`.
+    """
     sizes = np.array([len(d.tokens) + 1 for d in documents], dtype=np.int64)
     table = np.zeros(len(documents), dtype=DOCUMENT)
     table["start"] = np.cumsum(sizes) - sizes
@@ -180,15 +190,15 @@ def write_shard(
         tokens[start] = eos_id
         tokens[start + 1 : start + 1 + len(document.tokens)] = document.tokens
     tokens[-1] = eos_id
-    paths = directory / f"{name}.bin", directory / f"{name}.idx.npy"
+    paths = [directory / f"{name}{suffix}{TEMPORARY}" for suffix in (".bin", ".idx.npy")]
     write_file(paths[0], lambda file: file.write(tokens.view(np.uint8).data))
     write_file(paths[1], lambda file: np.save(file, table, allow_pickle=False))
     present, inverse = np.unique(table["tag"], return_inverse=True)
     per_tag = np.bincount(inverse, weights=sizes).astype(np.int64)
     counts = np.bincount(inverse)
     return ShardInfo(
-        file=paths[0].name,
-        table=paths[1].name,
+        file=paths[0].name.removesuffix(TEMPORARY),
+        table=paths[1].name.removesuffix(TEMPORARY),
         tokens=len(tokens),
         documents=len(documents),
         text_bytes=text_bytes,
@@ -201,6 +211,16 @@ def write_shard(
             for tag, c, t in zip(present, counts, per_tag, strict=True)
         },
     )
+
+
+def publish(directory: Path, info: ShardInfo) -> None:
+    """Gives the two files of a shard that `write_shard` wrote their names. Raises: as `write_file`."""
+    for path in (directory / info.file, directory / info.table):
+        try:
+            os.replace(f"{path}{TEMPORARY}", path)
+        except OSError as error:
+            raise disk_error(path, error) from error
+    _sync_directory(directory)
 
 
 def write_index(directory: Path, index: DatasetIndex) -> None:

@@ -86,7 +86,7 @@ def start_worker(directory: str, eos_id: int, dtype: str) -> None:
 
 
 def make_shard(job: Job) -> shards.ShardInfo:
-    """Tokenises and writes one shard.
+    """Tokenises and writes one shard, for `shards.publish` to name.
 
     Raises:
         RunError: the disk is full or cannot be written.

@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,10 @@ from deskside.errors import RunError, UsageError
 from tests.data.data_corpus import make_corpus
 
 SMALL: dict[str, Any] = {"vocab_size": 400, "workers": 1, "shard_bytes": 60_000, "quiet": True}
+
+
+class _StopHere(Exception):
+    """Ends a preparation as a kill would."""
 
 
 def texts_of(out: Path, split: str) -> list[str]:
@@ -198,6 +203,125 @@ def test_foreign_directories_are_left_alone(corpus: Path, tmp_path: Path) -> Non
     assert (out / "thesis.txt").read_text() == "precious"
 
 
+FOREIGN = ["prepare-notes.json", "train-notes.txt", "train-00099.bin", "val-results.csv", "tokenizer-mine.json",
+           "draft.tmp", "folder/draft.tmp"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_replacing_refuses_where_a_person_has_put_files(name: str, corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare([str(corpus)], out, **SMALL)
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("precious")
+    assert prepare([str(corpus)], out, **SMALL).made == 0
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    what = re.escape(f"holds {name.split('/')[0]}, which `deskside data prepare` did not write")
+    with pytest.raises(UsageError, match=what):
+        prepare([str(corpus)], out, resume=False, **{**SMALL, "vocab_size": 300})
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
+
+
+def test_a_prepare_json_of_something_else(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "prepare.json").write_text('{"recipe": "soup"}')
+    for resume in (True, False):
+        with pytest.raises(RunError, match=r"prepare\.json: is damaged, or was not written by"):
+            prepare([str(corpus)], tmp_path, resume=resume, **SMALL)
+    assert (tmp_path / "prepare.json").read_text() == '{"recipe": "soup"}'
+
+
+def test_sources_inside_out_survive(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare([str(corpus)], out, **SMALL)
+    corpus.rename(out / "train-corpus.jsonl")
+    for resume in (True, False):
+        with pytest.raises(UsageError):
+            prepare([str(out / "train-corpus.jsonl")], out, resume=resume, **SMALL)
+    (out / "train-corpus.jsonl").rename(corpus)
+    # Its own tokenizer, too, is read before it is replaced.
+    report = prepare([str(corpus)], out, tokenizer=out, resume=False, val_fraction=0.3, **SMALL)
+    assert report.vocab_size > 300 and not shards.verify(out).damaged
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_old_data_stays_until_the_new_is_whole(
+    link: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    if link:
+        (tmp_path / "disk").mkdir()
+        out.symlink_to(tmp_path / "disk", target_is_directory=True)
+    prepare([str(corpus)], out, **SMALL)
+    (out / f"train-00099.bin{shards.TEMPORARY}").write_bytes(b"half")  # of a kill
+    before = {name: data for name, data in files_of(out).items() if not name.endswith(shards.TEMPORARY)}
+    again = {**SMALL, "vocab_size": 300}
+    real, made = worker.make_shard, 0
+
+    def make(job: worker.Job) -> shards.ShardInfo:
+        nonlocal made
+        made += 1
+        if made == 3:
+            raise _StopHere
+        return real(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deskside.data.prepare.make_shard", make)
+        with pytest.raises(_StopHere):
+            prepare([str(corpus)], out, resume=False, **again)
+    assert files_of(out) == before
+    report = prepare([str(corpus)], out, resume=False, **again)
+    assert (report.kept, report.out) == (2, str(out))
+    prepare([str(corpus)], tmp_path / "straight", **again)
+    assert files_of(out) == files_of(tmp_path / "straight") and out.is_symlink() == link
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_other_arguments_for_a_broken_off_replacement(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare([str(corpus)], out, **SMALL)
+
+    def refuse(*args: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RunError, match=r"busy.*The new data is in .*\.out\.new"),
+    ):
+        patch.setattr("deskside.data.folder.os.rename", refuse)
+        prepare([str(corpus)], out, resume=False, **{**SMALL, "vocab_size": 310})
+    assert shards.read_index(out).arguments["vocab_size"] == 400
+    assert prepare([str(corpus)], out, resume=False, **{**SMALL, "vocab_size": 300}).vocab_size == 300
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
+
+
+def test_a_mistake_does_not_stand_in_the_way_of_the_next_try(corpus: Path, tmp_path: Path) -> None:
+    bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
+    bad.write_text('{"text": "x"}\n' * 3)
+    with pytest.raises(UsageError, match="left to train on"):
+        prepare([str(bad)], out, **SMALL)
+    assert not out.exists()
+    out.mkdir()
+    with pytest.raises(UsageError, match="the sources hold no document"):
+        prepare([str(bad)], out, field="body", **SMALL)
+    assert list(out.iterdir()) == []
+    assert prepare([str(corpus)], out, **SMALL).made > 0
+
+
+def test_other_arguments_are_welcome_until_something_is_made(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: object, **given: object) -> None:
+        raise _StopHere  # as a kill would
+
+    with monkeypatch.context() as patch, pytest.raises(_StopHere):
+        patch.setattr("deskside.data.prepare.scan", stop)
+        prepare([str(corpus)], tmp_path / "out", **SMALL)
+    assert (tmp_path / "out" / "prepare.json").exists()
+    assert prepare([str(corpus)], tmp_path / "out", **{**SMALL, "vocab_size": 300}).vocab_size == 300
+
+
 def test_a_damaged_shard_alone_is_made_again(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     made = prepare([str(corpus)], out, **SMALL).made
@@ -213,10 +337,6 @@ def test_a_damaged_shard_alone_is_made_again(corpus: Path, tmp_path: Path) -> No
         prepare([str(corpus)], out, **SMALL)
 
 
-class _StopHere(Exception):
-    pass
-
-
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_interrupted_after_some_shards(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
@@ -228,7 +348,7 @@ def test_interrupted_after_some_shards(
     def make(job: worker.Job) -> shards.ShardInfo:
         nonlocal made
         if made == after:
-            (out / "train-00099.bin.tmp").write_bytes(b"half")
+            (out / f"train-00099.bin{shards.TEMPORARY}").write_bytes(b"half")
             raise _StopHere
         made += 1
         return real(job)
@@ -236,7 +356,7 @@ def test_interrupted_after_some_shards(
     monkeypatch.setattr("deskside.data.prepare.make_shard", make)
     with pytest.raises(_StopHere):
         prepare([str(corpus)], out, **SMALL)
-    assert not list(out.glob("*.tmp")) and not (out / "index.json").exists()
+    assert not list(out.glob(f"*{shards.TEMPORARY}")) and not (out / "index.json").exists()
     monkeypatch.undo()
     assert prepare([str(corpus)], out, **SMALL).kept == after
     prepare([str(corpus)], tmp_path / "straight", **SMALL)
@@ -258,7 +378,7 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(RunError, match=r"the disk is full.*Free some space"):
         prepare([str(corpus)], out, **SMALL)
-    assert not list(out.glob("*.tmp"))
+    assert not list(out.glob(f"*{shards.TEMPORARY}"))
     monkeypatch.undo()
     assert prepare([str(corpus)], out, **SMALL).kept > 0
     assert shards.verify(out).damaged == {}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.data import shards
-from deskside.data.shards import EncodedDocument, open_table, open_tokens, write_shard
+from deskside.data.shards import EncodedDocument, open_table, open_tokens, publish, write_shard
 from deskside.errors import RunError, UsageError
 
 
@@ -37,6 +37,8 @@ def test_what_is_written_is_read(
     encoded = [EncodedDocument(np.array(ids, dtype=np.uint32), tag) for ids, tag in documents]
     lengths = np.arange(300, dtype=np.uint16)
     info = write_shard(folder, "x", encoded, eos_id=0, dtype=dtype, text_bytes=7, lengths=lengths, key="k")
+    assert not {"x.bin", "x.idx.npy"} & {p.name for p in folder.iterdir()}  # it may be noted first
+    publish(folder, info)
     wanted = [0]
     starts = []
     for ids, _ in documents:
