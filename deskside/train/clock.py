@@ -119,21 +119,21 @@ class Clock:
     """Seconds of the run, over all its processes one after another.
 
     kind "wall" counts everything since the first process started, but for the time from the checkpoint that a run was
-    resumed from to its resume.
+    resumed from to its resume. `spent`: seconds that earlier processes are known to have taken.
     kind "training" counts only what lies between `start_step` and `end_step`: no compile, evaluation or checkpoint.
     """
 
-    def __init__(self, kind: str, process_started: float):
+    def __init__(self, kind: str, process_started: float, spent: float = 0.0):
         self.kind = kind
         self._started = process_started
-        self._before = 0.0  # seconds of earlier processes
+        self._before = self._spent = spent  # seconds of earlier processes
         self._training = 0.0
         self._since: float | None = None
 
     def restore(self, seconds: float) -> None:
         """Begin from a checkpoint's clock."""
         if self.kind == "wall":
-            self._before = seconds
+            self._before = max(seconds, self._spent)
         else:
             self._training = seconds
 

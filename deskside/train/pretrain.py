@@ -42,6 +42,7 @@ from deskside.train.settle import Settler
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
 from deskside.train.trainer import Hook, Progress, StageWork, Trainer
+from deskside.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,16 @@ def start(
     default_name: str,
     command: str,
     initial: Initial | None = None,
+    watch: Watch | None = None,
+    into: RunDirectory | None = None,
 ) -> Outcome:
-    """Begin a new run."""
+    """Begin a new run, in a directory of its own or in one that was made for it (`into`)."""
     check_start(config)
     world = parallel.join(config.compute.device, config.parallel.mode)
     try:
         path = [""]
         if world.first:
-            run = RunDirectory.create(root, name, default_name)
+            run = into or RunDirectory.create(root, name, default_name)
             run.write_json(
                 "run.json",
                 {
@@ -101,17 +104,17 @@ def start(
         run = RunDirectory(Path(path[0]))
         try:
             with run.held(world.first):
-                return _Run(run, config, world, initial, resumed=False).train()
+                return _Run(run, config, world, initial, False, watch or Watch()).train()
         except BaseException:
             # What failed or was interrupted before it had a plan left nothing worth keeping.
-            if world.first and not (run.path / "plan.json").exists():
+            if world.first and into is None and not (run.path / "plan.json").exists():
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
     finally:
         parallel.leave(world)
 
 
-def resume(path: Path) -> Outcome:
+def resume(path: Path, watch: Watch | None = None) -> Outcome:
     """Continue a run from its newest good checkpoint, exactly. Raises UsageError when it is finished already."""
     run = RunDirectory.open(path)
     config = run.config()
@@ -124,7 +127,7 @@ def resume(path: Path) -> Outcome:
     world = parallel.join(config.compute.device, mode)
     try:
         with run.held(world.first):
-            return _Run(run, config, world, None, resumed=True).train()
+            return _Run(run, config, world, None, True, watch or Watch()).train()
     finally:
         parallel.leave(world)
 
@@ -139,15 +142,16 @@ class _Run:
         world: World,
         initial: Initial | None,
         resumed: bool,
+        watch: Watch,
     ):
-        self.run, self.config, self.world, self.resumed = run, config, world, resumed
+        self.run, self.config, self.world, self.resumed, self.watch = run, config, world, resumed, watch
         self.recorded: dict[str, Any] = {}
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
         self.masked = config.data.document_mask
         assert config.schedule.length is not None  # `start` has seen to it
         self.length = config.schedule.length
-        self.clock = Clock(config.schedule.clock, deskside.STARTED)
+        self.clock = Clock(config.schedule.clock, deskside.STARTED, watch.spent)
         setup.be_deterministic(config)
         torch.manual_seed(config.seed)
         check_trackers(config.track)
@@ -274,7 +278,7 @@ class _Run:
         if self.world.first:
             resolved = self.config.model_dump(mode="json")
             hooks = [MetricsFile(self.run), Terminal(progress.step, plan.total_steps(progress.step))]
-            hooks += trackers(self.config.track, self.run, resolved)
+            hooks += [*trackers(self.config.track, self.run, resolved), self.watch]
         trainer = Trainer(
             self.config,
             self.stepper,
@@ -295,13 +299,14 @@ class _Run:
         machine.reset_peak_memory(self.world.device)
         try:
             with StopSignal() as stop:
+                self.watch.begin(self.run, stop, self.validation)
                 status = trainer.run(stop)
         finally:
             for hook in hooks:
                 hook.close()
         if status != "finished":
             self.say(
-                f"{status}: saved at step {trainer.progress.step}; go on with: deskside train --resume {self.run.path}"
+                f"{status}: saved at step {trainer.progress.step}; go on with: {self.watch.go_on} {self.run.path}"
             )
             return Outcome(self.run, status, {}, self.world.first)
         if trainer.progress.step != restored:  # else it was stopped while finishing: that checkpoint is there
@@ -329,6 +334,7 @@ class _Run:
         summary = finish.summarise(self.config, self.validation, model, totals, result)
         summary["samples"] = finish.samples(model, self.validation, self.run, self.config.seed)
         self.event(finish.export(self.run, model))
+        summary |= self.watch.outcome(summary)
         self.run.write_json("summary.json", summary)
         self.event(f"finished: {result.bpb:.4f} bits per byte on the validation text")
         return summary
@@ -375,7 +381,9 @@ class _Run:
 
     def reserve(self) -> float:
         """Seconds to keep for what follows the last step: checkpoint, evaluation, export."""
-        return self.evaluation_seconds + 2 * self.save_seconds if self.clock.kind == "wall" else 0.0
+        if self.clock.kind != "wall":
+            return 0.0
+        return self.evaluation_seconds + 2 * self.save_seconds + self.watch.reserve()
 
     def first_plan(self, stages: list[StageWork]) -> StepPlan:
         """The recorded plan of a resumed run, else the first estimate, the same on every process."""

@@ -1,0 +1,108 @@
+"""What follows a run from above: it sees every row once, can stop it, and has time before and after it."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deskside
+from deskside.data.rows import PackedDataset
+from deskside.train import pretrain
+from deskside.train.clock import Clock
+from deskside.train.rundir import RunDirectory
+from deskside.train.stop import StopSignal
+from deskside.train.watch import Watch
+from tests.train import tiny_run
+from tests.train.tiny_run import curve
+
+
+class Notes(Watch):
+    """Keeps what it sees, and stops the run at a step."""
+
+    go_on = "deskside go --resume"
+
+    def __init__(self, stop_at: int | None = None, spent: float = 0.0, reserve: float = 0.0):
+        self.spent, self.stop_at, self.kept = spent, stop_at, reserve
+        self.steps: list[int] = []
+        self.closed = False
+
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: PackedDataset) -> None:
+        self.stop = stop
+        assert validation.index.splits["val"].tokens > 0
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        self.steps.append(row["step"])
+        if row["step"] == self.stop_at:
+            self.stop.requested = "that is enough"
+
+    def close(self) -> None:
+        self.closed = True
+
+    def reserve(self) -> float:
+        return self.kept
+
+    def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
+        return {"noted": len(self.steps), "of": summary["steps"]}
+
+
+def start(root: Path, config: Any, watch: Watch, name: str = "run") -> pretrain.Outcome:
+    deskside.STARTED = time.perf_counter()
+    return pretrain.start(config, root, name, "run", "a test", watch=watch)
+
+
+def test_it_sees_every_row_and_adds_to_the_summary(data: Path, tmp_path: Path) -> None:
+    watch = Notes()
+    summary = start(tmp_path, tiny_run.config(data, schedule={"length": "12 steps"}), watch).summary
+    assert watch.steps == list(range(1, 13)) and watch.closed
+    assert summary["noted"] == summary["of"] == 12
+    assert RunDirectory(tmp_path / "run").read_json("summary.json")["noted"] == 12
+
+
+def test_it_stops_the_run_which_can_be_resumed(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "20 steps"})
+    watch = Notes(stop_at=7)
+    outcome = start(tmp_path, config, watch)
+    assert outcome.status == "that is enough" and watch.steps[-1] in (7, 8) and watch.closed
+    assert f"go on with: deskside go --resume {tmp_path / 'run'}" in capsys.readouterr().err
+    again = Notes()
+    assert pretrain.resume(tmp_path / "run", watch=again).status == "finished"
+    assert again.steps == list(range(watch.steps[-1] + 1, 21))
+    tiny_run.train(tmp_path, config, "straight")
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+
+
+def test_time_that_was_spent_before_and_time_that_is_kept(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
+    config = tiny_run.config(data, schedule={"length": "10s"})
+    free = start(tmp_path, config, Notes(), "free").summary
+    bound = start(tmp_path, config, Notes(spent=3.0, reserve=2.0), "bound").summary
+    assert 9.7 <= free["seconds"] <= 10 and 7.7 <= bound["seconds"] <= 8
+    assert free["steps"] - bound["steps"] == pytest.approx(5 / 0.05, abs=3)
+
+
+def test_the_wall_clock_never_shows_less_than_was_spent() -> None:
+    """Steps since the last checkpoint are lost, the time that they took is not."""
+    clock = Clock("wall", time.perf_counter(), spent=100.0)
+    clock.restore(60.0)
+    assert 100 <= clock.seconds() < 101
+    clock.restore(160.0)
+    assert 160 <= clock.seconds() < 161
+
+
+def test_into_a_directory_that_was_made_for_it(data: Path, tmp_path: Path) -> None:
+    """It is used, and stays when the run fails before it has a plan."""
+    run = RunDirectory.create(tmp_path, "made", "made")
+    (run.path / "go.json").write_text("{}")
+    config = tiny_run.config(data, schedule={"length": "3 steps"})
+    outcome = pretrain.start(config, tmp_path, None, "other", "a test", into=run)
+    assert outcome.run.path == run.path and not (tmp_path / "other").exists()
+    failing = RunDirectory.create(tmp_path, "failing", "failing")
+    impossible = tiny_run.config(data, model={"vocab_size": 10}, schedule={"length": "3 steps"})
+    with pytest.raises(Exception, match="vocab_size"):
+        pretrain.start(impossible, tmp_path, None, "other", "a test", into=failing)
+    assert failing.path.is_dir()
