@@ -176,7 +176,7 @@ def _point(series: power.CapSeries, gpu: Gpu, limit: float) -> CapPoint:
 
 def _at(series: power.CapSeries, limit: float) -> tuple[float, float]:
     """(speed share, draw in watts) of a series at a limit that it covers; a draw that was not published is taken to
-    be the limit, which training on these cards reaches."""
+    be the limit, which matrix products on GeForce cards reach (`power.load`)."""
     limits = [point[0] for point in series.points]
     above = bisect.bisect_left(limits, limit)
     right = series.points[above]
