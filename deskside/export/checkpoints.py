@@ -18,6 +18,7 @@ from deskside.errors import RunError
 NAME = re.compile(r"step-(\d{9})")
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDED, MANIFEST = "sharded", "manifest.json"
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,14 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
     path = checkpoint.path
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        version = manifest["schema_version"]
         listed = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
     except OSError as error:
         raise Damaged(f"{path / MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
+    if version != SCHEMA_VERSION:
+        raise Damaged(f"{path / MANIFEST} has schema version {version}; this deskside reads {SCHEMA_VERSION}")
     if unlisted := {str(p.relative_to(path)) for p in files_of(path)} - listed.keys() - {MANIFEST}:
         raise Damaged(f"{path / MANIFEST} is damaged: it does not list {min(unlisted)}")
     if weights_only:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
+from deskside.config.run import SCHEMA_VERSION
 from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import RunError, UsageError
@@ -190,6 +191,10 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
     shape = config.get("model") if isinstance(config, dict) else None
     if not isinstance(shape, dict):
         raise UsageError(f"{path}: has no model configuration; is this a run that `deskside train` made?")
+    if run.get("schema_version") != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path}: has schema version {run.get('schema_version')}; this deskside reads {SCHEMA_VERSION}"
+        )
     try:
         return run, ModelConfig.model_validate(shape)
     except ValidationError as error:

@@ -30,6 +30,7 @@ from deskside.errors import RunError
 from deskside.export.checkpoints import (
     MANIFEST,
     OPTIMIZER,
+    SCHEMA_VERSION,
     SHARDED,
     STATE,
     WEIGHTS,
@@ -94,7 +95,7 @@ def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     if found:
         raise RunError(
             f"no checkpoint in {folder} can be used: {', '.join(c.path.name for c in found)} are damaged; restore one "
-            f"of them, or delete them all to start the run from the beginning"
+            f"of them, or start a new run"
         )
     return None
 
@@ -116,8 +117,15 @@ def set_aside(folder: Path, newer_than: int) -> list[Path]:
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The JSON part of a verified checkpoint."""
-    return dict(json.loads((checkpoint.path / STATE).read_text("utf-8")))
+    """The JSON part of a checkpoint. Raises RunError when it cannot be read."""
+    path = checkpoint.path / STATE
+    try:
+        state = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path}: cannot be read ({error}); restore it, or delete {checkpoint.path}") from None
+    if not isinstance(state, dict):
+        raise RunError(f"{path}: does not hold a JSON object; restore it, or delete {checkpoint.path}")
+    return state
 
 
 def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Tensors:
@@ -172,7 +180,7 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
         str(p.relative_to(temporary)): dict(zip(("bytes", "xxh3_128"), fingerprint(p), strict=True))
         for p in files
     }
-    _write(temporary / MANIFEST, json.dumps({"schema_version": 1, "files": listing}, indent=1))
+    _write(temporary / MANIFEST, json.dumps({"schema_version": SCHEMA_VERSION, "files": listing}, indent=1))
     for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
         _sync(path)
     if final.exists():

@@ -6,9 +6,12 @@ clock and the guard are the whole truth.
 """
 
 from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 from torch import Tensor, nn
 
+from deskside.config.base import Part
 from deskside.config.run import RunConfig
 from deskside.errors import RunError
 from deskside.export.checkpoints import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
@@ -21,6 +24,25 @@ from deskside.train.interval import Interval, Position
 from deskside.train.parallel import World
 from deskside.train.rundir import RunDirectory
 from deskside.train.trainer import Progress
+
+
+class _GuardState(Part):
+    norms: list[tuple[int, float]]
+    in_a_row: NonNegativeInt
+
+
+class _State(Part):
+    """state.json of a checkpoint. `rows` counts rows used by sequence length."""
+
+    schema_version: Literal[1]
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    rows: dict[Annotated[int, Field(gt=0)], NonNegativeInt]
+    rollbacks: NonNegativeInt
+    clock_seconds: NonNegativeFloat
+    guard: _GuardState
+    optimizer: dict[str, Any]
+    permanent: bool
 
 
 class CheckpointKeeper:
@@ -47,17 +69,17 @@ class CheckpointKeeper:
         """Write a checkpoint and delete those that are no longer kept. Raises RunError when the disk refuses."""
         self.optimizer.create_state()  # before the first step too: going back to step 0 must clear what came since
         tensors, data = self.optimizer.state_dict_flat()
-        state = {
-            "schema_version": 1,
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "rows": {str(length): rows for length, rows in progress.rows.items()},
-            "rollbacks": progress.rollbacks,
-            "clock_seconds": seconds,
-            "guard": self.guard.state(),
-            "optimizer": data,
-            "permanent": self._permanent.due(Position(progress.step, progress.tokens, seconds)),
-        }
+        state = _State(
+            schema_version=1,
+            step=progress.step,
+            tokens=progress.tokens,
+            rows=progress.rows,
+            rollbacks=progress.rollbacks,
+            clock_seconds=seconds,
+            guard=_GuardState(**self.guard.state()),
+            optimizer=data,
+            permanent=self._permanent.due(Position(progress.step, progress.tokens, seconds)),
+        ).model_dump(mode="json")
         folder = self.run.checkpoints
         if self.world.first:
             self.run.sync_metrics()
@@ -69,27 +91,34 @@ class CheckpointKeeper:
         self.world.barrier()
 
     def load_newest(self) -> Progress | None:
-        """Restore everything from the newest checkpoint that verifies; None when there is none."""
+        """Restore everything from the newest checkpoint that verifies; None when there is none, and no step either.
+
+        Raises RunError when steps were logged, so that checkpoints must have been there, or when one cannot be used.
+        """
         found = self._newest_good()
         if found is None:
+            if steps := max((row["step"] for row in self.run.read_metrics()), default=0):
+                raise RunError(
+                    f"{self.run.checkpoints}: holds no checkpoint, but {self.run.metrics.name} shows {steps} steps; "
+                    "put the checkpoints back, or start a new run"
+                )
             return None
-        state = files.load_state(found)
+        state = _read_state(found)
         assert found.sharded == self.world.sharded  # a run keeps its parallel.mode
         if found.sharded:
             self.optimizer.create_state()
             tensors, _ = self.optimizer.state_dict_flat()
             files.load_sharded(found, self.weights(), tensors)
-            self.optimizer.load_state_dict_flat(tensors, state["optimizer"])
+            self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         else:
             load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device))
             self.optimizer.load_state_dict_flat(
-                files.load_tensors(found, OPTIMIZER, self.world.device), state["optimizer"]
+                files.load_tensors(found, OPTIMIZER, self.world.device), state.optimizer
             )
-        self.guard.restore(state["guard"])
-        self.clock.restore(float(state["clock_seconds"]))
-        rows = {int(length): int(count) for length, count in state["rows"].items()}
-        progress = Progress(int(state["step"]), int(state["tokens"]), rows, int(state["rollbacks"]))
-        start = Position(progress.step, progress.tokens, float(state["clock_seconds"]))
+        self.guard.restore(state.guard.model_dump())
+        self.clock.restore(state.clock_seconds)
+        progress = Progress(state.step, state.tokens, dict(state.rows), state.rollbacks)
+        start = Position(progress.step, progress.tokens, state.clock_seconds)
         self._permanent = Interval(self.config.checkpoint.keep_every, start)
         return progress
 
@@ -123,8 +152,24 @@ class CheckpointKeeper:
         return Checkpoint(folder / folder_name(step), step) if step >= 0 else None
 
 
+def _read_state(checkpoint: Checkpoint) -> _State:
+    """Raises RunError naming what is wrong with a state.json that was edited, or written by another version."""
+    path = checkpoint.path / files.STATE
+    try:
+        state = _State.model_validate(files.load_state(checkpoint))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RunError(
+            f"{path}: {where}: {first['msg']}; restore it, or delete {checkpoint.path} to go on from an older one"
+        ) from None
+    if state.step != checkpoint.step:
+        raise RunError(f"{path}: is of step {state.step}; restore it, or delete {checkpoint.path}")
+    return state
+
+
 def _is_permanent(checkpoint: Checkpoint) -> bool:
     try:
-        return bool(files.load_state(checkpoint).get("permanent"))
-    except (OSError, ValueError):  # damaged since it was written: not worth keeping for good
+        return files.load_state(checkpoint).get("permanent") is True
+    except RunError:  # damaged since it was written: not worth keeping for good
         return False

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deskside.config.run import RunConfig
+from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.errors import RunError, UsageError
 
 
@@ -102,11 +102,18 @@ class RunDirectory:
 
     def config(self) -> RunConfig:
         """The configuration that the run was started with. Raises RunError when run.json does not hold one."""
+        run = self.read_json("run.json")
         try:
-            return RunConfig.model_validate(self.read_json("run.json")["config"])
+            config = RunConfig.model_validate(run["config"])
         except (KeyError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise RunError(f"{self.path / 'run.json'}: holds no configuration of a run ({reason})") from None
+        if run.get("schema_version") != SCHEMA_VERSION:
+            raise RunError(
+                f"{self.path / 'run.json'}: has schema version {run.get('schema_version')}; this deskside reads "
+                f"{SCHEMA_VERSION}"
+            )
+        return config
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a JSON file whole, safe against a kill at any moment."""
@@ -144,12 +151,19 @@ class RunDirectory:
             with self.metrics.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.endswith(b"\n"):
-                        try:
-                            yield json.loads(line)
-                        except ValueError as error:
-                            raise RunError(
-                                f"{self.metrics}: line {number} is damaged ({error}); delete that line and resume"
-                            ) from None
+                        yield self._row(number, line)
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        reason = "it holds no step"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            row, reason = None, str(error)
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise RunError(
+                f"{self.metrics}: line {number} is damaged ({reason}); delete that line and resume"
+            )
+        return row
 
     def cut_metrics(self, step: int) -> int:
         """Drop rows after `step`, so that a repeated step stands there once. Returns how many rows were dropped."""

@@ -1,11 +1,14 @@
-"""Ctrl-C and SIGTERM end a run at the next step boundary, with everything saved. A second Ctrl-C ends it at once."""
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end a run at the next step boundary, with everything saved.
+
+A second Ctrl-C ends it at once. Under nohup, which has SIGHUP ignored, the run goes on without its terminal.
+"""
 
 import signal
 from types import FrameType, TracebackType
 
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM only sets `requested`."""
+    """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `requested`."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -17,7 +20,9 @@ class StopSignal:
         self.requested = signal.Signals(number).name
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

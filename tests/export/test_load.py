@@ -134,7 +134,7 @@ def test_hugging_face_directory_and_run_without_checkpoints(run: Path, tmp_path:
 @pytest.mark.parametrize("tied", [False, True])
 def test_bfloat16_gives_the_numbers_of_bf16_training(run: Path, tied: bool) -> None:
     config = SHAPE.model_copy(update={"tie_word_embeddings": tied})
-    content = {"name": "small", "config": {"model": config.model_dump(mode="json")}}
+    content = {"schema_version": 1, "name": "small", "config": {"model": config.model_dump(mode="json")}}
     (run / "run.json").write_text(json.dumps(content))
     trained = made(10, config)
     save(run, 10, trained)
@@ -161,11 +161,15 @@ def test_what_does_not_belong_together_is_refused(run: Path) -> None:
         load_model(run)
     shutil.rmtree(run / "checkpoints")
     small = SHAPE.model_copy(update={"vocab_size": 100})
-    (run / "run.json").write_text(json.dumps({"config": {"model": small.model_dump(mode="json")}}))
+    (run / "run.json").write_text(
+        json.dumps({"schema_version": 1, "config": {"model": small.model_dump(mode="json")}})
+    )
     save(run, 10, made(10, small))
     with pytest.raises(UsageError, match="above the model's vocabulary of 100"):
         load_model(run)
-    (run / "run.json").write_text(json.dumps({"config": {"model": {"hidden_size": "wide"}}}))
+    (run / "run.json").write_text(
+        json.dumps({"schema_version": 1, "config": {"model": {"hidden_size": "wide"}}})
+    )
     with pytest.raises(UsageError, match=r"config\.model"):
         load_model(run)
     (run / "run.json").write_text("{")

@@ -180,7 +180,16 @@ def test_every_flipped_bit_and_every_cut_is_found(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"files": []}', '{"files": {"state.json": {}}}', '{"files": {}}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"schema_version": 1, "files": []}',
+        '{"schema_version": 1, "files": {"state.json": {}}}',
+        '{"schema_version": 1, "files": {}}',
+        '{"schema_version": 2, "files": {}}',
+    ],
 )
 def test_manifests_that_say_nothing(text: str, tmp_path: Path) -> None:
     made = save(tmp_path, 1)

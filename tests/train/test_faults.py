@@ -1,6 +1,7 @@
 """Kills at random moments, damaged checkpoints, a full disk: the run comes back and ends as if nothing had been."""
 
 import errno
+import json
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from deskside.config.run import RunConfig
 from deskside.errors import RunError
+from deskside.export.checkpoints import fingerprint
 from deskside.train import checkpoint as files
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, rows
@@ -169,12 +171,55 @@ def test_all_damaged_stops_and_names_them(broken_off: Path, tmp_path: Path) -> N
     assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "events.log"}
 
 
-def test_no_checkpoint_at_all_starts_over_and_says_so(broken_off: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("emptied", [True, False])
+def test_without_its_checkpoints_a_run_keeps_its_metrics(
+    emptied: bool, broken_off: Path, tmp_path: Path
+) -> None:
+    run = copy(broken_off, tmp_path)
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    if emptied:
+        (run / "checkpoints").mkdir()
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        RunError, match=r"checkpoints: holds no checkpoint, but metrics\.jsonl shows 25 steps"
+    ):
+        tiny_run.resume(run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    (tmp_path / "elsewhere").rename(run / "checkpoints")
+    tiny_run.resume(run)
+    assert curve(run) == curve(broken_off / "straight")
+
+
+def test_stopped_before_the_first_checkpoint_it_starts_over(broken_off: Path, tmp_path: Path) -> None:
     run = copy(broken_off, tmp_path)
     shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
     tiny_run.resume(run)
     assert "there is no checkpoint: starting from the beginning" in tiny_run.events(run)
     assert curve(run) == curve(broken_off / "straight")
+
+
+STATES = [("step", 19), ("step", -1), ("schema_version", 2), ("rows", []), ("rows", {"x": 1}),
+          ("rows", {"32": -1}), ("guard", 3), ("guard", {"norms": [[1]], "in_a_row": 0}), ("optimizer", None),
+          ("clock_seconds", "soon"), ("tokens", None), ("extra", 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("key, value", STATES)
+def test_a_state_that_was_edited_is_named(key: str, value: object, broken_off: Path, tmp_path: Path) -> None:
+    """With a manifest that was made to agree, so that the checksum says nothing."""
+    run = copy(broken_off, tmp_path)
+    path = run / "checkpoints" / "step-000000020"
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, key: value}))
+    manifest = json.loads((path / "manifest.json").read_text())
+    bytes_, checksum = fingerprint(path / "state.json")
+    manifest["files"]["state.json"] = {"bytes": bytes_, "xxh3_128": checksum}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match=r"step-000000020/state\.json: ") as caught:
+        tiny_run.resume(run)
+    assert "\n" not in str(caught.value) and (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_half_line_is_cut_and_a_damaged_one_named(broken_off: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deskside.config.run import RunConfig
 from deskside.errors import RunError, UsageError
 from deskside.train import checkpoint, rundir
 from deskside.train.planning import recorded_plan
@@ -52,6 +53,7 @@ def test_rows_come_back_and_are_strict_json(
     rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = RunDirectory(tmp_path_factory.mktemp("run"))
+    rows = [{**row, "step": step} for step, row in enumerate(rows)]
     for row in rows:
         run.append_metrics(row)
 
@@ -62,6 +64,19 @@ def test_rows_come_back_and_are_strict_json(
     if rows:
         for line in run.metrics.read_text("utf-8").splitlines():
             json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "3", "{}", '{"step": "2"}', '{"step": 2.5}', '{"step": true}', "[" * 9000]
+)
+def test_a_row_that_is_none_is_named(line: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.append_metrics({"step": 1})
+    append_line(run.metrics, line)
+    before = run.metrics.read_bytes()
+    with pytest.raises(RunError, match=r"metrics\.jsonl: line 2 is damaged .*; delete that line and resume"):
+        run.cut_metrics(1)
+    assert run.metrics.read_bytes() == before
 
 
 def test_cutting_drops_later_and_half_written_rows(tmp_path: Path) -> None:
@@ -189,4 +204,12 @@ def test_a_plan_that_is_none_is_named(tmp_path: Path, damage: str) -> None:
 def test_a_run_without_configuration_is_named(tmp_path: Path, damage: str) -> None:
     (tmp_path / "run.json").write_text(damage)
     with pytest.raises(RunError, match=r"run\.json: holds no configuration of a run"):
+        RunDirectory.open(tmp_path).config()
+
+
+@pytest.mark.parametrize("version", [None, 2, "1"])
+def test_a_run_of_another_version_is_named(tmp_path: Path, version: object) -> None:
+    run = {"config": RunConfig().model_dump(mode="json"), "schema_version": version}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    with pytest.raises(RunError, match=r"run\.json: has schema version"):
         RunDirectory.open(tmp_path).config()
