@@ -1,7 +1,8 @@
 """How well the planner predicts memory and speed: measure configurations, then compare.
 
-    python benchmarks/planner_accuracy.py measure --out points.jsonl            on a machine with GPUs, one point on each
-    python benchmarks/planner_accuracy.py compare points.jsonl [--probes DIR]   anywhere: docs/planner-accuracy.md
+    python -m benchmarks.planner_accuracy measure --out points.jsonl            on a machine with GPUs
+    python -m benchmarks.planner_accuracy fit points.jsonl                      the constants of budget/speed.py
+    python -m benchmarks.planner_accuracy compare points.jsonl [--probes DIR]   docs/planner-accuracy.md
 
 The configurations are drawn by a fixed seed from a grid of shapes, sequence lengths, micro-batches, optimisers and
 rungs of activation checkpointing, so that nobody chose the ones that come out well. A measured configuration that
@@ -18,9 +19,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from deskside.budget.operators import step_operators
+from deskside.budget.work import Work
 from deskside.probe import child
+from deskside.probe.point import configuration
 
 SEED = 20261120
+DRAWN = 64  # even ones gave the constants in budget/speed.py, odd ones are compared
+MATMUL_FLOPS, BANDWIDTH = (
+    790e12,
+    4.8e12,
+)  # of the H200 that the constants were fitted on, from the data sheet table
+PULL = 0.03
 LIMIT_SECONDS = 200.0
 # (layers, hidden, head_dim, ffn): 50M to 3B parameters.
 SHAPES = (
@@ -130,14 +142,97 @@ def _label(spec: dict[str, Any]) -> str:
     )
 
 
+def fit(points: Path) -> None:
+    """Fit `budget.speed.Efficiency` to the even half of measured points, and say how well it predicts the odd half.
+
+    Least squares of relative errors, repeated with weights 1 / sqrt(error) so that single misses count less, and a weak
+    pull towards the starting values where the data cannot tell two terms apart.
+    """
+    rows = _measured(points)
+    names = list(START)
+    table = np.array([[_features(row)[n] / _seconds(row) for n in names] for row in rows])
+    even = np.array([row["index"] % 2 == 0 for row in rows])
+    for label, chosen in (("even half (ships)", even), ("odd half", ~even), ("all", even | ~even)):
+        times = _solve(table[chosen], np.array(list(START.values())))
+        error = np.abs(table[~chosen] @ times - 1) if (~chosen).any() else np.abs(table @ times - 1)
+        print(
+            f"{label}: left-out error median {np.median(error):.1%}, nine in ten within {np.quantile(error, 0.9):.1%}"
+        )
+        for name, time_ in zip(names, times, strict=True):
+            print(f"  {name:18} {time_ * 1e-6 if name == 'layer_seconds' else 1 / time_:.4g}")
+
+
+# What a term costs in units of its floor (of `layer_seconds`: microseconds) before the data speaks.
+START = {
+    "matmul": 1.1, "head": 1.4, "attention_64": 2.0, "attention_128": 1.6, "traffic": 1.4, "weights": 1.4,
+    "optimizer_matmul": 1.5, "optimizer_traffic": 1.4, "layer_seconds": 200.0,
+}  # fmt: skip
+
+
+def _solve(table: np.ndarray, start: np.ndarray) -> np.ndarray:
+    weights = np.ones(len(table))
+    pull = np.diag(PULL * np.sqrt(len(table)) / start)
+    times = start
+    for _ in range(30):
+        left = np.vstack([table * weights[:, None], pull])
+        right = np.concatenate([weights, pull @ start])
+        times, *_ = np.linalg.lstsq(left, right, rcond=None)
+        weights = 1 / np.sqrt(np.maximum(np.abs(table @ times - 1), 0.01))
+    return times
+
+
+def _features(row: dict[str, Any]) -> dict[str, float]:
+    """The floor of every term in seconds: FLOPs over the card's matmul rate, bytes over its data sheet's bandwidth."""
+    found = dict.fromkeys(START, 0.0)
+    for operator in step_operators(configuration(row["spec"]).model, work_of(row["spec"])):
+        group = operator.group
+        if group == "layers":
+            found["layer_seconds"] += operator.amount * 1e-6
+        elif group in ("matmul", "head", "optimizer_matmul"):
+            found[group] += operator.amount / MATMUL_FLOPS
+        elif group == "attention":
+            found[f"attention_{operator.width}"] += operator.amount / MATMUL_FLOPS
+        else:
+            found["traffic" if group == "loss_traffic" else group] += operator.amount / BANDWIDTH
+    return found
+
+
+def work_of(spec: dict[str, Any]) -> Work:
+    """The step of a measured configuration."""
+    return Work(
+        spec["sequence_length"],
+        spec["tokens"],
+        spec["micro_tokens"],
+        optimizer=spec["optimizer"],
+        activation_checkpointing=spec["activation_checkpointing"],
+    )
+
+
+def _measured(points: Path) -> list[dict[str, Any]]:
+    drawn = configurations(DRAWN)
+    rows = [json.loads(line) for line in points.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["status"] == "ok" and "card" not in row["spec"]]
+    for row in rows:
+        row["index"] = drawn.index(row["spec"])
+    return sorted(rows, key=lambda row: int(row["index"]))
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    return float(row["result"]["step_seconds"]["median"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("--out", type=Path, required=True)
-    measuring.add_argument("--count", type=int, default=56)
+    measuring.add_argument("--count", type=int, default=DRAWN)
     measuring.add_argument("--minutes", type=float, default=9.0)
+    fitting = commands.add_parser("fit")
+    fitting.add_argument("points", type=Path)
     arguments = parser.parse_args()
+    if arguments.command == "fit":
+        fit(arguments.points)
     if arguments.command == "measure":
         measure([{"card": True}, *configurations(arguments.count)], arguments.out, 60 * arguments.minutes)
 

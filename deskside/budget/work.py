@@ -14,7 +14,8 @@ class Work:
 
     tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
     optimizer states are spread over the GPUs (FSDP), else every GPU holds them; loss_chunk_tokens: tokens whose logits
-    exist at one time.
+    exist at one time; offload_optimizer: optimizer states and the update live on the host (priced here for comparison:
+    deskside does not train that way).
     """
 
     sequence_length: int
@@ -27,6 +28,7 @@ class Work:
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192
+    offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "tokens", "micro_tokens", "gpus", "loss_chunk_tokens"):

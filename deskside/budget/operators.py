@@ -1,0 +1,160 @@
+"""What one optimiser step makes a GPU do: its products, its attention, its memory traffic, one entry each.
+
+Nothing here knows a device. Counts are of this project's own step (fused projections, compiled blocks, chunked loss) on
+one GPU; `budget/speed.py` prices them. The floating-point work of a product is exact. The bytes of element-wise work
+are counted by hand from what the compiled blocks read and write, in units of the activations' width:
+
+    norms, residuals    22 per token, layer and hidden channel      (forward 8, backward 14)
+    activation          9 per channel of the MLP's inside, 4 if not gated
+    QK-norm, RoPE       8 per channel of queries, keys and values
+    loss                6 per token and vocabulary entry (logits and their gradient, read and written)
+
+A weight is cast once in the forward pass, and its gradient is cast and added up in float32: 24 bytes per weight and
+pass. Muon's iteration is Newton-Schulz on the smaller side of each logical matrix (Jordan et al. 2024).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deskside.budget.shape import Shape, attention_span, num_params
+from deskside.budget.work import Work
+
+Group = Literal[
+    "matmul", "head", "attention", "traffic", "loss_traffic", "weights",
+    "optimizer_matmul", "optimizer_traffic", "communication", "offload", "layers",
+]  # fmt: skip
+
+NORM_UNITS, GATED_UNITS, PLAIN_UNITS, ROPE_UNITS, LOSS_UNITS = 22, 9, 4, 8, 6
+RECOMPUTED = 0.35  # of the element-wise traffic of a part, when its forward is done again
+WEIGHT_BYTES = 24
+ADAMW_BYTES = 32  # read weight, gradient (clipped before: twice), two moments; write weight and moments
+MUON_BYTES = 60
+NEWTON_SCHULZ_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Work of one kind in one optimiser step on one GPU.
+
+    flops, or bytes moved, or a count of layers, each with its fixed delay; recompute: it exists because of activation
+    checkpointing; width: head_dim for attention.
+    """
+
+    name: str
+    group: Group
+    amount: float
+    recompute: bool = False
+    width: int = 0
+
+
+def step_operators(shape: Shape, work: Work) -> list[Operator]:
+    """Everything that one GPU does in one optimiser step. Embedding look-ups are left out."""
+    tokens = float(work.tokens // work.gpus)
+    layers, D = shape.num_hidden_layers, shape.hidden_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    attention_weights, mlp_weights = D * (2 * q + 2 * kv), _mlp_weights(shape)
+    again_attention = work.activation_checkpointing in ("attention", "block")
+    again_mlp = work.activation_checkpointing in ("mlp", "block")
+    span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
+    scores = 4.0 * q * span * tokens  # of the forward pass
+    unit = 4 if work.precision == "fp32" else 2
+
+    inside = shape.intermediate_size
+    if shape.num_experts:
+        inside = shape.num_experts_per_tok * shape.moe_intermediate_size
+    elements = tokens * layers * unit
+    norm = elements * D * NORM_UNITS
+    rope = elements * (q + kv) * ROPE_UNITS
+    activation = elements * inside * (GATED_UNITS if shape.gated_mlp else PLAIN_UNITS)
+
+    found = [
+        Operator("attention projections", "matmul", 6.0 * tokens * layers * attention_weights),
+        Operator("MLP", "matmul", 6.0 * tokens * layers * mlp_weights),
+        Operator("head", "head", 6.0 * tokens * D * shape.vocab_size),
+        Operator("attention", "attention", 3 * scores, width=shape.head_dim),
+        Operator("norms and residuals", "traffic", norm),
+        Operator("QK-norm and RoPE", "traffic", rope),
+        Operator("activation", "traffic", activation),
+        Operator("loss", "loss_traffic", tokens * shape.vocab_size * unit * LOSS_UNITS),
+        Operator("weights", "weights", float(WEIGHT_BYTES * num_params(shape) * work.accumulation)),
+        Operator("layers", "layers", float(layers * work.accumulation)),
+    ]
+    if again_attention:
+        found += [
+            Operator("attention projections", "matmul", 2.0 * tokens * layers * attention_weights, True),
+            Operator("attention", "attention", scores, True, shape.head_dim),
+            Operator("QK-norm and RoPE", "traffic", RECOMPUTED * (rope + norm / 2), True),
+        ]
+    if again_mlp:
+        found += [
+            Operator("MLP", "matmul", 2.0 * tokens * layers * mlp_weights, True),
+            Operator("activation", "traffic", RECOMPUTED * (activation + norm / 2), True),
+        ]
+    return found + _optimizer(shape, work) + _between_gpus(shape, work)
+
+
+def newton_schulz_flops(shape: Shape) -> float:
+    """FLOPs of Muon's iteration over all matrices of the blocks, once."""
+    D = shape.hidden_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    matrices = [(q, D), (kv, D), (kv, D), (D, q)]
+    copies, inside = 1, shape.intermediate_size
+    if shape.num_experts:
+        copies, inside = shape.num_experts, shape.moe_intermediate_size
+        matrices.append((shape.num_experts, D))
+    matrices += [(inside, D)] * (copies * (2 if shape.gated_mlp else 1)) + [(D, inside)] * copies
+    flops = 0.0
+    for rows, columns in matrices:
+        long, short = max(rows, columns), min(rows, columns)
+        flops += NEWTON_SCHULZ_STEPS * (4.0 * long * short**2 + 2.0 * short**3)
+    return flops * shape.num_hidden_layers
+
+
+def block_matrices(shape: Shape) -> int:
+    """Weights in the matrices of the blocks, all experts included: what Muon updates."""
+    D = shape.hidden_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    mlp = D * shape.intermediate_size * (3 if shape.gated_mlp else 2)
+    if shape.num_experts:
+        mlp = D * (
+            shape.num_experts
+            + shape.num_experts * shape.moe_intermediate_size * (3 if shape.gated_mlp else 2)
+        )
+    return shape.num_hidden_layers * (D * (2 * q + 2 * kv) + mlp)
+
+
+def _mlp_weights(shape: Shape) -> float:
+    """Weights of one layer's MLP that one token is multiplied with."""
+    matrices = 3 if shape.gated_mlp else 2
+    if shape.num_experts:
+        chosen = shape.num_experts_per_tok * matrices * shape.moe_intermediate_size
+        return float(shape.hidden_size * (shape.num_experts + chosen))
+    return float(shape.hidden_size * matrices * shape.intermediate_size)
+
+
+def _optimizer(shape: Shape, work: Work) -> list[Operator]:
+    """The update, once per step. Sharded AdamW updates its shard; every GPU does all of Muon's iteration."""
+    parameters, matrices = num_params(shape), block_matrices(shape)
+    shards = work.gpus if work.sharded else 1
+    if work.optimizer == "adamw":
+        return [Operator("AdamW", "optimizer_traffic", ADAMW_BYTES * parameters / shards)]
+    return [
+        Operator("Muon, Newton-Schulz", "optimizer_matmul", newton_schulz_flops(shape)),
+        Operator("Muon", "optimizer_traffic", float(MUON_BYTES * matrices)),
+        Operator("AdamW", "optimizer_traffic", ADAMW_BYTES * (parameters - matrices) / shards),
+    ]
+
+
+def _between_gpus(shape: Shape, work: Work) -> list[Operator]:
+    """Bytes that each GPU sends and receives, and what travels to the host where the optimizer lives there."""
+    found = []
+    weights = 4.0 * num_params(shape)
+    share = (work.gpus - 1) / work.gpus
+    if work.gpus > 1 and work.sharded:
+        # Gathered in the forward and the backward of every pass; gradients scattered in every pass' backward.
+        found.append(Operator("FSDP", "communication", 3 * weights * share * work.accumulation))
+    elif work.gpus > 1:
+        found.append(Operator("all-reduce", "communication", 2 * weights * share))
+    if work.offload_optimizer:
+        found.append(Operator("gradients down, weights up", "offload", 2 * weights))
+    return found

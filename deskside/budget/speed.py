@@ -1,0 +1,115 @@
+"""Seconds of one optimiser step: the step's operators at the rates of a device.
+
+Every operator is priced alone and the times add up, because a GPU does one after the other:
+
+    products    FLOPs / (large matmul rate x efficiency)
+    attention   FLOPs / (large matmul rate x efficiency at this head_dim)
+    traffic     bytes / (bandwidth x efficiency)
+    layers      a fixed delay for each in each pass: launches, and the tails of many small kernels
+
+The large matmul rate is the one that a card sustains, measured, not the data sheet's: data-center cards hold half to
+four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and what they are worth
+was fitted to whole steps of this project (`benchmarks/planner_accuracy.py fit`, on an H200); a probe of a card corrects
+them there (`plan/calibrate.py`). They are not the kernels' own utilisation: overlap, caches and power limits are in
+them too.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from deskside.budget.operators import Operator, step_operators
+from deskside.budget.shape import Shape
+from deskside.budget.work import Work
+
+ITEMS = ("matmul", "attention", "traffic", "loss", "optimizer", "recompute", "communication", "launches")
+ITEM_OF = {
+    "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
+    "weights": "traffic", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
+    "communication": "communication", "offload": "communication", "layers": "launches",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the large matmul rate and of the data sheet's bandwidth, and the delay of a layer in seconds.
+
+    Fitted to 32 runs of this project on an H200, torch 2.11; they predict 31 others with a median error of 2 %.
+    """
+
+    matmul: float = 0.867
+    head: float = 0.548
+    attention_64: float = 0.482
+    attention_128: float = 0.590
+    traffic: float = 0.788
+    weights: float = 0.798
+    optimizer_matmul: float = 0.773
+    optimizer_traffic: float = 0.619
+    layer_seconds: float = 268e-6
+
+    def attention(self, head_dim: int) -> float:
+        """Interpolated between head_dim 64 and 128, in proportion to head_dim below 64."""
+        if head_dim <= 64:
+            return self.attention_64 * head_dim / 64
+        share = min(1.0, (head_dim - 64) / 64)
+        return self.attention_64 + share * (self.attention_128 - self.attention_64)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does per second.
+
+    matmul_flops: a large product in the activations' format, sustained, FLOP/s; bandwidth: bytes/s of its memory, read
+    plus written; low_precision_flops: of a large FP8 product, None where there is none; link_bandwidth: bytes/s that
+    one GPU exchanges with the others while all do; host_bandwidth: with the host. compute, memory and delay multiply
+    the times of groups of operators: this is where a probe's correction goes.
+    """
+
+    matmul_flops: float
+    bandwidth: float
+    low_precision_flops: float | None = None
+    link_bandwidth: float = 20e9
+    host_bandwidth: float = 20e9
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    compute: float = 1.0
+    memory: float = 1.0
+    delay: float = 1.0
+    source: str = "modelled"
+    notes: tuple[str, ...] = ()
+
+    def corrected(self, compute: float, memory: float, delay: float) -> "Rates":
+        """The same with times of products, of traffic and of delays multiplied."""
+        return replace(
+            self, compute=self.compute * compute, memory=self.memory * memory, delay=self.delay * delay
+        )
+
+
+def operator_seconds(operator: Operator, rates: Rates, precision: str = "bf16") -> float:
+    """Seconds of one operator. Raises ValueError for FP8 on a device without it."""
+    e, group, amount = rates.efficiency, operator.group, operator.amount
+    if group in ("matmul", "head", "optimizer_matmul", "attention"):
+        peak = rates.matmul_flops
+        if group == "matmul" and precision == "fp8":
+            if rates.low_precision_flops is None:
+                raise ValueError("this device has no FP8 products")
+            peak = rates.low_precision_flops
+        share = e.attention(operator.width) if group == "attention" else float(getattr(e, group))
+        return rates.compute * amount / (peak * share)
+    if group in ("traffic", "loss_traffic", "weights", "optimizer_traffic"):
+        share = e.traffic if group == "loss_traffic" else float(getattr(e, group))
+        return rates.memory * amount / (rates.bandwidth * share)
+    if group == "layers":
+        return rates.delay * amount * e.layer_seconds
+    return amount / (rates.link_bandwidth if group == "communication" else rates.host_bandwidth)
+
+
+def step_seconds(shape: Shape, work: Work, rates: Rates) -> dict[str, float]:
+    """Seconds of one optimiser step by item (`ITEMS`); the sum is the step."""
+    seconds = dict.fromkeys(ITEMS, 0.0)
+    for operator in step_operators(shape, work):
+        item = "recompute" if operator.recompute else ITEM_OF[operator.group]
+        seconds[item] += operator_seconds(operator, rates, work.precision)
+    return seconds
+
+
+def tokens_per_second(shape: Shape, work: Work, rates: Rates) -> float:
+    """Of the whole step, over all GPUs."""
+    return work.tokens / sum(step_seconds(shape, work, rates).values())
