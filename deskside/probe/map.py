@@ -16,6 +16,7 @@ from typing import Any
 from deskside.budget.shape import flops_per_token, matmul_params, num_params
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
+from deskside.probe.words import count
 
 LARGEST_MAP = 400  # points; some hours on a fast card
 LONGEST_SEQUENCE = 2**20
@@ -91,7 +92,7 @@ class Point:
     def title(self) -> str:
         """For a line of progress: shape, parameters, sequence length, options."""
         precision, optimizer, checkpointing = self.options
-        words = [self.shape, f"{num_params(self.model) / 1e6:,.0f}M", f"T {self.sequence_length}", optimizer]
+        words = [self.shape, count(num_params(self.model)), f"T {self.sequence_length}", optimizer]
         words += [precision] if precision != "auto" else []
         words += [f"checkpointing {checkpointing}"] if checkpointing != "none" else []
         return ", ".join(words)
@@ -215,11 +216,6 @@ def estimate_seconds(
         step = point.step_flops / (SHARE_OF_PEAK * peak_flops if peak_flops else SLOW_FLOPS[device])
         setup = SETUP_SECONDS[device]
     return max(0.0, setup) + _stepping(step, device)
-
-
-def first_in_time(points: Sequence[Point], seconds: Sequence[float], left: float) -> int | None:
-    """The index of the first point whose seconds are left; None when there is none."""
-    return next((i for i in range(len(points)) if seconds[i] <= left), None)
 
 
 def calibration_points(memory_bytes: int, device: str) -> list[Point]:

@@ -7,7 +7,7 @@ A row is one measured point, or the measurement of the card itself:
 
 status: ok, oom, failed, timeout, or skipped (it was concluded, not tried, and `error` says why). A number counts only
 for the machine and software that it was measured on, so both are the first half of the key; the second half is what
-was asked for. How long a point is measured (steps, seconds) is no part of it.
+was asked for. How long a point is measured is no part of it.
 
 Nothing is ever rewritten: a row is appended by one write under a lock and is on the disk before `add` returns, and a
 later row of the same key stands for an earlier one. A line that a crash cut off is left where it is and passed over,
@@ -29,13 +29,13 @@ from typing import Any
 from deskside.errors import RunError, UsageError
 from deskside.probe.identity import Machine, this_machine
 
-__all__ = ["Machine", "Row", "Store", "make_key", "make_row", "open_store", "slug", "this_machine"]
+__all__ = ["Machine", "Row", "Store", "hash_of", "make_key", "make_row", "open_store", "slug", "this_machine"]
 
 SCHEMA = 1
 KINDS = ("point", "card")
 STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
 FINAL = ("ok", "oom")  # what need not be measured again
-NO_PART_OF_KEY = ("steps", "seconds")
+NO_PART_OF_KEY = ("steps", "seconds", "warmup_seconds", "device")
 
 Row = dict[str, Any]
 

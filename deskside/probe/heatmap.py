@@ -1,0 +1,157 @@
+"""The map as a picture: tokens per second and peak memory over model size and sequence length.
+
+Every cell has its value written in it and one that was out of memory is hatched, so nothing rests on colour alone; the
+colours are cividis, which readers with and without colour blindness see alike (Nunez, Anderton and Renslow 2018).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from deskside.budget.shape import num_params
+from deskside.errors import RunError
+from deskside.probe.map import Point
+from deskside.probe.store import Row
+from deskside.probe.table import GIB
+from deskside.probe.words import count
+
+CELL = (0.95, 0.5)  # inches: width, height
+DPI = 160
+WORDS = {"oom": "out of\nmemory", "skipped": "needs\nmore", "failed": "failed", "timeout": "too slow"}
+HATCHED = ("oom", "skipped")
+
+Cells = dict[tuple[str, int], tuple[Point, Row]]
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One quantity: its title, its value in a row, how it is written, and whether colours go by its logarithm."""
+
+    title: str
+    value: Callable[[Row], float]
+    write: Callable[[float], str]
+    logarithmic: bool
+
+
+PANELS = (
+    _Panel("tokens per second", lambda row: float(row["result"]["tokens_per_second"]), count, True),
+    _Panel(
+        "peak memory, GiB",
+        lambda row: float(row["result"]["peak_allocated_bytes"]) / GIB,
+        lambda gib: f"{gib:.1f}",
+        False,
+    ),
+)
+
+
+def draw(rows: Sequence[tuple[Point, Row]], card: str, path: Path) -> None:
+    """Write the map of these rows as a PNG. Raises RunError when it cannot be written.
+
+    Points of different options share one pair of panels where no two fall on the same cell, and then say their options
+    in the cell; else every combination of options has a pair of its own.
+    """
+    shapes = _shapes(rows)
+    lengths = sorted({point.sequence_length for point, _ in rows})
+    groups = _groups(rows)
+    size = (
+        2 * (CELL[0] * max(len(lengths), 3) + 1.9),
+        len(groups) * (CELL[1] * len(shapes) + 1.1) + 0.5,
+    )
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(groups), 2, squeeze=False)
+    for line, (title, cells) in zip(axes, groups, strict=True):
+        for panel, place in zip(PANELS, line, strict=True):
+            _panel(place, panel, cells, shapes, lengths, title)
+    figure.suptitle(f"{card}: measured by deskside probe", fontsize=10, fontweight="bold")
+    figure.supxlabel("pale: not measured; hatched: does not fit", fontsize=7, color="#555555")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", metadata={"Software": None})
+    except OSError as error:
+        raise RunError(f"{path}: the map cannot be written: {error.strerror or error}") from None
+
+
+def _groups(rows: Sequence[tuple[Point, Row]]) -> list[tuple[str, Cells]]:
+    together: Cells = {(_label(point), point.sequence_length): (point, row) for point, row in rows}
+    if len(together) == len(rows):
+        kinds = {point.options for point, _ in rows}
+        return [(_options(*kinds) if len(kinds) == 1 else "", together)]
+    groups: dict[str, Cells] = {}
+    for point, row in rows:
+        groups.setdefault(_options(point.options), {})[_label(point), point.sequence_length] = (point, row)
+    return list(groups.items())
+
+
+def _panel(
+    axes: Axes, panel: _Panel, cells: Cells, shapes: list[str], lengths: list[int], title: str
+) -> None:
+    values = np.full((len(shapes), len(lengths)), np.nan)
+    for (shape, length), (_, row) in cells.items():
+        if row["status"] == "ok":
+            values[shapes.index(shape), lengths.index(length)] = panel.value(row)
+    norm = _norm(values, panel.logarithmic)
+    colors = colormaps["cividis"]
+    axes.imshow(np.ma.masked_invalid(values), cmap=colors, norm=norm, aspect="auto", origin="lower")
+    for (shape, length), (point, row) in cells.items():
+        x, y = lengths.index(length), shapes.index(shape)
+        if row["status"] == "ok":
+            value = values[y, x]
+            text, ink = panel.write(value), "black" if norm(value) > 0.55 else "white"
+        else:
+            text, ink = WORDS[row["status"]], "black"
+            hatch = "////" if row["status"] in HATCHED else ".."
+            axes.add_patch(
+                Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="white", edgecolor="#999999", hatch=hatch, lw=0)
+            )
+        if not title:
+            text += "\n" + _options(point.options)
+        box: dict[str, Any] | None = (
+            None if row["status"] == "ok" else {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        )
+        small = "\n" in text
+        axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=6.5 if small else 8, bbox=box)
+    axes.set_title(panel.title + (f"\n{title}" if title else ""), fontsize=9, loc="left")
+    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=8)
+    axes.set_yticks(range(len(shapes)), shapes, fontsize=8)
+    axes.set_xlabel("sequence length, tokens", fontsize=8)
+    axes.set_facecolor("#eeeeee")  # not measured
+    axes.set_xticks(np.arange(len(lengths) + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(len(shapes) + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _norm(values: np.ndarray, logarithmic: bool) -> Normalize:
+    known = values[np.isfinite(values)]
+    if known.size == 0:
+        return Normalize(0, 1)
+    low, high = float(known.min()), float(known.max())
+    if logarithmic and low > 0:
+        return LogNorm(low, max(high, low * 1.5))
+    return Normalize(0, high or 1)
+
+
+def _shapes(rows: Sequence[tuple[Point, Row]]) -> list[str]:
+    """The labels of the models, the smallest first."""
+    return list(dict.fromkeys(_label(p) for p, _ in sorted(rows, key=lambda r: num_params(r[0].model))))
+
+
+def _label(point: Point) -> str:
+    return f"{point.shape}\n{count(num_params(point.model))}"
+
+
+def _options(options: tuple[str, str, str]) -> str:
+    precision, optimizer, checkpointing = options
+    words = [optimizer, *([] if precision == "auto" else [precision])]
+    return ", ".join(words + ([] if checkpointing == "none" else [checkpointing]))
