@@ -1,12 +1,18 @@
 """The command line: find the command, import its package then and not before, turn errors into exit codes.
 
 Exit codes: 0 done, 1 the work failed, 2 wrong usage. No traceback reaches a person unless --debug is given.
+
+Standard error only tells what goes on, so losing it (`2>&1 | head`, a full disk, a terminal that was closed) stops no
+work: what cannot be written there is dropped. Losing standard output, which carries results, is an error.
 """
 
+import contextlib
+import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from typing import Any, TextIO, cast
 
 from deskside import __version__
 from deskside.errors import RunError, UsageError
@@ -66,38 +72,113 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = bool(arguments) and arguments[0] == "--debug"
     if debug:
         arguments.pop(0)
+    with _streams():
+        try:
+            try:
+                return _run(arguments)
+            finally:
+                sys.stdout.flush()
+        except UsageError as error:
+            return _failed(error, 2, debug)
+        except RunError as error:
+            return _failed(error, 1, debug)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of our output went away, as `head` does
+            return 1
+        except OSError as error:
+            if debug:
+                raise
+            # Of two names, as a copy has them, the second is the one that was written.
+            names = [str(name) for name in (error.filename2 or error.filename,) if name is not None]
+            print(": ".join(["deskside", *names, error.strerror or str(error)]), file=sys.stderr)
+            return 1
+        except Exception as error:  # the last line of defence: a bug is one line, and a traceback on demand
+            if debug:
+                raise
+            if (
+                isinstance(error, MemoryError)
+                or "allocate memory" in str(error)
+                or "out of memory" in str(error)
+            ):
+                print(f"deskside: out of memory: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+                return 1
+            print(f"deskside: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+            print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
+            return 1
+
+
+def _run(arguments: list[str]) -> int:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{argument!a}: is not UTF-8; if it is a file's name, rename the file") from None
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands=_list()), end="")
         return 0
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    try:
-        return _command(arguments[0])(arguments[1:])
-    except UsageError as error:
-        return _failed(error, 2, debug)
-    except RunError as error:
-        return _failed(error, 1, debug)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        if debug or error.filename is None:
-            raise
-        print(f"deskside: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
-    except Exception as error:  # the last line of defence: a bug is one line, and a traceback on demand
-        if debug:
-            raise
-        if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
-            print(f"deskside: out of memory: {str(error).splitlines()[0][:200]}", file=sys.stderr)
-            return 1
-        print(f"deskside: unexpected {type(error).__name__}: {error}", file=sys.stderr)
-        print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
-        return 1
+    return _command(arguments[0])(arguments[1:])
+
+
+class _Stream:
+    """Standard output or standard error, which may be lost: its reader is gone, its disk full, its terminal closed."""
+
+    def __init__(self, stream: TextIO, name: str | None):
+        """`name` is what the error of a lost stream says; None drops the text instead."""
+        self._stream, self._name = stream, name
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lost(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        with contextlib.suppress(
+            io.UnsupportedOperation
+        ):  # what is still buffered, and all that follows, goes nowhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        if self._name is not None:
+            error.filename = self._name
+            raise error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """The three standard streams: there even where they were closed, and with a way to write every letter."""
+    before = sys.stdin, sys.stdout, sys.stderr
+    with contextlib.ExitStack() as stack:
+        given: list[Any] = []
+        for stream, mode, errors in zip(
+            before, "rww", ("replace", "backslashreplace", "backslashreplace"), strict=True
+        ):
+            # Opened in this order they take the numbers 0, 1 and 2, so that no file of ours gets one of these.
+            given.append(stack.enter_context(open(os.devnull, mode)) if stream is None else stream)
+            if isinstance(given[-1], io.TextIOWrapper):
+                given[-1].reconfigure(errors=errors)
+        sys.stdin = given[0]
+        sys.stdout = cast(TextIO, _Stream(given[1], "standard output"))
+        sys.stderr = cast(TextIO, _Stream(given[2], None))
+        try:
+            yield
+        finally:
+            sys.stdin, sys.stdout, sys.stderr = before
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -1,5 +1,6 @@
 """The command line as a person meets it: help that fits, mistakes as one line, exit codes, --debug."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -154,6 +155,49 @@ def test_a_reader_that_goes_away() -> None:
     assert "Traceback" not in err and "Exception ignored" not in err, err
 
 
+def shell(line: str) -> tuple[int, str]:
+    """The exit code of `python -m deskside LINE` in a shell, and what came out of it."""
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m deskside {line}'], capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("--version > /dev/full", 1, "deskside: standard output: No space left on device\n"),
+        ("train --help > /dev/full", 1, "deskside: standard output: No space left on device\n"),
+        ("train nope 2> /dev/full", 2, ""),
+        ("train nope 2>&-", 2, ""),
+        ("train 124m --dry-run >&-", 0, ""),
+        (
+            "chat x --prompt $'\\xff'",
+            2,
+            "deskside: '\\udcff': is not UTF-8; if it is a file's name, rename the file\n",
+        ),
+    ],
+)
+def test_streams_that_are_full_closed_or_not_text(line: str, code: int, said: str) -> None:
+    assert shell(line) == (code, said)
+
+
+def test_what_cannot_be_encoded_is_written_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak(argv: Sequence[str]) -> int:
+        print("東", sys.stdin.readline(), end="")
+        return 0
+
+    monkeypatch.setattr(cli, "_command", lambda name: speak)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\x00a\n"), encoding="utf-8"))
+    assert cli.main(["chat"]) == 0
+    assert out.buffer.getvalue() == b"\\u6771 \\ufffd\x00a\n"  # type: ignore[attr-defined]
+    assert sys.stdout is out
+
+
 def test_help_ends_in_a_terminal_of_one_column(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +209,14 @@ def refused(argv: Sequence[str]) -> int:
     return len(Path("/proc/1/none").read_text("utf-8"))
 
 
+def full_copy(argv: Sequence[str]) -> int:
+    raise OSError(28, "No space left on device", "data/tokenizer.json", None, "runs/a/tokenizer.json")
+
+
+def nameless(argv: Sequence[str]) -> int:
+    raise OSError(5, "Input/output error")
+
+
 def short_of_memory(argv: Sequence[str]) -> int:
     raise MemoryError("Unable to allocate 233. GiB")
 
@@ -173,6 +225,8 @@ def short_of_memory(argv: Sequence[str]) -> int:
     "command, said",
     [
         (refused, "/proc/1/none: No such file or directory"),
+        (full_copy, "runs/a/tokenizer.json: No space left on device"),
+        (nameless, "Input/output error"),
         (short_of_memory, "out of memory: Unable to allocate"),
     ],
 )

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +93,32 @@ def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: P
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (straight / weights).read_bytes()
     assert tiny_run.checkpoints(run) == tiny_run.checkpoints(straight)
+
+
+# A lost terminal
+
+
+def with_lost_output(how: str, root: Path, config: RunConfig) -> None:
+    """`command_like` with standard output and standard error on a pipe that nobody reads, or on a full disk."""
+    if how == "pipe":
+        reading, lost = os.pipe()
+        os.close(reading)
+    else:
+        lost = os.open("/dev/full", os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(lost, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # the old ones remember a file
+    command_like(root, config)
+
+
+@pytest.mark.parametrize("how", ["pipe", "full disk"])
+def test_a_run_goes_on_when_nobody_listens(how: str, data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, schedule={"length": "20 steps"})
+    child = tiny_run.call(with_lost_output, how, tmp_path, config, log=tmp_path / "log")
+    assert child.wait() == 0 and child.text() == ""
+    run = tmp_path / "run"
+    assert json.loads((run / "summary.json").read_text())["steps"] == len(rows(run)) == 20
+    assert tiny_run.checkpoints(run)[-1] == "step-000000020"
 
 
 # Damaged files
@@ -360,8 +387,6 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
 
 def command_like(root: Path, config: object) -> None:
     """A run with the command line's handling of errors."""
-    import sys
-
     from deskside import cli
 
     def train(argv: object) -> int:
