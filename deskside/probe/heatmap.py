@@ -21,12 +21,12 @@ from deskside.budget.shape import num_params
 from deskside.errors import RunError
 from deskside.probe.map import Point
 from deskside.probe.store import Row
-from deskside.probe.table import GIB
+from deskside.probe.table import GIB, gib
 from deskside.probe.words import count
 
 CELL = (0.95, 0.5)  # inches: width, height
 DPI = 160
-WORDS = {"oom": "out of\nmemory", "skipped": "needs\nmore", "failed": "failed", "timeout": "too slow"}
+WORDS = {"oom": "out of\nmemory", "skipped": "needs more\nmemory", "failed": "failed", "timeout": "too slow"}
 HATCHED = ("oom", "skipped")
 
 Cells = dict[tuple[str, int], tuple[Point, Row]]
@@ -47,7 +47,7 @@ PANELS = (
     _Panel(
         "peak memory, GiB",
         lambda row: float(row["result"]["peak_allocated_bytes"]) / GIB,
-        lambda gib: f"{gib:.1f}",
+        lambda number: gib(number * GIB),
         False,
     ),
 )
@@ -69,9 +69,11 @@ def draw(rows: Sequence[tuple[Point, Row]], card: str, path: Path) -> None:
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(groups), 2, squeeze=False)
-    for line, (title, cells) in zip(axes, groups, strict=True):
-        for panel, place in zip(PANELS, line, strict=True):
-            _panel(place, panel, cells, shapes, lengths, title)
+    for column, panel in enumerate(PANELS):
+        known = [panel.value(row) for _, row in rows if row["status"] == "ok"]
+        norm = _norm(known, panel.logarithmic)  # one for all options, so that they can be compared
+        for line, (title, cells) in zip(axes, groups, strict=True):
+            _panel(line[column], panel, norm, cells, shapes, lengths, title)
     figure.suptitle(f"{card}: measured by deskside probe", fontsize=10, fontweight="bold")
     figure.supxlabel("pale: not measured; hatched: does not fit", fontsize=7, color="#555555")
     try:
@@ -93,13 +95,18 @@ def _groups(rows: Sequence[tuple[Point, Row]]) -> list[tuple[str, Cells]]:
 
 
 def _panel(
-    axes: Axes, panel: _Panel, cells: Cells, shapes: list[str], lengths: list[int], title: str
+    axes: Axes,
+    panel: _Panel,
+    norm: Normalize,
+    cells: Cells,
+    shapes: list[str],
+    lengths: list[int],
+    title: str,
 ) -> None:
     values = np.full((len(shapes), len(lengths)), np.nan)
     for (shape, length), (_, row) in cells.items():
         if row["status"] == "ok":
             values[shapes.index(shape), lengths.index(length)] = panel.value(row)
-    norm = _norm(values, panel.logarithmic)
     colors = colormaps["cividis"]
     axes.imshow(np.ma.masked_invalid(values), cmap=colors, norm=norm, aspect="auto", origin="lower")
     for (shape, length), (point, row) in cells.items():
@@ -132,14 +139,11 @@ def _panel(
     axes.spines[:].set_visible(False)
 
 
-def _norm(values: np.ndarray, logarithmic: bool) -> Normalize:
-    known = values[np.isfinite(values)]
-    if known.size == 0:
+def _norm(known: list[float], logarithmic: bool) -> Normalize:
+    if not known:
         return Normalize(0, 1)
-    low, high = float(known.min()), float(known.max())
-    if logarithmic and low > 0:
-        return LogNorm(low, max(high, low * 1.5))
-    return Normalize(0, high or 1)
+    low, high = min(known), max(known)
+    return LogNorm(low, max(high, 1.5 * low)) if logarithmic else Normalize(0, high)
 
 
 def _shapes(rows: Sequence[tuple[Point, Row]]) -> list[str]:

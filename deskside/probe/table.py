@@ -1,5 +1,6 @@
 """The tables of a probe: what was measured at each point, and what a day at that speed comes to. 80 columns suffice."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -20,6 +21,10 @@ TOKENS_PER_PARAMETER = (
 )
 DAY = 86400.0
 GIB = 2**30
+SPEED_COLUMNS = (
+    "shape", "param", "seq", "micro\nx acc", "tokens\nper s", "±\n%", "step\nms", "MFU",
+    "GiB alloc\n/reserved", "W", "",
+)  # fmt: skip
 
 
 def derived(point: Point, row: Row) -> dict[str, float]:
@@ -48,22 +53,28 @@ def tables(findings: Sequence[Finding]) -> RenderableType:
 
 
 def reasons(findings: Sequence[Finding]) -> list[str]:
-    """One line for each point that has no result, or one that should not be trusted."""
+    """One line for each kind of result that is none, and for each that should not be trusted."""
     lines = []
     for finding in findings:
-        title = finding.point.title()
-        if finding.row is None:
-            continue
-        if finding.status != "ok":
-            lines.append(f"{finding.status}: {title}: {finding.row['error']}")
-        elif not finding.row["result"].get("finite", True):
+        title, row = finding.point.title(), finding.row
+        if row is not None and finding.status in ("failed", "timeout"):
+            lines.append(f"{finding.status}: {title}: {row['error']}")
+        if row is not None and finding.status == "ok" and not row["result"].get("finite", True):
             lines.append(
-                f"unstable: {title}: a loss or gradient was not finite; the speed stands, the run would not"
+                f"unstable: {title}: a loss or gradient was not finite; a run with this would not stand"
             )
-    missing = sum(finding.row is None for finding in findings)
-    if missing:
-        points = "1 point was" if missing == 1 else f"{missing} points were"
-        lines.append(f"{points} not measured for want of time; the same command goes on with what is missing")
+    if any(
+        f.row is not None and f.status == "ok" and f.row["result"].get("device") == "cpu" for f in findings
+    ):
+        lines.append(
+            "GiB: all memory of the process, libraries included, since a CPU has no allocator of its own"
+        )
+    if any(finding.status == "oom" for finding in findings):
+        lines.append("oom: not even a micro-batch of one row fits; measured")
+    skipped = Counter(f.row["error"] for f in findings if f.row is not None and f.status == "skipped")
+    lines += [f"skipped: {_points(number)}: {reason}" for reason, number in skipped.items()]
+    if missing := sum(finding.row is None for finding in findings):
+        lines.append(f"no time: {_points(missing)}; the same command goes on with what is missing")
     return lines
 
 
@@ -73,7 +84,7 @@ def _speed(findings: Sequence[Finding], options: tuple[str, str, str]) -> Table:
     number = "/".join(sorted(recipes)) or precision
     kept = "no activation checkpointing" if checkpointing == "none" else f"checkpointing {checkpointing}"
     table = _table(f"measured here: {number}, {optimizer}, {kept}")
-    for name in ("shape", "params", "seq", "micro x acc", "tokens/s", "±%", "step ms", "MFU", "GiB", "W", ""):
+    for name in SPEED_COLUMNS:
         table.add_column(name, justify="left" if name in ("shape", "") else "right", no_wrap=True)
     for finding in findings:
         point = finding.point
@@ -92,11 +103,12 @@ def _state(finding: Finding) -> str:
 
 
 def _measured(result: dict[str, Any]) -> tuple[str, ...]:
+    speed = result["tokens_per_second"]
     return (
-        f"{result['micro_tokens']} x {result['accumulation']}",
-        f"{result['tokens_per_second']:,.0f}",
+        f"{result['micro_tokens']}x{result['accumulation']}",
+        f"{speed:,.0f}" if speed < 999_999.5 else f"{speed / 1e6:.3f}M",
         f"{100 * spread(result):.0f}",
-        f"{1e3 * result['step_seconds']['median']:,.0f}",
+        f"{1e3 * result['step_seconds']['median']:.0f}",
         f"{100 * result['mfu']:.0f}%",
         memory(result),
         "" if result["watts"] is None else f"{result['watts']:.0f}",
@@ -105,7 +117,7 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
 
 def _days(findings: Sequence[Finding]) -> Table:
     table = _table("modelled: a day at the measured speed")
-    for name in ("shape", "params", "seq", "options", "tokens in 24 h", "hours for 20 tokens/param"):
+    for name in ("shape", "params", "seq", "options", "tokens in 24 h", "hours for 20 tokens per parameter"):
         table.add_column(name, justify="left" if name in ("shape", "options") else "right", no_wrap=True)
     for finding in findings:
         if finding.row is None or finding.status != "ok":
@@ -132,7 +144,7 @@ def _table(title: str) -> Table:
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         show_edge=False,
         pad_edge=False,
     )
@@ -147,4 +159,14 @@ def spread(result: dict[str, Any]) -> float:
 def memory(result: dict[str, Any]) -> str:
     """GiB: peak allocated / peak reserved; of a CPU the resident set alone."""
     allocated, reserved = result["peak_allocated_bytes"], result["peak_reserved_bytes"]
-    return f"{allocated / GIB:.1f}" + ("" if reserved is None else f"/{reserved / GIB:.1f}")
+    return gib(allocated) + ("" if reserved is None else f"/{gib(reserved)}")
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, with three digits: 0.42, 12.3, 141."""
+    number = size / GIB
+    return f"{number:.2f}" if number < 1 else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
+
+
+def _points(number: int) -> str:
+    return "1 point" if number == 1 else f"{number} points"
