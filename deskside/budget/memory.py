@@ -1,9 +1,15 @@
 """GPU memory of one training step, item by item. Everything here is modelled, not measured.
 
-It serves to choose the first micro-batch that is tried on a card, and to show where the memory goes. The sum is the
-peak of allocated bytes, near the start of the backward pass; the allocator's fragmentation and the CUDA context come
-on top. What a block keeps for its backward pass, in bfloat16, was read from the tensors that autograd (eager) and
-torch.compile's partitioner (compiled) save for this project's own blocks; a test reads them again:
+The peak of allocated bytes is the largest of four instants, each of which is summed up and named:
+
+    loss        all activations are kept, and a chunk of logits, the head's gradient and the stream's ends are there
+    backward    the blocks' backward begins: one block's temporary gradients, and what checkpointing computes again
+    gradients   the backward ends: all gradients are there and no activations but those of the first block
+    update      the optimizer works: gradients, and Muon's stacks of matrices
+
+Gradients of an earlier pass are there from the beginning when a step has several passes, and only grow during the
+backward when it has one. What a block keeps for its backward pass, in bfloat16, was read from the tensors that autograd
+(eager) and torch.compile's partitioner (compiled) save for this project's own blocks; a test reads them again:
 
     bytes per token and layer           compiled                 eager
     residual, deltas, norms             8 D + 8                  20 D + 8
@@ -14,101 +20,193 @@ torch.compile's partitioner (compiled) save for this project's own blocks; a tes
     MLP, not gated                      4 F                      4 F
 
 Hc is heads x head_dim, Kc is key-value heads x head_dim. Of a mixture of experts F is the chosen experts' together, and
-each choice has its own copy of input and output.
+each choice has its own copy of input and output. A recomputed part keeps what enters it and nothing of the
+float32-to-bfloat16 copies of its weights; a recomputed block keeps the pair (residual, delta), 4 D.
+
+What lies beside the blocks was found from 63 configurations measured on an H200 (docs/planner-accuracy.md): 7 D bytes
+per token for the stream's two ends, 1.36 times a part's activations while it is recomputed and differentiated.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
 
-from deskside.budget.shape import Shape, num_params, parameter_groups
+from deskside.budget.operators import block_matrices
+from deskside.budget.shape import Shape, num_params
+from deskside.budget.work import Checkpointing, Work
 
-Checkpointing = Literal["none", "attention", "mlp", "block"]
+ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm
+RECOMPUTE = 1.36  # a part that is recomputed and differentiated, in units of what it keeps when it is not
+TEMPORARY = RECOMPUTE - 1  # the gradients inside of one block
+LIBRARIES = 64 * 2**20  # cuBLAS workspaces
+STACK_WEIGHTS = 2**26  # Muon works on so many weights at a time, at least on one matrix
+STACK_BYTES = 14  # bfloat16 iterate and two results, float32 weight and update
+RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20  # what the allocator held beyond its peak, in the middle
 
 
-def training_memory(
-    shape: Shape,
-    micro_tokens: int,
-    *,
-    optimizer: Literal["adamw", "muon"] = "muon",
-    compiled: bool = True,
-    activation_checkpointing: Checkpointing = "none",
-    loss_chunk_tokens: int = 8192,
-    low_precision: bool = True,
-    shards: int = 1,
-) -> dict[str, int]:
-    """Modelled bytes by item: weights, gradients, optimizer, copies, activations, logits.
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by item at one instant: weights, gradients, optimizer, copies, activations, logits, workspace.
 
-    micro_tokens: tokens of one forward pass on this GPU; low_precision: float32 weights cast to bfloat16 where they are
-    used (else everything is float32); shards: GPUs that FSDP spreads weights, gradients and optimizer over.
+    allocated: their sum; reserved: what torch's allocator is expected to hold for it, fragments included.
     """
-    if micro_tokens < 1 or loss_chunk_tokens < 1 or shards < 1:
-        raise ValueError("micro_tokens, loss_chunk_tokens and shards must be at least 1")
-    parameters, matrices = num_params(shape), _block_matrices(shape)
-    states = 4 * matrices + 8 * (parameters - matrices) if optimizer == "muon" else 8 * parameters
-    width = 1 if low_precision else 2  # the table's bytes are bfloat16's
-    chunk = min(loss_chunk_tokens, micro_tokens)
-    head = shape.vocab_size * shape.hidden_size
-    return {
-        "weights": 4 * parameters // shards,
-        "gradients": 4 * parameters // shards,
-        "optimizer": states // shards,
-        "copies": 2 * (matrices + head) if low_precision else 0,
-        "activations": int(
-            width * micro_tokens * _kept_bytes_per_token(shape, compiled, activation_checkpointing)
-        ),
-        # One chunk of logits in float32 and its gradient in the activations' dtype.
-        "logits": chunk * shape.vocab_size * (4 + 2 * width),
-    }
+
+    items: dict[str, int]
+    instant: str
+
+    @property
+    def allocated(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def reserved(self) -> int:
+        return int(self.allocated * (1 + RESERVED_SHARE)) + RESERVED_BYTES
+
+
+def training_memory(shape: Shape, work: Work) -> Memory:
+    """The modelled peak of one optimiser step on one GPU."""
+    return max(instants(shape, work).values(), key=lambda memory: memory.allocated)
 
 
 def largest_micro_tokens(
-    memory: Callable[[int], dict[str, int]], sequence_length: int, free_bytes: int, margin: float = 1.1
+    memory: Callable[[int], Memory], sequence_length: int, free_bytes: int, margin: float = 1.1
 ) -> int:
     """The most tokens, a power of two of rows, that are modelled to fit; one row if not even that does.
 
-    memory: micro-batch in tokens -> bytes by item (`training_memory` with its options filled in); margin: what
-    allocated bytes are multiplied with before they must fit, for fragmentation.
+    memory: micro-batch in tokens -> `training_memory` with the rest filled in; margin: what allocated bytes are
+    multiplied with before they must fit, for fragmentation.
     """
     rows = 1
-    while sum(memory(2 * rows * sequence_length).values()) * margin <= free_bytes:
+    while memory(2 * rows * sequence_length).allocated * margin <= free_bytes:
         rows *= 2
     return rows * sequence_length
 
 
-def _kept_bytes_per_token(shape: Shape, compiled: bool, checkpointing: Checkpointing) -> float:
-    """Bytes that all blocks keep per token, in bfloat16."""
-    D, layers = shape.hidden_size, shape.num_hidden_layers
-    heads = shape.num_attention_heads + shape.num_key_value_heads
-    channels = heads * shape.head_dim
-    stream = (8 if compiled else 20) * D + 8
-    attention = 4 * channels + 4 * shape.num_attention_heads
-    if shape.qk_norm or shape.position_embedding == "rope":
-        attention += 2 * channels
-    if shape.qk_norm:
-        attention += 4 * heads + (0 if compiled else 8 * channels)
-    per_ffn = (6 if compiled else 8) if shape.gated_mlp else 4
-    if shape.num_experts:
-        mlp = shape.num_experts_per_tok * (per_ffn * shape.moe_intermediate_size + 4 * D)
-    else:
-        mlp = per_ffn * shape.intermediate_size
-    # A recomputed part keeps its input of 2 D and lives once, for the layer that is being recomputed.
-    if checkpointing == "block":
-        return layers * 2 * D + stream + attention + mlp
-    if checkpointing == "attention":
-        return layers * (stream + mlp) + attention
-    if checkpointing == "mlp":
-        return layers * (stream + attention) + mlp
-    return layers * (stream + attention + mlp)
+def instants(shape: Shape, work: Work) -> dict[str, Memory]:
+    """What is allocated at each of the four instants."""
+    found = _instants(shape, work)
+    return {name: Memory({k: int(v) for k, v in items.items()}, name) for name, items in found.items()}
 
 
-def _block_matrices(shape: Shape) -> int:
-    """Weights that Muon updates: all matrices of the blocks."""
-    groups = parameter_groups(shape)
-    biases = 0
-    if shape.attention_bias:
-        biases += (
-            shape.num_attention_heads + 2 * shape.num_key_value_heads
-        ) * shape.head_dim + shape.hidden_size
-    if shape.mlp_bias:
-        biases += (shape.gated_mlp + 1) * shape.intermediate_size + shape.hidden_size
-    return groups["attention"] + groups["mlp"] - shape.num_hidden_layers * biases
+def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
+    parameters, matrices = num_params(shape), block_matrices(shape)
+    D, V, N = shape.hidden_size, shape.vocab_size, work.micro_tokens
+    width = 2 if work.precision == "fp32" else 1  # the tables' bytes are bfloat16's
+    shards = work.gpus if work.sharded else 1
+    states = 4 * matrices + 8 * (parameters - matrices) if work.optimizer == "muon" else 8 * parameters
+    always: dict[str, float] = {
+        "weights": 4 * parameters / shards,
+        "optimizer": 0 if work.offload_optimizer else states / shards,
+    }
+    all_gradients, head = 4 * parameters / shards, 4.0 * V * D
+    earlier = all_gradients if work.accumulation > 1 else 0.0
+    parts = _Parts(shape, work.compiled, width)
+    kept = N * (parts.kept(work.activation_checkpointing) + ENDS * D * width)
+    again = N * parts.recomputed(work.activation_checkpointing)
+    temporary = N * parts.block * TEMPORARY if work.activation_checkpointing == "none" else again * RECOMPUTE
+    copies = parts.copied_weights(work.activation_checkpointing) * 2 if width == 1 else 0
+    # FSDP gathers one block in float32 while it computes, and the next one meanwhile.
+    gathered = 8 * matrices / shape.num_hidden_layers if work.sharded else 0.0
+    fixed = LIBRARIES + gathered
+
+    chunk = min(work.loss_chunk_tokens, N)
+    # Logits and their gradient in the activations' dtype; the last chunk's gradient is still there at the next.
+    logits = chunk * V * 2 * width * (2 if chunk == N else 3)
+    d_hidden = 2 * N * D * width
+    stack = max(STACK_WEIGHTS, D * max(shape.intermediate_size, shape.moe_intermediate_size))
+    update = STACK_BYTES * min(matrices, stack) if work.optimizer == "muon" else 0
+    return {
+        "loss": {
+            **always,
+            "gradients": earlier,
+            "copies": copies + (2 * V * D if width == 1 else 0),
+            "activations": kept,
+            "logits": logits + head + d_hidden,
+            "workspace": fixed,
+        },
+        "backward": {
+            **always,
+            "gradients": max(earlier, head / shards),
+            "copies": copies,
+            "activations": kept,
+            # A tied head's gradient waits for the embedding's.
+            "logits": head if shape.tie_word_embeddings and earlier else 0,
+            "workspace": fixed + temporary,
+        },
+        "gradients": {
+            **always,
+            "gradients": all_gradients,
+            "copies": 0,
+            "activations": N * (parts.block + ENDS * D * width),
+            "logits": 0,
+            "workspace": fixed + (head if earlier else 0) + N * parts.block * TEMPORARY,
+        },
+        "update": {
+            **always,
+            "gradients": all_gradients,
+            "copies": 0,
+            "activations": 0,
+            "logits": 0,
+            "workspace": fixed + update,
+        },
+    }
+
+
+class _Parts:
+    """Bytes per token that one layer keeps, by part."""
+
+    def __init__(self, shape: Shape, compiled: bool, width: int):
+        D = shape.hidden_size
+        heads = shape.num_attention_heads + shape.num_key_value_heads
+        channels = heads * shape.head_dim
+        attention = 4 * channels + 4 * shape.num_attention_heads
+        if shape.qk_norm or shape.position_embedding == "rope":
+            attention += 2 * channels
+        if shape.qk_norm:
+            attention += 4 * heads + (0 if compiled else 8 * channels)
+        per_ffn = (6 if compiled else 8) if shape.gated_mlp else 4
+        if shape.num_experts:
+            mlp = shape.num_experts_per_tok * (per_ffn * shape.moe_intermediate_size + 4 * D)
+        else:
+            mlp = per_ffn * shape.intermediate_size
+        self.width, self.layers = width, shape.num_hidden_layers
+        self.stream = width * ((8 if compiled else 20) * D + 8)
+        self.attention, self.mlp = width * attention, width * mlp
+        self.hidden = width * D
+        self.matrices = block_matrices(shape)
+        self.attention_matrices = self.layers * D * 2 * channels
+
+    @property
+    def block(self) -> int:
+        return self.stream + self.attention + self.mlp
+
+    def kept(self, checkpointing: Checkpointing) -> int:
+        """By all layers."""
+        # A recomputed half does not keep its normed input, 2 D.
+        half = self.stream - 2 * self.hidden
+        return (
+            self.layers
+            * {
+                "none": self.block,
+                "attention": half + self.mlp,
+                "mlp": half + self.attention,
+                "block": 4 * self.hidden,
+            }[checkpointing]
+        )
+
+    def recomputed(self, checkpointing: Checkpointing) -> int:
+        """Of the layer that is being recomputed."""
+        return {
+            "none": 0,
+            "attention": self.attention + self.stream // 2,
+            "mlp": self.mlp + self.stream // 2,
+            "block": self.block,
+        }[checkpointing]
+
+    def copied_weights(self, checkpointing: Checkpointing) -> int:
+        """Weights of the blocks whose bfloat16 copies are kept from the forward to the backward."""
+        return {
+            "none": self.matrices,
+            "attention": self.matrices - self.attention_matrices,
+            "mlp": self.attention_matrices,
+            "block": 0,
+        }[checkpointing]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deskside.budget.memory import training_memory
+from deskside.budget.work import Work
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.errors import RunError, UsageError
@@ -78,17 +79,20 @@ def modelled_memory_gib(
     config: RunConfig, micro_tokens: int, compiled: bool, bf16: bool, shards: int
 ) -> float:
     """Peak GPU memory of a step with `micro_tokens` per forward pass, by `budget/memory.py`."""
-    items = training_memory(
-        config.model,
-        micro_tokens,
+    passes = 1 if micro_tokens * shards >= config.batch.tokens else 2  # more than two change nothing
+    work = Work(
+        sequence_length=micro_tokens,  # how a pass is cut into rows does not matter for memory
+        tokens=passes * micro_tokens * shards,
+        micro_tokens=micro_tokens,
+        gpus=shards,
+        sharded=shards > 1,
         optimizer=config.optim.name,
-        compiled=compiled,
+        precision="bf16" if bf16 else "fp32",
         activation_checkpointing=config.compute.activation_checkpointing,
+        compiled=compiled,
         loss_chunk_tokens=config.compute.loss_chunk_tokens,
-        low_precision=bf16,
-        shards=shards,
     )
-    return sum(items.values()) / 2**30
+    return training_memory(config.model, work).allocated / 2**30
 
 
 def mean_tokens(stages: Sequence[StageWork]) -> float:
