@@ -49,7 +49,9 @@ MOST_TOKENS = 1e15
 WIDER_BELOW, WIDER_ABOVE = 0.12, 0.05  # share of the loss by which the range widens per factor of ten outside
 RECENT, FEWEST = 0.4, 8  # share of the pilot's tokens that its fit looks at, and the fewest steps in it
 PILOT_SPREAD, DATA_TERM_SPREAD = 0.02, 0.5
-DECAY_DROP = 0.0
+# What a learning rate that decays over the last 65 % gains against one that stays: 2.016 instead of 2.044 bits per byte
+# after the same 3.07 million unique tokens (the demo's shape on our English corpus, CPU, one pair of runs).
+DECAY_DROP = 0.014
 RANGE_AT_END, RANGE_PER_E_FOLD = 0.01, 0.01
 PILOT_RANGE = (0.96, 1.04)  # of a law whose offset a pilot has fitted, at the size that it was fitted at
 
@@ -193,7 +195,12 @@ def fit_curve(
     tokens, bpb: of the logged steps, in order, after the warm-up and before the decay (a step's own batch will do: it
     is unseen text during the first epoch). The curve is taken as floor + b / tokens^beta with the law's beta. The law's
     floor is a prior, as firm as the law is there, so that a short pilot is not led astray by its noise; the last
-    `RECENT` of the tokens is looked at. Raises ValueError for fewer than `FEWEST` steps or for tokens beyond the end.
+    `RECENT` of the tokens is looked at. A learning rate that `decays` ends lower by `DECAY_DROP`.
+
+    On our two stored 300 s runs of an H200 this was off by 0 to 3 % from 5 % to 30 % of the run, always too low (their
+    data repeats 2.3 times); on two runs of a million parameters on a CPU by 8 to 20 %, inside its wide range there.
+
+    Raises ValueError for fewer than `FEWEST` steps or for tokens beyond the end.
     """
     t, y = np.asarray(tokens, dtype=float), np.asarray(bpb, dtype=float)
     good = np.isfinite(t) & np.isfinite(y) & (t > 0)
