@@ -21,7 +21,7 @@ from deskside.errors import UsageError
 from deskside.export.load import Loaded
 
 HELP = """/reset       forget the conversation
-/save FILE   write the conversation to a file
+/save FILE   write the conversation to a new file
 /help        this list
 /quit        leave (so does Ctrl-D; Ctrl-C stops an answer, twice leaves)"""
 PLAIN = "This model has no chat template: it continues your text. An empty line lets it go on."
@@ -229,10 +229,14 @@ def _command(conversation: Conversation, line: str) -> bool:
         _say("(forgotten)")
     elif name == "/save" and rest:
         try:
-            Path(rest).expanduser().write_text(conversation.transcript(), "utf-8")
+            with Path(rest).expanduser().open("x", encoding="utf-8") as file:
+                file.write(conversation.transcript())
             _say(f"saved to {rest}")
-        except OSError as error:
-            _say(f"{rest}: cannot be written: {error.strerror}")
+        except FileExistsError:
+            _say(f"{rest}: is there already; give a new name")
+        except (OSError, ValueError, RuntimeError) as error:  # a zero byte, an unknown ~user
+            reason = error.strerror if isinstance(error, OSError) else error
+            _say(f"{rest}: cannot be written: {reason}")
     elif name == "/save":
         _say("/save FILE: which file?")
     elif name == "/help":

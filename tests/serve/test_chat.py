@@ -159,6 +159,27 @@ def test_lines_from_a_pipe_with_commands(
     assert capsys.readouterr().out == f"{first}\n"
 
 
+def test_save_writes_new_files_only(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere.txt")
+    names = [
+        str(tmp_path / "thesis.txt"),
+        str(tmp_path / "link.txt"),
+        str(tmp_path),
+        "~nobody-here/x",
+        "a\0b",
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"/save {name}\n" for name in names)))
+    assert converse(loaded, options(), None) == 0
+    told = capsys.readouterr().err
+    assert told.count("is there already; give a new name") == 3 and told.count("cannot be written: ") == 2
+    assert (tmp_path / "thesis.txt").read_text() == "years of work" and not (
+        tmp_path / "nowhere.txt"
+    ).exists()
+
+
 class Terminal:
     """A program in a terminal of its own."""
 
