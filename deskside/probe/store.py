@@ -124,7 +124,7 @@ class Store:
     def add(self, row: Row) -> None:
         """Append a row; it is on the disk when this returns. Raises RunError when it cannot be written."""
         path = self.path(row["key"]["machine"]["card"])
-        line = json.dumps(_strict(row), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        line = json.dumps(_strict(row), allow_nan=False).encode() + b"\n"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _append(path, line)

@@ -1,0 +1,142 @@
+"""Which machine this is: against torch itself, and with an NVML of our own making."""
+
+import subprocess
+import sys
+import time
+import types
+from typing import Any
+
+import pytest
+
+from deskside.errors import RunError, UsageError
+from deskside.probe import identity
+
+QUICK = """
+import sys, time
+from deskside.probe.store import this_machine
+began = time.perf_counter()
+this_machine()
+assert time.perf_counter() - began < 1.0
+assert not {"torch", "numpy", "pydantic"} & set(sys.modules), sorted(sys.modules)
+"""
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Nvml(types.ModuleType):
+    """As much of pynvml as is asked; `cards` are (name, total, reserved, watts or None)."""
+
+    NVMLError = NVMLError
+    nvmlMemory_v2 = 2
+
+    def __init__(self, cards: list[tuple[str, int, int, int | None]], works: bool = True) -> None:
+        super().__init__("pynvml")
+        self.cards, self.works = cards, works
+
+    def nvmlInit(self) -> None:
+        if not self.works:
+            raise NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self) -> None: ...
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.1"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid != "GPU-second":
+            raise NVMLError("Not Found")
+        return 1
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return self.cards[handle][0]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> Any:
+        return types.SimpleNamespace(total=self.cards[handle][1], reserved=self.cards[handle][2])
+
+    def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> int:
+        watts = self.cards[handle][3]
+        if watts is None:
+            raise NVMLError("Not Supported")
+        return 1000 * watts
+
+
+ONE = [("NVIDIA GeForce RTX 4090", 24564 * 2**20, 500 * 2**20, 450)]
+MIXED = [("NVIDIA GeForce RTX 3060", 12 * 2**30, 0, 170), ("NVIDIA GeForce RTX 4090", 24 * 2**30, 0, None)]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(identity, "_torch", lambda: ("2.11.0+cu128", "12.8"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    return monkeypatch
+
+
+def use(monkeypatch: pytest.MonkeyPatch, nvml: Nvml) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+
+def test_a_card(cuda: pytest.MonkeyPatch) -> None:
+    use(cuda, Nvml(ONE))
+    machine = identity.this_machine()
+    assert (machine.card, machine.device, machine.driver, machine.power_limit_watts) == (
+        "NVIDIA GeForce RTX 4090", "cuda", "580.1", 450,
+    )  # fmt: skip
+    assert machine.memory_bytes == (24564 - 500) * 2**20
+    assert machine.key()["memory_gib"] == 24
+    assert (machine.torch, machine.cuda, machine.cores) == ("2.11.0+cu128", "12.8", 0)
+
+
+def test_different_cards_must_be_told_apart(cuda: pytest.MonkeyPatch) -> None:
+    use(cuda, Nvml(MIXED))
+    with pytest.raises(UsageError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        identity.this_machine()
+    cuda.setenv("CUDA_VISIBLE_DEVICES", "GPU-second")
+    assert identity.this_machine().card == "NVIDIA GeForce RTX 4090"
+    assert identity.this_machine().power_limit_watts is None
+    cuda.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    cuda.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert identity.this_machine().card == "NVIDIA GeForce RTX 3060"
+    cuda.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with pytest.raises(UsageError, match="there is no GPU 5"):
+        identity.this_machine()
+    cuda.setenv("CUDA_VISIBLE_DEVICES", "GPU-none")
+    with pytest.raises(RunError, match="cannot be identified: NVML says Not Found"):
+        identity.this_machine()
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_hidden_card_is_none(cuda: pytest.MonkeyPatch, hidden: str) -> None:
+    use(cuda, Nvml(ONE))
+    cuda.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert identity.this_machine().device == "cpu"
+
+
+def test_without_a_driver_it_is_the_cpu(cuda: pytest.MonkeyPatch) -> None:
+    use(cuda, Nvml(ONE, works=False))
+    machine = identity.this_machine()
+    assert machine.device == "cpu" and machine.driver is None and machine.cores >= 1
+
+
+def test_versions_are_those_of_torch_itself() -> None:
+    import torch
+
+    assert identity._torch() == (torch.__version__, torch.version.cuda)
+
+
+def test_it_is_cheap_and_needs_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", QUICK], check=True, timeout=60)
+
+
+def test_the_code_is_read_once_and_is_what_a_step_runs() -> None:
+    began = time.perf_counter()
+    assert identity.code() == identity.code()
+    assert time.perf_counter() - began < 1.0
+    assert identity.code().startswith("0.1.0+")
