@@ -1,6 +1,5 @@
 """`deskside train`: parse, show what would run, run it, print what came of it."""
 
-import json
 import math
 import os
 import shlex
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from deskside.config import merge, overrides, presets
+from deskside.config import merge, overrides, presets, strict_json
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
@@ -93,10 +92,20 @@ def run(argv: Sequence[str]) -> int:
 
         page = write_report(outcome.run.path)
         if options.json:
-            print(json.dumps(outcome.summary))
+            print(strict_json.dumps(outcome.summary))
         else:
             _print_outcome(outcome.run.path, outcome.summary, page)
+    elif outcome.first and options.json:
+        print(strict_json.dumps(_stopped(outcome.run, outcome.status)))
     return 0
+
+
+def _stopped(run: Any, signal: str) -> dict[str, Any]:
+    """What --json says of a run that a signal ended; the steps are those that were saved."""
+    from deskside.export.checkpoints import find
+
+    saved = [checkpoint.step for checkpoint in find(run.checkpoints)[:1]]
+    return {"status": "stopped", "signal": signal, "run": str(run.path), "steps": saved[0] if saved else None}
 
 
 def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> RunConfig:
@@ -167,7 +176,7 @@ def _show(config: RunConfig, as_json: bool) -> int:
             "tokens": tokens or None,
             "schedule": schedule,
         }
-        print(json.dumps(result, indent=1))
+        print(strict_json.dumps(result, indent=1))
         return 0
 
     from rich.console import Console

@@ -5,7 +5,6 @@ With --json standard output holds one JSON object and nothing else; all other wo
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from deskside.config import strict_json
 from deskside.config.commandline import choose, parse
 from deskside.data import shards
 
@@ -117,7 +117,7 @@ def _prepare(options: Prepare) -> int:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
     if options.json:
-        print(json.dumps(report.as_dict(), ensure_ascii=False))
+        print(strict_json.dumps(report.as_dict()))
         return 0
     for split in sorted(report.tokens):
         size, tokens = report.text_bytes[split], report.tokens[split]
@@ -148,7 +148,7 @@ def _print_left_out(bad: dict[str, Any], ignored: dict[str, Any], duplicates: in
 def _verify(options: Verify) -> int:
     report = shards.verify(options.directory)
     if options.json:
-        print(json.dumps({**vars(report), "ok": not report.damaged}))
+        print(strict_json.dumps({**vars(report), "ok": not report.damaged}))
         return 1 if report.damaged else 0
     if report.damaged:
         for file, problem in report.damaged.items():
@@ -177,7 +177,7 @@ def _show(options: Show) -> int:
             "tags": _per_tag(index, split),
         }
     if options.json:
-        print(json.dumps({"vocab_size": index.tokenizer.vocab_size, "splits": facts}, ensure_ascii=False))
+        print(strict_json.dumps({"vocab_size": index.tokenizer.vocab_size, "splits": facts}))
         return 0
     _print_tables(index, facts)
     _print_left_out(index.bad_input, index.ignored_files, index.duplicates_of_validation)

@@ -4,7 +4,6 @@ They stand here, above everything that they use, because each begins by turning 
 With --json standard output holds one JSON object and nothing else; all other words go to standard error.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import tyro
 from pydantic import ValidationError
 
 from deskside import __version__
+from deskside.config import strict_json
 from deskside.config.commandline import parse
 from deskside.config.run import RunConfig
 from deskside.data.progress import Progress
@@ -207,7 +207,11 @@ def run_export(argv: Sequence[str]) -> int:
             f"{error.filename2 or error.filename or out}: cannot be written: {error.strerror or error}"
         ) from None
     if options.json:
-        print(json.dumps({"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}))
+        print(
+            strict_json.dumps(
+                {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
+            )
+        )
     else:
         print(out)
         _say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
@@ -318,7 +322,7 @@ def _print_result(
             "sequence_length": length,
             **baselines,
         }
-        print(json.dumps(found))
+        print(strict_json.dumps(found))
         return
     print(f"{result.bpb:.4f} bits per byte (measured) on {result.bytes:,} bytes of {source}")
     print(f"{result.loss:.4f} nats per token on {result.tokens:,} tokens, {length} at a time")

@@ -15,13 +15,13 @@ half-written last line, which readers skip and a resumed run cuts away.
 import contextlib
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from deskside.config import strict_json
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.errors import RunError, UsageError
 
@@ -117,7 +117,7 @@ class RunDirectory:
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a JSON file whole, safe against a kill at any moment."""
-        write_atomically(self.path / name, json.dumps(value, indent=1) + "\n")
+        write_atomically(self.path / name, strict_json.dumps(value, indent=1) + "\n")
 
     def event(self, text: str) -> None:
         """Append one dated sentence to events.log."""
@@ -126,8 +126,7 @@ class RunDirectory:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append one step's numbers; one that is not finite is null, because JSON has no name for it."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        append_line(self.metrics, json.dumps(finite))
+        append_line(self.metrics, strict_json.dumps(row))
 
     def sync_metrics(self) -> None:
         """Force the logged steps to the disk: a checkpoint must not outlive the rows of its steps.

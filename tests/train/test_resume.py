@@ -1,5 +1,6 @@
 """A run that is stopped at any place and resumed is the run that was never stopped, to the last bit of every loss."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -99,13 +100,15 @@ def test_kill_and_resume(changes: dict[str, Any], at: int, data: Path, tmp_path:
     check_same(run, straight(tmp_path, config))
 
 
-@pytest.mark.parametrize("number, ranks", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    "number, ranks", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGHUP, 1), (signal.SIGTERM, 2)]
+)
 def test_a_signal_saves_at_the_next_step_and_ends_well(
     number: signal.Signals, ranks: int, data: Path, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"batch": SLOWER, "checkpoint": {"every": "1000 steps"}}
     file, config = preset(tmp_path, data, **changes), tiny_run.config(data, **changes)
-    child = tiny_run.command(arguments(tmp_path, "stopped", file), tmp_path / "log", ranks)
+    child = tiny_run.command([*arguments(tmp_path, "stopped", file), "--json"], tmp_path / "log", ranks)
     run = tmp_path / "stopped"
     seen = kill_at_step(run, 20, lambda: child.kill(number), child.alive)
     assert child.wait() == 0, child.text()
@@ -113,6 +116,8 @@ def test_a_signal_saves_at_the_next_step_and_ends_well(
     # One step may be in flight when the signal comes, and one may end before it is looked at.
     assert seen <= at <= seen + 4 and tiny_run.checkpoints(run)[-1] == f"step-{at:09d}"
     assert f"{number.name}: saved at step {at}" in child.text()
+    said = [json.loads(line) for line in child.text().splitlines() if line.startswith("{")]
+    assert said == [{"status": "stopped", "signal": number.name, "run": str(run), "steps": at}]
     again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=ranks)
     assert again.wait() == 0, again.text()
     assert "later steps are repeated" not in tiny_run.events(run)

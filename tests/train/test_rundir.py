@@ -213,3 +213,11 @@ def test_a_run_of_another_version_is_named(tmp_path: Path, version: object) -> N
     (tmp_path / "run.json").write_text(json.dumps(run))
     with pytest.raises(RunError, match=r"run\.json: has schema version"):
         RunDirectory.open(tmp_path).config()
+
+
+def test_a_summary_that_is_not_finite_is_json_all_the_same(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.write_json("summary.json", {"val_bpb": math.nan, "best": {"at": [math.inf, 1.5]}})
+    text = (tmp_path / "summary.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert run.read_json("summary.json") == {"val_bpb": None, "best": {"at": [None, 1.5]}}

@@ -1,0 +1,19 @@
+"""JSON as its standard has it: there is no word for NaN or infinity, so a number that is not finite becomes null."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """The text of a JSON value. Letters beyond ASCII are escaped, so that every terminal and file can hold it."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
