@@ -1,0 +1,172 @@
+"""From what is known of a card to the rates that the operator model uses, and how far the result may be off.
+
+Three sources, best first. Points that `deskside probe` measured on this card: three factors (products, traffic, fixed
+delays) are fitted to them, each pulled towards what was believed before, the less the more points there are. Without
+points: the data sheet and published measurements (`plan/published.py`). Without a data sheet too: nothing, because an
+unknown card is measured, never guessed.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from deskside.budget.operators import step_operators
+from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
+from deskside.errors import UsageError
+from deskside.facts.gpus import Gpu
+from deskside.plan.published import architecture_factor, sheet_rates
+
+Source = Literal["measured", "published", "modelled"]
+
+COPY_SHARE = 0.867  # what a large copy reaches of the data sheet's bandwidth: 4.16 of 4.8 TB/s on an H200
+CONTEXT_BYTES = 900 * 2**20  # CUDA context and library handles; 770 MiB on an H200 with torch 2.11
+NOISE = 0.03  # of one measured point
+# How far products, traffic and delays may be off before anything is measured, as a share (one standard deviation).
+BELIEF = {"cuda": np.array([0.15, 0.25, 0.5]), "cpu": np.array([1.0, 2.0, 4.0])}
+NARROWEST, PUBLISHED_SPREAD, UNKNOWN_SPREAD = 0.08, 0.25, 0.35
+MEMORY_SPREAD = {"measured": 0.05, "published": 0.10}
+SMALLEST_FACTOR = 0.1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates, and the ranges that go with them.
+
+    speed_spread, memory_spread: half-widths of the ranges of tokens/s and bytes, as shares; basis: one line, from what;
+    overhead_bytes: what a process takes on the card beside torch's allocator.
+    """
+
+    rates: Rates
+    speed_spread: float
+    memory_spread: float
+    source: Source
+    basis: str
+    overhead_bytes: int
+
+
+def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibration:
+    """The best that is known. points: rows of the probe store for this card, "card" and "point" alike.
+
+    Raises UsageError for a card that is in no table and was not measured.
+    """
+    good = [row for row in points if row["kind"] == "point" and row["status"] == "ok"]
+    card = next(
+        (row["result"] for row in reversed(points) if row["kind"] == "card" and row["status"] == "ok"), None
+    )
+    if not good and gpu is None:
+        raise UsageError("this device is in no table and was not measured; measure it with: deskside probe")
+    if not good:
+        assert gpu is not None
+        return _published(gpu)
+    return _measured(gpu, good, card)
+
+
+def _published(gpu: Gpu) -> Calibration:
+    factor, basis = architecture_factor(gpu)
+    known = "no published" not in basis and "other GeForce" not in basis
+    rate = "measured and published" if gpu.measured_bf16_flops is not None else "from the data sheet"
+    return Calibration(
+        rates=sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0),
+        speed_spread=PUBLISHED_SPREAD if known else UNKNOWN_SPREAD,
+        memory_spread=MEMORY_SPREAD["published"],
+        source="published",
+        basis=f"matmul rate {rate}, bandwidth from the data sheet, {basis}; not measured on this card",
+        overhead_bytes=CONTEXT_BYTES,
+    )
+
+
+def _measured(
+    gpu: Gpu | None, points: Sequence[Mapping[str, Any]], card: Mapping[str, Any] | None
+) -> Calibration:
+    device = str(points[-1]["result"].get("device", "cuda"))
+    peak = statistics.median(float(row["result"]["matmul_peak_tflops"]) * 1e12 for row in points)
+    if gpu is not None:
+        start = replace(sheet_rates(gpu), matmul_flops=peak)
+    else:
+        if card is None:
+            raise UsageError(
+                "this device was measured without its bandwidth; measure it with: deskside probe"
+            )
+        start = Rates(peak, float(card["copy_bandwidth"]) / COPY_SHARE)
+    factors, spread = _fit(points, start, BELIEF["cpu" if device == "cpu" else "cuda"])
+    beside = [
+        int(r["device_used_bytes"]) - int(r["peak_reserved_bytes"])
+        for r in (row["result"] for row in points)
+        if r.get("device_used_bytes") and r.get("peak_reserved_bytes")
+    ]
+    count = f"{len(points)} points" if len(points) != 1 else "one point"
+    return Calibration(
+        rates=replace(start.corrected(*factors), source="measured"),
+        speed_spread=spread,
+        memory_spread=MEMORY_SPREAD["measured"],
+        source="measured",
+        basis=f"{count} measured on this card with deskside probe",
+        overhead_bytes=int(statistics.median(beside))
+        if beside
+        else (0 if device == "cpu" else CONTEXT_BYTES),
+    )
+
+
+def _fit(
+    points: Sequence[Mapping[str, Any]], start: Rates, belief: np.ndarray
+) -> tuple[tuple[float, float, float], float]:
+    """(factors on products, traffic and delays; the spread that is left).
+
+    Ridge regression of each point's step time on its three parts, in relative terms. The spread is twice the root mean
+    square of the errors that points show when each is left out, and never below NARROWEST.
+    """
+    table, rest = [], []
+    for row in points:
+        parts = _parts(row, start)
+        seconds = float(row["result"]["step_seconds"]["median"])
+        table.append(parts[:3] / seconds)
+        rest.append(1 - parts[3] / seconds)
+    A, b = np.array(table), np.array(rest)
+    factors = _ridge(A, b, belief)
+    left_out = [
+        float(A[i] @ _ridge(np.delete(A, i, 0), np.delete(b, i), belief) - b[i]) for i in range(len(b))
+    ]
+    spread = 2 * float(np.sqrt(np.mean(np.square(left_out))))
+    limit = UNKNOWN_SPREAD if len(b) == 1 else 1.0
+    compute, memory, delay = (float(max(SMALLEST_FACTOR, f)) for f in factors)
+    return (compute, memory, delay), min(limit, max(NARROWEST, spread))
+
+
+def _ridge(A: np.ndarray, b: np.ndarray, belief: np.ndarray) -> np.ndarray:
+    pull = NOISE / belief
+    left = np.vstack([A, np.diag(pull)])
+    right = np.concatenate([b, pull])
+    solved, *_ = np.linalg.lstsq(left, right, rcond=None)
+    return solved
+
+
+def _parts(row: Mapping[str, Any], rates: Rates) -> np.ndarray:
+    """Modelled seconds of a point's step: products, traffic, delays, and what no factor touches."""
+    spec, result = row["key"]["spec"], row["result"]
+    precision = result.get("precision", "bf16")
+    work = Work(
+        sequence_length=spec["sequence_length"],
+        tokens=spec["tokens"],
+        micro_tokens=result["micro_tokens"],
+        optimizer=spec.get("optimizer", "muon"),
+        precision=precision,
+        activation_checkpointing=spec.get("activation_checkpointing", "none"),
+        compiled=result.get("compile", "block") != "off",
+    )
+    parts = np.zeros(4)
+    for operator in step_operators(ModelConfig(**spec["model"]), work):
+        parts[_column(operator.group)] += operator_seconds(operator, rates, precision)
+    return parts
+
+
+def _column(group: str) -> int:
+    if group in ("matmul", "head", "attention", "optimizer_matmul"):
+        return 0
+    if group in ("traffic", "loss_traffic", "weights", "optimizer_traffic"):
+        return 1
+    return 2 if ITEM_OF[group] == "launches" else 3

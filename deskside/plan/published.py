@@ -1,0 +1,181 @@
+"""What published measurements say about a card that nobody measured with deskside.
+
+The operator model (`budget/speed.py`) has its efficiencies from one H200. Other architectures come nearer to their
+matmul rate, or stay farther from it, and other trainers are faster or slower than ours. Both show in published runs:
+
+    log(measured speed / modelled speed) = trainer + architecture + noise
+
+fitted by medians in turn (Tukey's median polish), with deskside on Hopper as zero. What counts here is the
+architecture's part: two cards that ran the same trainer tell how much better one of them suits the model than the
+other. Of each architecture only every second row takes part, by its place in the table; the others are kept to see how well this predicts
+(`benchmarks/planner_published.py`, docs/planner-accuracy.md).
+
+Left out are runs that recompute or offload in ways we cannot map, and sequences beyond 8,192, where old attention
+kernels decide.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from deskside.budget.speed import Rates, tokens_per_second
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
+from deskside.facts.gpus import Gpu
+from deskside.facts.measurements import Measurement, published
+
+ANCHOR = "Hopper"  # where deskside itself was measured
+LONGEST = 8192
+STEP_TOKENS = 2**19  # where a row does not say how many tokens an optimiser step had
+ROUNDS = 20
+GEFORCE = ("Ampere", "Ada", "Blackwell GeForce")
+PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")
+# Measured large BF16 products as a share of the data sheet, for cards that lack one: medians of facts/gpus.csv.
+SHEET_SHARE = {"GeForce": 1.03, "other": 0.80}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """exp of the parts: how many times the model's speed a trainer and an architecture reach; rows: how many took part.
+
+    spread: the share within which nine in ten of the rows that took part lie."""
+
+    trainers: Mapping[str, float]
+    architectures: Mapping[str, float]
+    rows: Mapping[str, int]
+    spread: float
+
+
+def matmul_rate(gpu: Gpu) -> float:
+    """FLOP/s of a large BF16 product: measured and published, else the data sheet's times what its class reaches."""
+    if gpu.measured_bf16_flops is not None:
+        return gpu.measured_bf16_flops
+    return gpu.bf16_flops * SHEET_SHARE["GeForce" if gpu.geforce else "other"]
+
+
+def sheet_rates(gpu: Gpu) -> Rates:
+    """Rates of a card by what is published about it, with deskside's efficiencies from Hopper."""
+    rate = matmul_rate(gpu)
+    low = None if gpu.fp8_flops is None else gpu.fp8_flops * rate / gpu.bf16_flops
+    link = 350e9 if "SXM" in gpu.name or gpu.name.startswith("B200") else 22e9
+    return Rates(rate, gpu.bandwidth, low_precision_flops=low, link_bandwidth=link, source="published")
+
+
+def usable(row: Measurement) -> bool:
+    """Whether a published run can be put beside the model."""
+    saving = row.saving
+    chunked = all(word.startswith(("--lmhead-chunks", "--attn-bwd-chunks")) for word in saving.split())
+    plain = saving in PLAIN_SAVINGS or chunked
+    return (
+        row.complete_for_speed
+        and bool(row.card)
+        and plain
+        and row.precision in ("bf16", "fp8")
+        and (row.sequence_length or 0) <= LONGEST
+    )
+
+
+def modelled(row: Measurement) -> float:
+    """Tokens per second of a published run by the operator model, the architecture's part left out."""
+    gpu = row.data_sheet()
+    assert gpu is not None
+    shape, work = shape_of(row), work_of(row)
+    return tokens_per_second(shape, work, sheet_rates(gpu))
+
+
+def shape_of(row: Measurement) -> ModelConfig:
+    """The model of a published run. Activations are of the same kind everywhere: gated SiLU, or ReLU squared."""
+    assert row.hidden and row.heads and row.kv_heads and row.layers and row.vocab and row.ffn
+    gated = row.mlp_matrices == 3
+    return ModelConfig(
+        vocab_size=row.vocab,
+        hidden_size=row.hidden,
+        num_hidden_layers=row.layers,
+        num_attention_heads=row.heads,
+        num_key_value_heads=row.kv_heads,
+        head_dim=row.hidden // row.heads,
+        intermediate_size=row.ffn,
+        gated_mlp=gated,
+        hidden_act="silu" if gated else "relu2",
+        max_position_embeddings=max(2048, row.sequence_length or 0),
+    )
+
+
+def work_of(row: Measurement) -> Work:
+    """The optimiser step of a published run, of about half a million tokens."""
+    assert row.sequence_length and row.rows
+    micro = row.rows * row.sequence_length
+    passes = max(1, round(STEP_TOKENS / (micro * row.gpus)))
+    return Work(
+        sequence_length=row.sequence_length,
+        tokens=micro * row.gpus * passes,
+        micro_tokens=micro,
+        gpus=row.gpus,
+        sharded=row.gpus > 1 and "SHARD" in row.saving,
+        optimizer="muon" if "muon" in row.optimizer.lower() else "adamw",
+        precision="fp8" if row.precision == "fp8" else "bf16",
+    )
+
+
+def split() -> tuple[list[Measurement], list[Measurement]]:
+    """(rows that calibrate, rows that are kept out): in the table's order, every second row of each architecture and
+    precision is kept out."""
+    seen: dict[tuple[str, str], int] = {}
+    parts: tuple[list[Measurement], list[Measurement]] = ([], [])
+    for row in published():
+        if usable(row):
+            gpu = row.data_sheet()
+            assert gpu is not None
+            place = seen.get((gpu.architecture, row.precision), 0)
+            seen[gpu.architecture, row.precision] = place + 1
+            parts[place % 2].append(row)
+    return parts
+
+
+@cache
+def fitted() -> Fitted:
+    """The parts of trainers and architectures, from the BF16 rows that calibrate."""
+    return fit(row for row in split()[0] if row.precision == "bf16")
+
+
+def fit(rows: Iterable[Measurement]) -> Fitted:
+    """Median polish of log(measured / modelled), with the architecture `ANCHOR` held at zero."""
+    table = []
+    for row in rows:
+        gpu = row.data_sheet()
+        assert gpu is not None
+        assert row.tokens_per_second is not None
+        table.append((row.framework, gpu.architecture, math.log(row.tokens_per_second / modelled(row))))
+    trainers = dict.fromkeys({trainer for trainer, _, _ in table}, 0.0)
+    architectures = dict.fromkeys({architecture for _, architecture, _ in table}, 0.0)
+    for _ in range(ROUNDS):
+        for trainer in trainers:
+            trainers[trainer] = statistics.median(v - architectures[a] for t, a, v in table if t == trainer)
+        for architecture in architectures:
+            if architecture != ANCHOR:
+                architectures[architecture] = statistics.median(
+                    v - trainers[t] for t, a, v in table if a == architecture
+                )
+    left = sorted(abs(math.expm1(v - trainers[t] - architectures[a])) for t, a, v in table)
+    return Fitted(
+        trainers={t: math.exp(v) for t, v in trainers.items()},
+        architectures={a: math.exp(v) for a, v in architectures.items()},
+        rows={a: sum(1 for _, other, _ in table if other == a) for a in architectures},
+        spread=left[int(0.9 * (len(left) - 1))] if left else 0.0,
+    )
+
+
+def architecture_factor(gpu: Gpu) -> tuple[float, str]:
+    """(how many times the model's speed this architecture reaches, from what)."""
+    found = fitted()
+    if gpu.architecture == ANCHOR:
+        return 1.0, "the architecture that the model's efficiencies come from"
+    if gpu.architecture in found.architectures:
+        count = found.rows[gpu.architecture]
+        return found.architectures[gpu.architecture], f"{count} published runs on {gpu.architecture}"
+    if gpu.geforce:
+        known = [found.architectures[a] for a in GEFORCE if a in found.architectures]
+        return statistics.median(known), "published runs on other GeForce architectures"
+    return 1.0, "no published runs on this architecture"
