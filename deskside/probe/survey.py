@@ -6,7 +6,7 @@ when it does; that says nothing about the point, so nothing is stored of it.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -101,14 +101,14 @@ class Surveyor:
                 pending.append(point)
         try:
             done.card = self._card(stored.get(hash_of(make_key(self.machine, {}))))
-            pending = self._without_too_large(pending, done, done.rows())
+            pending = self._without_too_large(pending, done, done.rows(), stored)
             while (chosen := self._next(pending, done)) is not None:
                 pending.remove(chosen)
                 finding = self._measure(chosen, done)
                 done.findings.append(finding)
                 self.watcher.end(finding)
                 if finding.row is not None:
-                    pending = self._without_too_large(pending, done, [(chosen, finding.row)])
+                    pending = self._without_too_large(pending, done, [(chosen, finding.row)], stored)
         except KeyboardInterrupt:
             done.interrupted = True
         known = {id(finding.point) for finding in done.findings}
@@ -140,7 +140,11 @@ class Surveyor:
         return next((point for point in pending if self._expected(point, done) <= left), None)
 
     def _without_too_large(
-        self, pending: list[Point], done: Survey, rows: Sequence[tuple[Point, Row]]
+        self,
+        pending: list[Point],
+        done: Survey,
+        rows: Sequence[tuple[Point, Row]],
+        stored: Mapping[str, Row],
     ) -> list[Point]:
         """The points left to be tried: one that needs more memory than one that had too little is not."""
         left: list[Point] = []
@@ -152,7 +156,9 @@ class Surveyor:
                 continue
             reason = f"needs more memory than {smaller.title()}, which was out of memory"
             row = make_row("point", self._key(point), "skipped", None, reason)
-            self.store.add(row)
+            known = stored.get(row["hash"])
+            if known is None or (known["status"], known["error"]) != ("skipped", reason):
+                self.store.add(row)
             done.findings.append(Finding(point, row, "concluded"))
             self.watcher.end(done.findings[-1])
         return left
