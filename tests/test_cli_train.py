@@ -63,6 +63,9 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
             ["124m", "--hours", "2", "--schedule.steps", "3"],
             "schedule.steps and schedule.hours: the run can have one",
         ),
+        (["124m", "--hours", "2", "--data.path", ""], "data.path: string should have at least 1 character"),
+        (["124m", "--hours", "2", "--runs", ""], "--runs '': is empty; give a value, or leave it out"),
+        (["--resume", ""], "--resume '': is empty"),
         (["124m", "--hours", "two"], "schedule.length: 'twoh' is not a duration"),
         (["124m", "--hours", "0"], "schedule.length: a duration must be above zero"),
         (["demo", "--model.num_key_value_heads", "3"], "model.num_key_value_heads: 4 heads cannot be shared"),
@@ -89,7 +92,8 @@ def test_a_name_that_is_no_folder(
     name: str, made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["demo", "--data.path", made.config.data.path or "", f"--name={name}"]
-    assert refused(argv, capsys).startswith(f"--name {name!r}: must be a plain folder name")
+    what = "must be a plain folder name" if name else "is empty; give a value, or leave it out"
+    assert refused(argv, capsys).startswith(f"--name {name!r}: {what}")
     assert list(here.iterdir()) == []
 
 

@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from deskside.errors import UsageError
 
 Options = TypeVar("Options")
 _WORDS = tuple[str, ...]
+_FINITE = ConfigDict(allow_inf_nan=False)
+MAY_BE_EMPTY = "may be empty"  # marks text that means something when it is empty, as a path does not
 
 
 def parse(kind: type[Options], argv: Sequence[str], prog: str) -> Options:
@@ -124,11 +126,16 @@ def values(kind: type[Options], parsed: Any, prog: str) -> Options:
             if field.default is dataclasses.MISSING:
                 raise UsageError(f"{_label(field.name, hints[field.name])} is missing; see {prog} --help")
             continue
+        label = _label(field.name, hints[field.name])
+        if (value == "" or (isinstance(value, tuple) and "" in value)) and not _may_be_empty(
+            hints[field.name]
+        ):
+            raise UsageError(f"{label} '': is empty; give a value, or leave it out")
         try:
-            given[field.name] = TypeAdapter(hints[field.name]).validate_python(value)
+            given[field.name] = TypeAdapter(hints[field.name], config=_FINITE).validate_python(value)
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
-            raise UsageError(f"--{field.name}: {message[0].lower()}{message[1:]}, not {value!r}") from None
+            raise UsageError(f"{label}: {message[0].lower()}{message[1:]}, not {value!r}") from None
     return kind(**given)
 
 
@@ -162,6 +169,10 @@ def metavar(annotation: Any) -> str:
 def _filled(text: str) -> str:
     """Lines folded at 80 columns. What is folded hangs, since tyro joins lines that begin with a letter."""
     return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in text.splitlines())
+
+
+def _may_be_empty(annotation: Any) -> bool:
+    return get_origin(annotation) is Annotated and MAY_BE_EMPTY in annotation.__metadata__
 
 
 def _is_positional(annotation: Any) -> bool:

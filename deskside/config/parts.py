@@ -24,8 +24,8 @@ Every = Annotated[Duration, AfterValidator(_interval)]
 class DataConfig(Part):
     """Where the tokens come from. `path` is a directory made by `deskside data prepare`."""
 
-    path: str | None = Field(None, description="prepared dataset directory")
-    sources: tuple[str, ...] = Field(
+    path: str | None = Field(None, min_length=1, description="prepared dataset directory")
+    sources: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="prepared into `path` first when that does not exist yet"
     )
     val_fraction: float = Field(0.005, gt=0, lt=0.5, description="held out when `sources` are prepared")

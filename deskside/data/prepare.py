@@ -122,8 +122,7 @@ def prepare(
     }
     if tokenizer is None:
         arguments |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes}
-        if vocab_size < bpe.MIN_VOCAB:
-            raise UsageError(f"--vocab-size {vocab_size}: at least {bpe.MIN_VOCAB}.")
+        bpe.check_size(vocab_size)
     else:
         given = bpe.load(tokenizer)
         arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))

@@ -20,7 +20,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -38,7 +38,7 @@ BAD_JSON = "JSON that does not parse"
 NO_FIELD = "JSON without the field"
 NOT_TEXT = "the field is not text"
 NO_COLUMN = "parquet without the column"
-MISSING = "missing or unreadable file"
+MISSING = "missing or unreadable file or folder"
 
 _KINDS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _CHUNK = 1 << 20
@@ -64,13 +64,14 @@ class BadInputLog:
     """
 
     on_bad: OnBad = "skip"
+    remedy: str = "Mend it, or skip and count such input with --on-bad skip."
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, reason: str, origin: str, detail: str = "") -> None:
         where = f"{origin} ({detail})" if detail else origin
         if self.on_bad == "refuse":
-            raise UsageError(f"{where}: {reason}. Mend it, or skip and count such input with --on-bad skip.")
+            raise UsageError(f"{where}: {reason}. {self.remedy}")
         self.counts[reason] = self.counts.get(reason, 0) + 1
         places = self.examples.setdefault(reason, [])
         if len(places) < _EXAMPLES:
@@ -85,14 +86,6 @@ class BadInputLog:
             reason: {"count": n, "first": self.examples[reason]} for reason, n in sorted(self.counts.items())
         }
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], on_bad: OnBad = "skip") -> BadInputLog:
-        return cls(
-            on_bad,
-            {reason: entry["count"] for reason, entry in data.items()},
-            {reason: list(entry["first"]) for reason, entry in data.items()},
-        )
-
 
 @dataclass(frozen=True)
 class Source:
@@ -106,6 +99,7 @@ class Source:
     paths: tuple[Path, ...] = ()
     hub: tuple[str, str | None, str] | None = None  # name, config, split
     ignored: tuple[str, ...] = ()  # files of other kinds in a directory or glob
+    unreadable: tuple[tuple[str, str], ...] = ()  # directories inside that cannot be listed, and why
 
     def identity(self) -> list[Any]:
         """What decides the text: names and sizes of the files, wherever they lie. Tells whether inputs changed."""
@@ -120,14 +114,16 @@ class Source:
         Raises:
             UsageError: the spec cannot name a source (unknown kind of file, nothing matches, unknown bundled name).
         """
+        if not spec:
+            raise UsageError("'': an empty text names no source.")
         if spec.startswith("hf:"):
             return _parse_hub(spec)
         if spec.startswith("bundled:"):
             return _parse_bundled(spec)
         path = Path(spec).expanduser()
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file())
-            return _of_files(spec, path.resolve().name, found, f"in directory {spec}")
+            found, unreadable = _walk(path)
+            return _of_files(spec, path.resolve().name, found, f"in directory {spec}", unreadable)
         if not path.exists() and any(c in spec for c in "*?["):
             found = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p))
             return _of_files(spec, path.parent.resolve().name, found, f"match {spec}")
@@ -150,11 +146,26 @@ def _stem(path: Path) -> str:
     return path.name[: len(path.name) - len(kind)] or path.name
 
 
-def _of_files(spec: str, tag: str, found: list[Path], where: str) -> Source:
+def _walk(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Every file below `folder`, sorted, and every directory that cannot be listed."""
+    unreadable: list[tuple[str, str]] = []
+
+    def note(error: OSError) -> None:
+        unreadable.append((str(error.filename), error.strerror or ""))
+
+    found = [Path(place, name) for place, _, names in os.walk(folder, onerror=note) for name in names]
+    return sorted(p for p in found if p.is_file()), sorted(unreadable)
+
+
+def _of_files(
+    spec: str, tag: str, found: list[Path], where: str, unreadable: Sequence[tuple[str, str]] = ()
+) -> Source:
     known = tuple(p for p in found if _kind(p))
     if not known:
-        raise UsageError(f"no files {where}. Known kinds: {', '.join(_KINDS)}.")
-    return Source(spec, tag, known, ignored=tuple(str(p) for p in found if not _kind(p)))
+        also = "".join(f" {place} cannot be read ({reason})." for place, reason in unreadable[:1])
+        raise UsageError(f"no files {where}. Known kinds: {', '.join(_KINDS)}.{also}")
+    ignored = tuple(str(p) for p in found if not _kind(p))
+    return Source(spec, tag, known, ignored=ignored, unreadable=tuple(unreadable))
 
 
 def _parse_hub(spec: str) -> Source:
@@ -184,6 +195,8 @@ def iter_documents(source: Source, bad: BadInputLog, *, text_field: str = "text"
     if source.hub is not None:
         yield from _iter_hub(source, bad, text_field)
         return
+    for place, reason in source.unreadable:
+        bad.add(MISSING, place, reason)
     for path in source.paths:
         kind = _kind(path)
         try:

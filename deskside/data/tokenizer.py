@@ -36,6 +36,7 @@ SPLIT_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
+MAX_VOCAB = 1 << 20  # four times the largest that is published
 
 # The token between documents, by the names that published tokenizers give it, most specific first.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -49,10 +50,7 @@ def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> T
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < MIN_VOCAB:
-        raise UsageError(
-            f"--vocab-size {vocab_size}: at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)."
-        )
+    check_size(vocab_size)
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -70,6 +68,15 @@ def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> T
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def check_size(vocab_size: int) -> None:
+    """Raises UsageError for a size that cannot be trained. Far above the bound `tokenizers` would abort the process."""
+    if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
+        raise UsageError(
+            f"--vocab-size {vocab_size}: at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special tokens) "
+            f"and at most {MAX_VOCAB}."
+        )
 
 
 def load(path: str | Path) -> Tokenizer:
@@ -103,12 +110,18 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
     """The token that stands between documents, and its id. `directory` may hold a tokenizer_config.json that names it.
 
     Raises:
-        UsageError: none of the known names is in the vocabulary.
+        UsageError: none of the known names is in the vocabulary, or tokenizer_config.json is damaged.
     """
     names = list(_END_NAMES)
     config = Path(directory) / "tokenizer_config.json" if directory is not None else None
     if config is not None and config.is_file():
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        try:
+            settings = json.loads(config.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{config}: cannot be read as JSON ({error}).") from None
+        if not isinstance(settings, dict):
+            raise UsageError(f"{config}: does not hold a JSON object.")
+        named = settings.get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str):
             names.append(named)

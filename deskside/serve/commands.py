@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from deskside import __version__
 from deskside.config import strict_json
-from deskside.config.commandline import parse
+from deskside.config.commandline import MAY_BE_EMPTY, parse
 from deskside.config.run import RunConfig
 from deskside.data.progress import Progress
 from deskside.data.rows import PackedDataset
@@ -79,9 +79,9 @@ class Chat:
         tyro.conf.Positional[str],
         tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
     ]
-    prompt: str | None = None
+    prompt: Annotated[str | None, MAY_BE_EMPTY] = None
     """Answer this one text, then leave."""
-    system: str | None = None
+    system: Annotated[str | None, MAY_BE_EMPTY] = None
     """System message of a chat model."""
     temperature: float = 0.8
     """0 always takes the most probable token."""
@@ -132,11 +132,10 @@ def run_eval(argv: Sequence[str]) -> int:
     device = _device(options.device)
     loaded = load_model(options.model, device, _dtype(device), _say)
     config = _run_config(loaded)
-    length = options.sequence_length or (
-        config.batch.sequence_length
-        if config
-        else min(loaded.config.max_position_embeddings, HF_SEQUENCE_LENGTH)
-    )
+    length = options.sequence_length
+    if length is None:
+        longest = min(loaded.config.max_position_embeddings, HF_SEQUENCE_LENGTH)
+        length = config.batch.sequence_length if config else longest
     if not 2 <= length <= loaded.config.max_position_embeddings:
         raise UsageError(
             f"--sequence-length {length}: this model takes 2 to {loaded.config.max_position_embeddings} tokens"
@@ -297,7 +296,9 @@ def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length
 
 
 def _texts(spec: str) -> Iterator[str]:
-    for document in iter_documents(Source.parse(spec), BadInputLog("refuse")):
+    for document in iter_documents(
+        Source.parse(spec), BadInputLog("refuse", remedy="Mend it, or leave it out.")
+    ):
         yield document.text
 
 

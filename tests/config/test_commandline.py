@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 
-from deskside.config.commandline import choose, parse
+from deskside.config.commandline import MAY_BE_EMPTY, choose, parse
 from deskside.errors import UsageError
 
 
@@ -29,6 +29,7 @@ class Options:
     keep: bool = True
     """Forget everything."""
     json: bool = False
+    words: Annotated[str | None, MAY_BE_EMPTY] = None
 
 
 def test_values_and_defaults() -> None:
@@ -40,6 +41,7 @@ def test_values_and_defaults() -> None:
     assert parse(Options, ["a", "--out=x", "--no-keep", "--kind", "fast"], "t") == Options(
         ("a",), "x", "fast", keep=False
     )
+    assert parse(Options, ["a", "--out=x", "--words", ""], "t").words == ""
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,10 @@ def test_values_and_defaults() -> None:
          "--share: input should be a valid number, unable to parse string as a number, not 'half'"),
         (["a", "--out", "x", "--count", "1.5"],
          "--count: input should be a valid integer, unable to parse string as an integer, not '1.5'"),
+        (["a", "--out", "x", "--share", "nan"], "--share: input should be a finite number, not 'nan'"),
+        (["a", "--out", ""], "--out '': is empty; give a value, or leave it out"),
+        (["a", "", "--out", "x"], "THING... '': is empty; give a value, or leave it out"),
+        (["a", "--out", "x", "--extra", "b", ""], "--extra '': is empty; give a value, or leave it out"),
         (["a", "--out", "x", "--cuont", "1"], "--cuont: there is no such option; did you mean --count?"),
         (["a", "--out", "x", "--things", "1"], "--things: there is no such option; see deskside thing --help"),
     ],

@@ -434,6 +434,8 @@ def test_existing_tokenizer(corpus: Path, prepared: Path, tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         ({"vocab_size": 258}, "at least 259"),
+        ({"vocab_size": 99999999999}, "at most 1048576"),
+        ({"vocab_size": 2**70}, "at most 1048576"),
         ({"val_fraction": 1.0}, "val-fraction"),
         ({"workers": 0}, "workers"),
         ({"tokenizer": "nowhere"}, "no such tokenizer"),
@@ -444,6 +446,8 @@ def test_wrong_arguments(corpus: Path, tmp_path: Path, arguments: dict[str, Any]
         prepare([str(corpus)], tmp_path / "out", **{**SMALL, **arguments})
     with pytest.raises(UsageError, match="no source"):
         prepare([], tmp_path / "out")
+    with pytest.raises(UsageError, match="an empty text names no source"):
+        prepare([""], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

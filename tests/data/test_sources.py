@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -192,3 +194,27 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UsageError, match=r"hf:owner/name: .*Couldn't reach.*give their paths"):
         read("hf:owner/name")
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed" / "inner").mkdir(parents=True)
+    (tmp_path / "open").mkdir()
+    for folder in (tmp_path / "closed", tmp_path / "open"):
+        (folder / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:  # the superuser, whom tests may run as, is refused nothing
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    found, log = read(tmp_path)
+    assert [d.origin for d in found] == [str(tmp_path / "open" / "a.txt")]
+    assert log.examples == {sources.MISSING: [f"{tmp_path / 'closed'} (Permission denied)"]}
+    with pytest.raises(UsageError, match=r"closed \(Permission denied\): missing or unreadable"):
+        list(iter_documents(Source.parse(str(tmp_path)), BadInputLog("refuse")))
+    with pytest.raises(
+        UsageError, match=r"no files in directory .*closed cannot be read \(Permission denied\)"
+    ):
+        Source.parse(str(tmp_path / "closed"))

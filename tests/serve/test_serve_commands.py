@@ -93,6 +93,9 @@ def test_export_replaces_only_what_it_made(made: MadeRun, tmp_path: Path) -> Non
         (["--tasks", "core"], "--tasks"),
         (["--text", "a.txt", "--data", "b"], "give one of them"),
         (["--sequence-length", "9999"], "takes 2 to 4096 tokens"),
+        (["--sequence-length", "0"], "--sequence-length 0: this model takes 2 to"),
+        (["--text", ""], "--text '': is empty"),
+        (["--data", ""], "--data '': is empty"),
         (["--batch-tokens", "0"], "at least 1"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--data", "nowhere"], "nowhere"),
@@ -101,6 +104,14 @@ def test_export_replaces_only_what_it_made(made: MadeRun, tmp_path: Path) -> Non
 def test_eval_refuses(made: MadeRun, arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run_eval([str(made.path), *arguments])
+
+
+def test_eval_says_nothing_of_options_that_it_lacks(made: MadeRun, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": 1}\n')
+    with pytest.raises(
+        UsageError, match=r"a\.jsonl:1 .*: JSON without the field\. Mend it, or leave it out\.$"
+    ):
+        run_eval([str(made.path), "--text", str(tmp_path / "a.jsonl")])
 
 
 def test_data_of_another_tokenizer_is_refused(made: MadeRun, tmp_path: Path) -> None:
