@@ -9,6 +9,12 @@ from deskside.report.document import Block, Details, Paragraph, Table
 from deskside.report.rundir import RunRecord, mapping, number, objects, text
 
 SHOWN_ELSEWHERE = {"length", "clock", "initial", "revisions", "fit", "attention", "precision", "compile"}
+PREDICTED = (
+    ("tokens_per_second", "speed", ",.0f", "tokens/s"),
+    ("memory_gib", "peak memory", ".2f", "GiB"),
+    ("bpb", "validation loss", ".3f", "bits per byte"),
+    ("tokens", "tokens", ",.0f", "in all"),
+)
 SHOWN_IN_TABLE = {
     "step",
     "steps",
@@ -26,7 +32,7 @@ def plan_blocks(record: RunRecord) -> tuple[Block, ...]:
     plan = record.plan
     if not plan:
         return (Paragraph("There is no plan to compare with."),)
-    blocks: list[Block] = []
+    blocks: list[Block] = _predicted(record)
     length, clock = text(plan.get("length")), plan.get("clock")
     if length:
         told = f"; the clock: {words.plain(clock)}" if clock else ""
@@ -40,6 +46,47 @@ def plan_blocks(record: RunRecord) -> tuple[Block, ...]:
         blocks += _fit(fit, f" of stage {number_}" if len(stages) > 1 else "")
     blocks += _settled(plan)
     return tuple(blocks)
+
+
+def _predicted(record: RunRecord) -> list[Block]:
+    """What the planner and the pilot of `deskside go` had said, against what came; nothing for other runs."""
+    predicted = mapping(record.summary.get("predicted"))
+    if not predicted:
+        return []
+    rows = []
+    for key, name, form, unit in PREDICTED:
+        found = mapping(predicted.get(key))
+        measured = number(found.get("measured"))
+        low, expected, high = _range(found.get("plan"))
+        off = "" if expected is None or measured is None else f"{measured / expected - 1:+.1%}"
+        pilot = found.get("pilot")
+        leads = mapping(pilot) or {"expected": pilot}
+        low_, expected_, high_ = (number(leads.get(end)) for end in ("low", "expected", "high"))
+        shown = _ranged(low_, expected_, high_, form)
+        told = "not known" if measured is None else f"{measured:{form}}"
+        rows.append((f"{name}, {unit}", _ranged(low, expected, high, form), shown, told, off))
+    source = text(record.summary.get("plan_source"))
+    hours = number(record.summary.get("budget_hours"))
+    words_ = [f"Budget: {hours:g} hours, everything included." if hours is not None else ""]
+    words_.append(f"The plan was {source}." if source else "No plan was made before training.")
+    sft = text(record.summary.get("sft"))
+    words_.append(f"SFT: {sft}." if sft else "")
+    head = ("", "plan (modelled)", "pilot (loss and tokens modelled)", "happened (measured)", "off the plan")
+    return [Paragraph(" ".join(word for word in words_ if word)), Table(head, tuple(rows))]
+
+
+def _range(value: object) -> tuple[float | None, float | None, float | None]:
+    """Low, expected, high; all unknown where one of them is no number above zero."""
+    found = [number(v) for v in value] if isinstance(value, list) else []
+    if len(found) != 3 or any(v is None or v <= 0 for v in found):
+        return None, None, None
+    return found[0], found[1], found[2]
+
+
+def _ranged(low: float | None, expected: float | None, high: float | None, form: str) -> str:
+    if expected is None:
+        return ""
+    return f"{expected:{form}}" + ("" if low is None or high is None else f" ({low:{form}} to {high:{form}})")
 
 
 def _settled(plan: dict[str, Any]) -> list[Block]:

@@ -181,6 +181,42 @@ def test_whole_run(tmp_path: Path) -> None:
     assert "| seed | 7 | 1 |" in markdown
 
 
+def test_predicted_against_measured(tmp_path: Path) -> None:
+    """What `deskside go` leaves in the summary: plan, pilot and what came, side by side; a hole is no error."""
+    folder = make_run(tmp_path)
+    file = folder / "summary.json"
+    summary = json.loads(file.read_text("utf-8"))
+    predicted = {
+        "tokens_per_second": {
+            "plan": [400000.0, 500000.0, 600000.0],
+            "pilot": 480000.0,
+            "measured": 550000.0,
+        },
+        "memory_gib": {"plan": None, "pilot": 20.5, "measured": 21.15},
+        "bpb": {
+            "plan": [1.0, 1.1, 1.2],
+            "pilot": {"low": 1.05, "expected": 1.12, "high": 1.2},
+            "measured": 1.1344,
+        },
+        "tokens": {"plan": [1.0, "x", 2.0], "pilot": None, "measured": None},
+    }
+    told = {"plan_source": "modelled from it", "budget_hours": 0.12, "sft": "skipped: no"}
+    file.write_text(json.dumps({**summary, "predicted": predicted, **told}), "utf-8")
+    page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", write_report(folder).read_text("utf-8")))
+    assert "speed, tokens/s 500,000 (400,000 to 600,000) 480,000 550,000 +10.0%" in page
+    assert "validation loss, bits per byte 1.100 (1.000 to 1.200) 1.120 (1.050 to 1.200) 1.134 +3.1%" in page
+    assert "peak memory, GiB 20.50 21.15" in page and "tokens, in all not known" in page
+    assert (
+        "Budget: 0.12 hours" in page
+        and "The plan was modelled from it." in page
+        and "SFT: skipped: no." in page
+    )
+    damages: list[Any] = [{"bpb": 3}, [], "x", {"bpb": {"plan": [1, 2, 3], "measured": "y", "pilot": [1]}}]
+    for damaged in damages:
+        file.write_text(json.dumps({**summary, "predicted": damaged}), "utf-8")
+        write_report(folder)
+
+
 def test_html_is_one_file_without_scripts_or_links(tmp_path: Path) -> None:
     page, _ = report(make_run(tmp_path / "demo"))
     assert not {tag for tag, _ in page.tags} & {"script", "link", "a", "iframe", "b"}
