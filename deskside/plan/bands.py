@@ -1,0 +1,144 @@
+"""Three bands out of the candidates: safe, target, stretch, and which one is recommended.
+
+- target: the lowest expected loss at the expected speed, among what fits even at the high end of its memory.
+- safe: a smaller model, the best one if the speed turns out at the low end. It learns more per hour at first, leaves
+  memory free, and is cheaper to use afterwards.
+- stretch: a larger model, the best one if the speed turns out at the high end. Its memory need only fit as expected.
+
+With a number of tokens instead of a time there is always a larger model that would learn more from them, so the target
+is the largest one for which that many tokens are still compute-optimal. With a loss to reach, the target is what gets
+there first; safe gets there even at the high end of the expected loss, stretch only at the low end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from deskside.plan.candidates import AT_MOST, Candidate, bpb, optimal_tokens, search
+from deskside.plan.request import Request
+from deskside.plan.words import count, duration
+
+Name = Literal["safe", "target", "stretch"]
+SMALLER, LARGER = 0.8, 1.2  # parameters of safe and stretch against the target's, at most and at least
+
+LOSS_BANDS: tuple[tuple[Name, int, str], ...] = (
+    ("safe", 2, "the fastest way to reach the loss even at the high end of its range"),
+    ("target", 1, "the fastest way to reach the loss as expected"),
+    ("stretch", 0, "the fastest way if the loss turns out at the low end of its range"),
+)
+
+
+@dataclass(frozen=True)
+class Band:
+    """A candidate with its place."""
+
+    name: Name
+    candidate: Candidate
+    why: str
+
+
+def choose(request: Request) -> list[Band]:
+    """The bands of the open search, safe first; a band that nothing fills is left out. Empty: nothing fits in time."""
+    if request.budget is not None and request.budget.kind == "loss":
+        return _to_loss(request)
+    found = search(request)
+    sure = [c for c in found if c.estimate.fits == "fits"] or found
+    if not sure:
+        return []
+    target = _target(request, sure)
+    bands = [Band("target", target, _why_target(request, target))]
+    smaller = [c for c in sure if c.weights <= SMALLER * target.weights]
+    larger = [c for c in found if LARGER * target.weights <= c.weights <= AT_MOST * target.weights]
+    if smaller:
+        safe = min(smaller, key=lambda c: (_loss_at(request, c, 0), -c.weights))
+        bands.insert(0, Band("safe", safe, _why_safe(safe, target)))
+    if larger:
+        if request.budget is not None and request.budget.kind == "tokens":
+            stretch = larger[0]
+        else:
+            stretch = min(larger, key=lambda c: (_loss_at(request, c, 2), c.weights))
+        bands.append(Band("stretch", stretch, _why_stretch(stretch, target)))
+    return bands
+
+
+def recommended(bands: Sequence[Band]) -> Band | None:
+    """The target, unless only a smaller one surely fits."""
+    by_name = {band.name: band for band in bands}
+    target, safe = by_name.get("target"), by_name.get("safe")
+    if target is not None and safe is not None and target.candidate.estimate.fits != "fits":
+        return safe if safe.candidate.estimate.fits == "fits" else target
+    return target or safe or by_name.get("stretch")
+
+
+def reason(request: Request, bands: Sequence[Band], chosen: Band) -> str:
+    """Why the recommended band is the one."""
+    by_name = {band.name: band for band in bands}
+    best, kind = chosen.candidate, None if request.budget is None else request.budget.kind
+    if kind == "loss":
+        text = f"{chosen.name} is recommended: {best.shape.preset} gets there in {duration(best.seconds[1])}"
+        if chosen.name == "target" and "safe" in by_name:
+            text += f"; to be sure of it takes {duration(by_name['safe'].candidate.seconds[1])} (safe)"
+        return text
+    if chosen.name != "target":
+        return f"{chosen.name} is recommended: the target's memory fits only if it turns out as expected"
+    if kind == "tokens":
+        return f"target is recommended: {best.shape.preset} is {chosen.why}"
+    text = f"target is recommended: {best.loss[1]:.3f} bits per byte is the lowest that is expected in this budget"
+    if "stretch" in by_name:
+        other = by_name["stretch"].candidate
+        text += (
+            f"; stretch ({count(other.params)}) is expected at {other.loss[1]:.3f}, "
+            f"with {other.tokens[1] / other.weights:.1f} tokens per parameter"
+        )
+    if "safe" in by_name:
+        text += f"; safe costs {by_name['safe'].candidate.loss[1] - best.loss[1]:+.3f}"
+    return text
+
+
+def _target(request: Request, sure: list[Candidate]) -> Candidate:
+    if request.budget is not None and request.budget.kind == "tokens":
+        tokens = request.budget.value
+        not_too_large = [c for c in sure if optimal_tokens(request.law, c.weights) <= tokens]
+        return min(not_too_large or sure[:1], key=lambda c: (c.loss[1], c.weights))
+    return min(sure, key=lambda c: (c.loss[1], c.weights))
+
+
+def _loss_at(request: Request, found: Candidate, end: int) -> float:
+    """Expected loss if the speed turns out at one end of its range."""
+    return bpb(request, found.setting, found.tokens[end])[1]
+
+
+def _to_loss(request: Request) -> list[Band]:
+    """The fastest way to a loss: surely (high end at the loss), as expected, or only if all goes well (low end)."""
+    bands = []
+    for name, end, words in LOSS_BANDS:
+        found = search(request, end)
+        sure = [c for c in found if c.estimate.fits == "fits"] or found
+        if sure:
+            best = min(sure, key=lambda c: (c.seconds[1], c.weights))
+            bands.append(Band(name, best, words))
+    return bands
+
+
+def _why_target(request: Request, target: Candidate) -> str:
+    if request.budget is not None and request.budget.kind == "tokens":
+        return (
+            "the largest model for which this many tokens are still compute-optimal, or the largest that fits"
+        )
+    return "the lowest expected loss in this budget, at the expected speed"
+
+
+def _why_safe(safe: Candidate, target: Candidate) -> str:
+    faster = safe.estimate.tokens_per_second[1] / target.estimate.tokens_per_second[1]
+    return (
+        f"{safe.weights / target.weights:.0%} of the target's size and {faster:.1f} times its speed: the best smaller "
+        f"model if the speed turns out at the low end"
+    )
+
+
+def _why_stretch(stretch: Candidate, target: Candidate) -> str:
+    tight = "; its memory fits only as expected" if stretch.estimate.fits != "fits" else ""
+    return (
+        f"{stretch.weights / target.weights:.1f} times the target's size: the best larger model if the speed turns "
+        f"out at the high end{tight}"
+    )

@@ -1,0 +1,334 @@
+"""The search: which models could be trained in the budget, each in the fastest way that fits.
+
+A candidate is a shape (the depth dial, and the presets that are only a shape) with everything else decided: stages of
+sequence length, optimiser, activation checkpointing, size of the loss chunk, sharding, tokens per pass, tokens per
+step. What is decided for speed alone is decided by the modelled speed. Two choices change what a token teaches:
+
+- The optimiser. AdamW is credited with fewer tokens than Muon, because it needs more for the same loss: 1.4 times at
+  0.1 billion parameters, 1.1 times at 1.2 billion (Wen et al. 2025, arXiv 2509.02046), interpolated on a log scale.
+- Short rows first: stages of a quarter, a half and the whole of the sequence. They are always taken where they are
+  long enough, since attention over less costs less, and nothing was lost that we could measure: in 300 s on one H200
+  they ended at 1.136 bits per byte, against 1.151 without (docs/log.md). A token counts the same.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deskside.budget.loss import LossLaw, expected_bpb
+from deskside.budget.scaling import best_batch_tokens
+from deskside.budget.shape import matmul_params, num_params
+from deskside.budget.work import OptimizerName, Precision
+from deskside.config import merge, presets
+from deskside.config.model import ModelConfig
+from deskside.config.run import RunConfig
+from deskside.errors import UsageError
+from deskside.plan.estimate import (
+    Estimate,
+    Range,
+    Setting,
+    StageSetting,
+    estimate,
+    fitted,
+    of_config,
+    pass_sizes,
+)
+from deskside.plan.request import DEEPEST, Request, longer, trainable
+
+STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
+SHORTEST_STAGE = 256
+FEWEST_STEPS = 200  # a larger batch than leaves this many steps is not chosen
+LADDER = (("none", 8192), ("none", 2048), ("attention", 2048), ("mlp", 2048), ("block", 2048))
+ENOUGH_PASS_TOKENS = 16384  # with this many tokens per pass, recomputing to fit more makes nothing faster
+AT_MOST = 3.0  # times the target's size: no band is larger
+MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))
+# Compile, micro-batch fitting and the first checkpoint, when nothing was measured here: our runs of 124m on an H200
+# took 60 to 120 s, stages and cold caches included.
+SETUP_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model that could be trained. preset: what `deskside train` calls it; layers: its configuration."""
+
+    preset: str
+    layers: tuple[dict[str, Any], ...]
+    config: RunConfig
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A shape in the fastest way that fits, and how far it gets. tokens, seconds (of the pretraining run, set-up
+    included): at the low, expected and high end; loss: bits per byte after the expected tokens."""
+
+    shape: Shape
+    estimate: Estimate
+    tokens: Range
+    seconds: Range
+    loss: Range
+
+    @property
+    def setting(self) -> Setting:
+        return self.estimate.setting
+
+    @property
+    def params(self) -> int:
+        return num_params(self.setting.model)
+
+    @property
+    def weights(self) -> int:
+        """Weights that a token is multiplied with: the N of the loss law and of tokens per parameter."""
+        return matmul_params(self.setting.model)
+
+
+def shapes(request: Request) -> list[Shape]:
+    """Every shape of the open search, small to large. Raises UsageError when the options by hand leave none."""
+    named = [(f"d{number}", [presets.depth(number)]) for number in range(2, DEEPEST + 1, 2)]
+    for name in presets.names():
+        layers = presets.layers(name)
+        if all(set(layer) == {"model"} for layer in layers):
+            named.append((name, layers))
+    found, refused = [], None
+    own = frozenset(".".join(path) for path in merge.merge([request.overrides])[1])
+    for preset, layers in named:
+        if request.overrides:
+            layers = [*layers, dict(request.overrides)]
+        try:
+            layers = [*layers, longer(request.sequence, merge.build(layers), own)]
+            found.append(Shape(preset, tuple(layers), merge.build(layers)))
+        except UsageError as error:
+            refused = error
+    if refused is not None and not found:
+        raise refused
+    return sorted(found, key=lambda shape: matmul_params(shape.model))
+
+
+def search(request: Request, end: int = 1) -> list[Candidate]:
+    """Shapes in the way that gets each furthest, small to large, as far up as matters: models more than `AT_MOST`
+    times as large as the best one are not looked at, and larger depths than one that does not fit are not tried.
+
+    end: which end of the expected loss a budget of loss must reach.
+    """
+    found: list[Candidate] = []
+    best: Candidate | None = None
+    for shape in shapes(request):
+        if best is not None and matmul_params(shape.model) > 2 * AT_MOST * best.weights:
+            break
+        ways = [c for c in _ways(request, shape, end) if c is not None]
+        if ways:
+            found.append(min(ways, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1])))
+            if best is None or _merit(request, found[-1]) < _merit(request, best):
+                best = found[-1]
+        elif found and shape.preset.startswith("d"):
+            break
+    return found
+
+
+def _merit(request: Request, found: Candidate) -> float:
+    """What a budget asks to be low."""
+    kind = None if request.budget is None else request.budget.kind
+    if kind == "loss":
+        return found.seconds[1]
+    if kind == "tokens":  # a larger model learns more from them, until it is too large for so few
+        return abs(math.log(optimal_tokens(request.law, found.weights) / found.tokens[1]))
+    return found.loss[1]
+
+
+def precision(request: Request) -> Precision:
+    """What the bands train in: what was asked for if training can do it, else what a card of this kind uses."""
+    if request.precision is not None and trainable(request.precision):
+        return request.precision  # type: ignore[return-value]
+    return "fp32" if request.card.is_cpu else "bf16"
+
+
+def batch_tokens(total_tokens: float, sequence_length: int, gpus: int) -> int:
+    """Tokens per step for a run of `total_tokens`: the best batch, a power of two of rows on each GPU."""
+    row = sequence_length * gpus
+    best = min(best_batch_tokens(max(1, int(total_tokens))), total_tokens / FEWEST_STEPS)
+    return row * 2 ** max(0, round(math.log2(max(best, 1) / row)))
+
+
+def stages(sequence_length: int, tokens: int) -> tuple[StageSetting, ...]:
+    """A quarter, a half and the whole of the sequence length in turn; one stage where a quarter is too short."""
+    shortest = sequence_length // STAGES[0][1]
+    if shortest < SHORTEST_STAGE or sequence_length % STAGES[0][1]:
+        return (StageSetting(1.0, sequence_length, tokens),)
+    return tuple(StageSetting(share, sequence_length // by, tokens) for share, by in STAGES)
+
+
+def pretrain_seconds(request: Request) -> float | None:
+    """Wall-clock of the pretraining run, set-up included, under a budget of hours; else None."""
+    if request.pretrain_seconds is not None:
+        return request.pretrain_seconds
+    if request.budget is None or request.budget.kind != "hours":
+        return None
+    return request.budget.value * 3600 * request.split.pretraining
+
+
+def setup_seconds(request: Request) -> float:
+    """Before the first step: measured here, else as on our own machine."""
+    return SETUP_SECONDS if request.setup_seconds is None else request.setup_seconds
+
+
+def optimal_tokens(law: LossLaw, params: float) -> float:
+    """Tokens for which a model of this size is the best use of compute: where both terms of the law fall alike."""
+    return (law.beta * law.B * params**law.alpha / (law.alpha * law.A)) ** (1 / law.beta)
+
+
+def muon_advantage(params: float) -> float:
+    """How many times more tokens AdamW needs than Muon for the same loss."""
+    (small, at_small), (large, at_large) = MUON_ADVANTAGE
+    share = (math.log(params) - math.log(small)) / (math.log(large) - math.log(small))
+    return at_small + min(1.0, max(0.0, share)) * (at_large - at_small)
+
+
+def bpb(request: Request, setting: Setting, tokens: float) -> Range:
+    """Expected bits per byte after `tokens` tokens, with the range."""
+    weights = matmul_params(setting.model)
+    worth = tokens / muon_advantage(weights) if setting.optimizer == "adamw" else tokens
+    return expected_bpb(request.law, weights, max(worth, 1.0), request.unique_tokens)
+
+
+def tokens_to_reach(request: Request, setting: Setting, loss: float, end: int) -> float | None:
+    """Tokens after which the low (0), expected (1) or high (2) end of the loss is at `loss`; None if it never is."""
+    below, reached = None, None
+    for step in range(12 * 8 + 1):
+        tokens = 10 ** (4 + step / 8)  # 10 thousand to 10 quadrillion
+        if bpb(request, setting, tokens)[end] <= loss:
+            reached = tokens
+            break
+        below = tokens
+    if reached is None or below is None:
+        return reached
+    for _ in range(30):
+        middle = math.sqrt(below * reached)
+        if bpb(request, setting, middle)[end] <= loss:
+            reached = middle
+        else:
+            below = middle
+    return reached
+
+
+def length(request: Request, found: Estimate, end: int = 1) -> tuple[Range, Range] | None:
+    """(tokens, seconds of the pretraining run) that a budget comes to; None when it comes to not one step, or when the
+    loss that is asked for is out of reach. end: which end of the loss a budget of loss must reach."""
+    setup, (slow, expected, fast) = setup_seconds(request), found.tokens_per_second
+    seconds = pretrain_seconds(request)
+    if seconds is not None:
+        training = seconds - setup
+        if training * expected < found.setting.tokens_per_step:
+            return None
+        return (training * slow, training * expected, training * fast), (seconds, seconds, seconds)
+    tokens = _tokens(request, found.setting, end)
+    if tokens is None:
+        return None
+    return (tokens, tokens, tokens), (setup + tokens / fast, setup + tokens / expected, setup + tokens / slow)
+
+
+def candidate(request: Request, shape: Shape, found: Estimate, end: int = 1) -> Candidate | None:
+    """A shape and its estimate, carried through the budget."""
+    reached = length(request, found, end)
+    if reached is None:
+        return None
+    tokens, seconds = reached
+    return Candidate(shape, found, tokens, seconds, bpb(request, found.setting, tokens[1]))
+
+
+def fastest(request: Request, base: Setting, free: bool = True) -> Estimate:
+    """The fastest way to do a setting's step that fits, else the one that needs least memory. free: activation
+    checkpointing, loss chunk and sharding may be chosen; else only the micro-batch."""
+    ways = _ladder(request, base) if free else [base]
+    best: Estimate | None = None
+    for way in ways:
+        found = estimate(
+            fitted(way, request.calibration, request.card.memory_bytes),
+            request.calibration,
+            request.card.memory_bytes,
+        )
+        if best is None or _rank(found) < _rank(best):
+            best = found
+        enough = min(ENOUGH_PASS_TOKENS, pass_sizes(way)[0])
+        if best.fits == "fits" and best.setting.micro_tokens >= enough and not best.setting.sharded:
+            break
+    assert best is not None
+    return best
+
+
+def _rank(found: Estimate) -> tuple[int, float]:
+    order = ("fits", "tight", "no").index(found.fits)
+    return order, found.memory_bytes[1] if order == 2 else -found.tokens_per_second[1]
+
+
+def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
+    own = request.overrides.get("compute", {})
+    for sharded in (
+        (False, True) if base.gpus > 1 and "parallel" not in request.overrides else (base.sharded,)
+    ):
+        for rung, chunk in LADDER:
+            if "activation_checkpointing" in own and rung != own["activation_checkpointing"]:
+                continue
+            chunk = min(chunk, base.loss_chunk_tokens)
+            yield replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)  # type: ignore[arg-type]
+
+
+def _ways(request: Request, shape: Shape, end: int) -> Iterator[Candidate | None]:
+    """A shape with Muon, and with AdamW where that could be better, as far as nobody decided that by hand."""
+    if "name" in request.overrides.get("optim", {}):
+        yield _way(request, shape, shape.config.optim.name, end)
+        return
+    muon = _way(request, shape, "muon", end)
+    yield muon
+    # Without its update Muon's step could be faster by this share at most, and AdamW needs more tokens than that.
+    if (
+        muon is None
+        or muon.estimate.step["optimizer"] / muon.estimate.step_seconds > 1 - 1 / MUON_ADVANTAGE[1][1]
+    ):
+        yield _way(request, shape, "adamw", end)
+
+
+def _way(request: Request, shape: Shape, optimizer: OptimizerName, end: int) -> Candidate | None:
+    base = replace(of_config(shape.config, request.gpus, precision(request)), optimizer=optimizer)
+    by_hand = "stages" in request.overrides.get("schedule", {})
+    fixed = "tokens" in request.overrides.get("batch", {})
+    # The batch follows from the tokens, which follow from the speed, which hardly depends on the batch: two rounds.
+    tokens = batch_tokens(1e9, request.sequence, request.gpus)
+    found: Estimate | None = None
+    for _ in range(2):
+        setting = base
+        if not by_hand:
+            step = shape.config.batch.tokens if fixed else tokens
+            setting = replace(base, stages=stages(request.sequence, step))
+        largest = min(stage.tokens for stage in setting.stages) // request.gpus
+        micro = base.micro_tokens if "micro_tokens" in request.overrides.get("batch", {}) else largest
+        found = fastest(request, replace(setting, micro_tokens=micro))
+        if found.fits == "no":
+            return None
+        reached = length(request, found, end)
+        if fixed or by_hand:
+            break
+        # A budget too short for one step at this batch may do for a smaller one.
+        seconds = pretrain_seconds(request)
+        total = reached[0][1] if reached else None
+        if total is None and seconds is not None:
+            total = max(1.0, (seconds - setup_seconds(request)) * found.tokens_per_second[1])
+        if total is None:
+            return None
+        tokens = batch_tokens(total, request.sequence, request.gpus)
+    assert found is not None
+    return candidate(request, shape, found, end)
+
+
+def _tokens(request: Request, setting: Setting, end: int) -> float | None:
+    budget = request.budget
+    if budget is None:
+        return optimal_tokens(request.law, matmul_params(setting.model))
+    if budget.kind == "tokens":
+        return budget.value
+    if budget.kind == "flops":
+        return budget.value / setting.flops_per_token
+    return tokens_to_reach(request, setting, budget.value, end)

@@ -1,0 +1,228 @@
+"""What somebody claims about a run, held against the data sheet, against arithmetic, and against the plan.
+
+`deskside plan --gpu rtx5090 --preset moe.toml --claim_step_seconds 1 --claim_memory_gib 28` answers for each claim:
+holds, unlikely (outside of the planner's range), wrong (the data sheet says otherwise), impossible (more than the card
+can do in any number format), or contradiction (two claims exclude each other), with the numbers filled in.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from deskside.errors import UsageError
+from deskside.facts.gpus import Gpu
+from deskside.plan.estimate import Estimate
+from deskside.plan.remedies import leanest
+from deskside.plan.request import Request
+from deskside.plan.words import duration, flops, gib, number, span
+
+Holds = Literal["holds", "unlikely", "wrong", "impossible", "contradiction"]
+Interval = tuple[float, float]
+SHEET_TOLERANCE = 0.03
+CONTRADICTION = 1.5  # two claims may differ by this factor
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Each as (low, high), equal for one number. step_seconds: of an optimiser step; memory_gib: peak; vram_gib and
+    watts: of the card; steps in hours: how long training takes."""
+
+    step_seconds: Interval | None = None
+    memory_gib: Interval | None = None
+    vram_gib: Interval | None = None
+    watts: Interval | None = None
+    tokens_per_second: Interval | None = None
+    steps: Interval | None = None
+    hours: Interval | None = None
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field.name) is not None for field in fields(self))
+
+    @property
+    def of_card_alone(self) -> bool:
+        """Whether nothing is claimed that needs a model."""
+        own = {"vram_gib", "watts"}
+        return all(getattr(self, field.name) is None for field in fields(self) if field.name not in own)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim and what became of it. source: of what it was held against."""
+
+    claim: str
+    verdict: Holds
+    why: str
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"claim": self.claim, "verdict": self.verdict, "why": self.why, "source": self.source}
+
+
+def parse(given: dict[str, str | None]) -> Claims:
+    """Claims as they are written: `28`, or `50-100` for a range. Raises UsageError."""
+    values: dict[str, Interval | None] = {}
+    for name, text in given.items():
+        if text is None:
+            continue
+        parts = re.fullmatch(r"\s*([\d.,_e+]+)(?:\s*-\s*([\d.,_e+]+))?\s*", text)
+        try:
+            if parts is None:
+                raise ValueError
+            low = float(parts[1].replace(",", ""))
+            high = float(parts[2].replace(",", "")) if parts[2] else low
+        except ValueError:
+            raise UsageError(
+                f"--claim_{name}: '{text}' is neither a number nor a range such as 50-100"
+            ) from None
+        if not 0 < low <= high < 1e30:
+            raise UsageError(f"--claim_{name}: {text} must be above zero, and a range must rise")
+        values[name] = (low, high)
+    if ("steps" in values) != ("hours" in values):
+        raise UsageError("--claim_steps and --claim_hours belong together: so many steps in so many hours")
+    return Claims(**values)
+
+
+def check(request: Request, claims: Claims, asked: Estimate | None) -> list[Finding]:
+    """Every claim's finding. asked: the run that the claims are about."""
+    found = []
+    if request.card.gpu is not None:
+        found = of_card(request.card.gpu, claims)
+    elif claims.vram_gib is not None or claims.watts is not None:
+        raise UsageError(
+            f"{request.card.name} is not in the table; there is nothing to hold claims about it against"
+        )
+    if asked is not None:
+        found += [*_memory(request, claims, asked), *_speed(request, claims, asked)]
+        found += [*_length(request, claims, asked)]
+    return found
+
+
+def of_card(gpu: Gpu, claims: Claims) -> list[Finding]:
+    """Claims about the card itself, against its data sheet."""
+    found = []
+    for claimed, name, sheet, unit, more in (
+        (claims.vram_gib, "memory", gpu.memory_bytes / 2**30, "GiB", ""),
+        (
+            claims.watts,
+            "power",
+            gpu.watts,
+            "W",
+            "; a lower limit can be set, at a lower speed, but it is another run",
+        ),
+    ):
+        if claimed is None:
+            continue
+        low, high = sheet * (1 - SHEET_TOLERANCE), sheet * (1 + SHEET_TOLERANCE)
+        right = claimed[1] >= low and claimed[0] <= high
+        why = f"the data sheet says {number(sheet)} {unit}{'' if right else more}"
+        holds: Holds = "holds" if right else "wrong"
+        found.append(
+            Finding(
+                f"{name} of the {gpu.name}: {span(claimed)} {unit}", holds, why, f"published: {gpu.source}"
+            )
+        )
+    return found
+
+
+def _memory(request: Request, claims: Claims, asked: Estimate) -> Iterator[Finding]:
+    if claims.memory_gib is None:
+        return
+    low, expected, high = asked.memory_bytes
+    top = sorted(asked.memory.items.items(), key=lambda item: -item[1])[:4]
+    items = " + ".join(f"{name} {gib(size)}" for name, size in top)
+    claimed = claims.memory_gib[1] * 2**30
+    least = leanest(request, asked.setting)
+    text = f"this run needs {gib(expected)} ({gib(low)} to {gib(high)}): {items}, and the rest"
+    verdict: Holds = "holds"
+    if claimed < low:
+        verdict = "impossible" if claimed < least.memory_bytes[0] else "unlikely"
+        text += (
+            f". With whole blocks recomputed, one row per pass and Muon it still needs {gib(least.memory_bytes[1])}"
+            if verdict == "impossible"
+            else f". Recomputing whole blocks, one row per pass, brings it to {gib(least.memory_bytes[1])}"
+        )
+    elif claims.memory_gib[0] * 2**30 > high:
+        verdict = "unlikely"
+    yield Finding(f"memory: {span(claims.memory_gib)} GiB", verdict, text, _source(request))
+
+
+def _speed(request: Request, claims: Claims, asked: Estimate) -> Iterator[Finding]:
+    tokens = asked.setting.tokens_per_step
+    slow, expected, fast = asked.tokens_per_second
+    if claims.step_seconds is not None:
+        low, high = claims.step_seconds
+        verdict, why = _against_card(request, asked, tokens / high, tokens / low)
+        yield Finding(
+            f"{span(claims.step_seconds)} s per step of {tokens:,.0f} tokens",
+            verdict,
+            f"that is {tokens / high:,.0f} tokens/s; {why}. Modelled: {duration(tokens / expected)} per step "
+            f"({duration(tokens / fast)} to {duration(tokens / slow)})",
+            _source(request),
+        )
+    if claims.tokens_per_second is not None:
+        verdict, why = _against_card(request, asked, *claims.tokens_per_second)
+        yield Finding(
+            f"{span(claims.tokens_per_second)} tokens/s",
+            verdict,
+            f"{why}. Modelled: {expected:,.0f} tokens/s ({slow:,.0f} to {fast:,.0f})",
+            _source(request),
+        )
+
+
+def _length(request: Request, claims: Claims, asked: Estimate) -> Iterator[Finding]:
+    if claims.steps is None or claims.hours is None:
+        return
+    tokens = asked.setting.tokens_per_step
+    low = claims.steps[0] * tokens / (claims.hours[1] * 3600)
+    high = claims.steps[1] * tokens / (claims.hours[0] * 3600)
+    verdict, why = _against_card(request, asked, low, high)
+    said = f"{span(claims.steps)} steps in {span(claims.hours)} hours"
+    yield Finding(
+        said,
+        verdict,
+        f"{number(claims.steps[0])} x {tokens:,.0f} tokens in {number(claims.hours[1])} h are {low:,.0f} tokens/s; "
+        f"{why}. "
+        f"Modelled: {duration(claims.steps[0] * tokens / asked.tokens_per_second[1])}",
+        _source(request),
+    )
+    rate = claims.tokens_per_second
+    if rate is not None and not (low / CONTRADICTION <= rate[1] and rate[0] <= high * CONTRADICTION):
+        needed = claims.steps[0] * tokens / rate[1]
+        yield Finding(
+            f"{span(rate)} tokens/s beside {said}",
+            "contradiction",
+            f"at {number(rate[1])} tokens/s, {number(claims.steps[0])} steps of {tokens:,.0f} tokens take "
+            f"{duration(needed)}; in {span(claims.hours)} hours it must be {low:,.0f} tokens/s, "
+            f"{number(low / rate[1])} times as many",
+            "arithmetic",
+        )
+
+
+def _against_card(request: Request, asked: Estimate, low: float, high: float) -> tuple[Holds, str]:
+    """Whether between `low` and `high` tokens per second can be, and the arithmetic."""
+    per_token = asked.setting.flops_per_token
+    needed, gpu, gpus = low * per_token, request.card.gpu, request.gpus
+    text = f"at {flops(per_token)} per token that is {flops(needed)}/s"
+    peaks = [] if gpu is None else _peaks(gpu)
+    if peaks:
+        told = " and ".join(f"{flops(peak * gpus)}/s in {name}" for name, peak in peaks)
+        text += f"; {'the card has' if gpus == 1 else f'{gpus} cards have'} {told}"
+        if needed > max(peak for _, peak in peaks) * gpus:
+            best = max(peak for _, peak in peaks) * gpus
+            return "impossible", f"{text}: {number(needed / best)} times more than it can do in any format"
+    slow, _, fast = asked.tokens_per_second
+    if low > fast:
+        return "unlikely", f"{text}, and training reaches less"
+    if high < slow:
+        return "unlikely", f"{text}, and that is {number(slow / high)} times less than the card should do"
+    return "holds", text
+
+
+def _source(request: Request) -> str:
+    return f"modelled, rates {request.calibration.source}"
+
+
+def _peaks(gpu: Gpu) -> list[tuple[str, float]]:
+    formats = (("BF16", gpu.bf16_flops), ("FP8", gpu.fp8_flops), ("FP4", gpu.fp4_flops))
+    return [(name, peak) for name, peak in formats if peak is not None]

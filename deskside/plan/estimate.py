@@ -1,0 +1,257 @@
+"""What one way of training costs: memory and speed of a setting, with their ranges.
+
+A setting is a model and everything about its optimiser step. It may have stages of sequence length; its memory is then
+that of the hungriest stage, and its speed the mean over the run. Ranges come from the calibration: narrow after a
+measurement on this card, wide without one.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from deskside.budget.memory import Memory, training_memory
+from deskside.budget.shape import flops_per_token
+from deskside.budget.speed import step_seconds
+from deskside.budget.work import Checkpointing, OptimizerName, Precision, Work
+from deskside.config.model import ModelConfig
+from deskside.config.run import RunConfig
+from deskside.plan.calibrate import Calibration
+from deskside.plan.request import defaults
+
+Range = tuple[float, float, float]  # low, expected, high
+Fits = Literal["fits", "tight", "no"]
+# Rows per pass that are tried go down by halves, so that fitting is a handful of evaluations, as in training.
+MOST_PASS_TOKENS = 2**18  # more tokens in one pass than this make nothing faster
+
+
+@dataclass(frozen=True)
+class StageSetting:
+    """A share of the run's steps, in rows of `sequence_length`, `tokens` per step, window layers seeing `window`."""
+
+    share: float
+    sequence_length: int
+    tokens: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, and how one optimiser step of it is done. micro_tokens: of one pass on one GPU."""
+
+    model: ModelConfig
+    stages: tuple[StageSetting, ...]
+    micro_tokens: int
+    gpus: int = 1
+    sharded: bool = False
+    optimizer: OptimizerName = "muon"
+    precision: Precision = "bf16"
+    activation_checkpointing: Checkpointing = "none"
+    compiled: bool = True
+    loss_chunk_tokens: int = 8192
+    offload_optimizer: bool = False  # priced for comparison: deskside does not train that way
+
+    @property
+    def sequence_length(self) -> int:
+        """Of the longest stage."""
+        return max(stage.sequence_length for stage in self.stages)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The mean over the run."""
+        return sum(stage.share * stage.tokens for stage in self.stages)
+
+    @property
+    def flops_per_token(self) -> float:
+        """The mean over the run's tokens."""
+        flops = sum(
+            stage.share * stage.tokens * flops_per_token(shape, stage.sequence_length)
+            for stage, shape, _ in self.works()
+        )
+        return flops / self.tokens_per_step
+
+    def works(self) -> Iterator[tuple[StageSetting, ModelConfig, Work]]:
+        """Every stage with the shape it trains (its window set) and its optimiser step."""
+        for stage in self.stages:
+            shape = self.model
+            if stage.window is not None:
+                shape = shape.model_copy(update={"sliding_window": stage.window})
+            rows = max(1, self.micro_tokens // stage.sequence_length)
+            per_gpu = stage.tokens // (stage.sequence_length * self.gpus)
+            while per_gpu % rows:
+                rows -= 1
+            yield (
+                stage,
+                shape,
+                Work(
+                    sequence_length=stage.sequence_length,
+                    tokens=stage.tokens,
+                    micro_tokens=rows * stage.sequence_length,
+                    gpus=self.gpus,
+                    sharded=self.sharded,
+                    optimizer=self.optimizer,
+                    precision=self.precision,
+                    activation_checkpointing=self.activation_checkpointing,
+                    compiled=self.compiled,
+                    loss_chunk_tokens=self.loss_chunk_tokens,
+                    offload_optimizer=self.offload_optimizer,
+                ),
+            )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and speed of a setting on one card. memory: of the hungriest stage; memory_bytes: everything that must
+    be in the card's memory, the CUDA context included; step: seconds of a mean step by item."""
+
+    setting: Setting
+    memory: Memory
+    memory_bytes: Range
+    capacity: int
+    step: dict[str, float]
+    tokens_per_second: Range
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.step.values())
+
+    @property
+    def fits(self) -> Fits:
+        """Whether it fits even at the high end of the range, only as expected, or not."""
+        _, expected, high = self.memory_bytes
+        if high <= self.capacity:
+            return "fits"
+        return "tight" if expected <= self.capacity else "no"
+
+    @property
+    def accumulation(self) -> int:
+        """Passes per step of the last stage."""
+        *_, (_, _, work) = self.setting.works()
+        return work.accumulation
+
+
+def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estimate:
+    """Memory and speed of a setting. capacity: bytes that the card has for programs."""
+    memory = hungriest(setting)
+    step: dict[str, float] = {}
+    for stage, shape, work in setting.works():
+        for item, seconds in step_seconds(shape, work, calibration.rates).items():
+            step[item] = step.get(item, 0.0) + stage.share * seconds
+    speed = setting.tokens_per_step / sum(step.values())
+    spread = calibration.speed_spread
+    return Estimate(
+        setting=setting,
+        memory=memory,
+        memory_bytes=memory_range(memory, calibration),
+        capacity=capacity,
+        step=step,
+        tokens_per_second=(speed * (1 - spread), speed, speed * (1 + spread)),
+    )
+
+
+def hungriest(setting: Setting) -> Memory:
+    """Memory of the stage that needs most."""
+    found = [training_memory(shape, work) for _, shape, work in setting.works()]
+    return max(found, key=lambda memory: memory.reserved)
+
+
+def memory_range(memory: Memory, calibration: Calibration) -> Range:
+    """(low, expected, high) bytes in the card's memory: what the allocator reserves, and the context beside it."""
+    spread, beside = calibration.memory_spread, calibration.overhead_bytes
+    return (
+        memory.reserved * (1 - spread) + beside,
+        memory.reserved + beside,
+        memory.reserved * (1 + spread) + beside,
+    )
+
+
+def pass_sizes(setting: Setting) -> list[int]:
+    """Tokens per pass that divide every stage's step evenly, the most first, each at most half of the one before."""
+    longest = setting.sequence_length
+    rows = math.gcd(*(stage.tokens // (longest * setting.gpus) for stage in setting.stages))
+    small = [n for n in range(1, math.isqrt(max(1, rows)) + 1) if rows % n == 0]
+    divisors = sorted({1, *small, *(rows // n for n in small)}, reverse=True)
+    chosen: list[int] = []
+    for n in divisors:
+        if n <= max(1, MOST_PASS_TOKENS // longest) and (not chosen or 2 * n <= chosen[-1] or n == 1):
+            chosen.append(n)
+    return [n * longest for n in chosen]
+
+
+def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Setting:
+    """The setting with the most tokens per pass, up to its own micro_tokens, that fit at the high end of the range; if
+    none do, the most that are expected to fit; if none do either, a single row."""
+    sizes = [n for n in pass_sizes(setting) if n <= setting.micro_tokens] or pass_sizes(setting)[-1:]
+    tight = None
+    for size in sizes:
+        tried = replace(setting, micro_tokens=size)
+        *_, (_, shape, work) = tried.works()
+        # Most that does not fit is seen at the last stage already; only what is left is looked at in all of them.
+        if memory_range(training_memory(shape, work), calibration)[1] > capacity:
+            continue
+        _, expected, high = memory_range(hungriest(tried), calibration)
+        if high <= capacity:
+            return tried
+        if tight is None and expected <= capacity:
+            tight = tried
+    return tight or replace(setting, micro_tokens=sizes[-1])
+
+
+def of_config(config: RunConfig, gpus: int, precision: Precision) -> Setting:
+    """The setting that `deskside train` would run for a configuration, the micro-batch as large as the step."""
+    start, stages = 0.0, []
+    for stage in config.stages():
+        stages.append(
+            StageSetting(stage.until - start, stage.sequence_length, config.stage_tokens(stage), stage.window)
+        )
+        start = stage.until
+    longest = max(stage.sequence_length for stage in stages)
+    asked = config.batch.micro_tokens
+    micro = max(longest, min(stage.tokens for stage in stages) // gpus) if asked == "auto" else asked
+    return Setting(
+        model=config.model,
+        stages=tuple(stages),
+        micro_tokens=micro,
+        gpus=gpus,
+        sharded=gpus > 1 and config.parallel.mode == "shard",
+        optimizer=config.optim.name,
+        precision=precision,
+        activation_checkpointing=config.compute.activation_checkpointing,
+        compiled=config.compute.compile != "off",
+        loss_chunk_tokens=config.compute.loss_chunk_tokens,
+    )
+
+
+def options(setting: Setting) -> dict[str, Any]:
+    """The configuration that makes `deskside train` do this setting, but for the model."""
+    longest = setting.sequence_length
+    result: dict[str, Any] = {
+        "batch": {
+            "sequence_length": longest,
+            "tokens": setting.stages[-1].tokens,
+            "micro_tokens": setting.micro_tokens,
+        },
+        "compute": {},
+    }
+    if len(setting.stages) > 1:
+        until, stages = 0.0, []
+        for stage in setting.stages:
+            until = round(until + stage.share, 6)
+            entry: dict[str, Any] = {"until": until, "sequence_length": stage.sequence_length}
+            if stage.tokens != setting.stages[-1].tokens:
+                entry["batch_tokens"] = stage.tokens
+            if stage.window is not None:
+                entry["window"] = stage.window
+            stages.append(entry)
+        result["schedule"] = {"stages": stages}
+    if setting.activation_checkpointing != "none":
+        result["compute"]["activation_checkpointing"] = setting.activation_checkpointing
+    if setting.loss_chunk_tokens != defaults().compute.loss_chunk_tokens:
+        result["compute"]["loss_chunk_tokens"] = setting.loss_chunk_tokens
+    if setting.optimizer != defaults().optim.name:
+        result["optim"] = {"name": setting.optimizer}
+    if setting.sharded:
+        result["parallel"] = {"mode": "shard"}
+    if not result["compute"]:
+        del result["compute"]
+    return result

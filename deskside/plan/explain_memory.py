@@ -1,0 +1,255 @@
+"""The memory of a step, item by item, at the instant of its peak (`budget/memory.py` has the four instants)."""
+
+from deskside.budget import memory
+from deskside.budget.operators import block_matrices
+from deskside.budget.shape import num_params
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
+from deskside.plan.estimate import Estimate
+from deskside.plan.formula import Line, plain, product
+from deskside.plan.request import Request
+from deskside.plan.words import gib
+
+SOURCE = (
+    "modelled: what autograd and torch.compile keep was read from this project's blocks; what lies beside them was "
+    "fitted on an H200 (docs/planner-accuracy.md)"
+)
+
+
+def lines(request: Request, found: Estimate, item: str) -> list[Line]:
+    """How one of `Memory.items` comes about, in the stage that needs most."""
+    shape, work = _hungriest(found)
+    value = found.memory.items[item]
+    parts, text = {
+        "weights": _weights,
+        "gradients": _gradients,
+        "optimizer": _optimizer,
+        "copies": _copies,
+        "activations": _activations,
+        "logits": _logits,
+        "workspace": _workspace,
+    }[item](shape, work, found.memory.instant)
+    formula, filled = text
+    return [*parts, Line(f"{item}, at the instant '{found.memory.instant}'", formula, filled, value, "bytes")]
+
+
+def needed(request: Request, found: Estimate) -> list[Line]:
+    """From the peak of allocated bytes to what must be in the card's memory."""
+    calibration, peak = request.calibration, found.memory
+    low, expected, high = found.memory_bytes
+    items = {name: size for name, size in peak.items.items() if size}
+    context, spread = plain(calibration.overhead_bytes), plain(calibration.memory_spread)
+    reserved = plain(peak.reserved)
+    return [
+        Line(
+            "peak allocated",
+            " + ".join(items),
+            [float(s) for s in items.values()],
+            peak.allocated,
+            "bytes",
+            " + ",
+        ),
+        Line(
+            "reserved",
+            "allocated x (1 + fragments) + fragments",
+            f"{plain(peak.allocated)} x (1 + {memory.RESERVED_SHARE}) + {plain(memory.RESERVED_BYTES)}",
+            peak.reserved,
+            "bytes",
+        ),
+        Line("needed", "reserved + CUDA context", f"{reserved} + {context}", expected, "bytes"),
+        Line(
+            "low",
+            "reserved x (1 - spread) + context",
+            f"{reserved} x (1 - {spread}) + {context}",
+            low,
+            "bytes",
+        ),
+        Line(
+            "high",
+            "reserved x (1 + spread) + context",
+            f"{reserved} x (1 + {spread}) + {context}",
+            high,
+            "bytes",
+        ),
+        Line("there is", gib(found.capacity), plain(found.capacity), found.capacity, "bytes"),
+    ]
+
+
+Text = tuple[str, str]
+Told = tuple[list[Line], Text]
+
+
+def _hungriest(found: Estimate) -> tuple[ModelConfig, Work]:
+    tried = [(shape, work) for _, shape, work in found.setting.works()]
+    return max(tried, key=lambda pair: memory.training_memory(*pair).reserved)
+
+
+def _shards(work: Work) -> int:
+    return work.gpus if work.sharded else 1
+
+
+def _width(work: Work) -> int:
+    return 2 if work.precision == "fp32" else 1
+
+
+def _weights(shape: ModelConfig, work: Work, instant: str) -> Told:
+    return [], ("4 bytes x parameters / shards", f"{product(4, num_params(shape))} / {_shards(work)}")
+
+
+def _gradients(shape: ModelConfig, work: Work, instant: str) -> Told:
+    whole = ("4 bytes x parameters / shards", f"{product(4, num_params(shape))} / {_shards(work)}")
+    if instant in ("gradients", "update") or work.accumulation > 1:
+        return [], whole
+    if instant == "loss":
+        return [], ("the only pass of a step has none yet", "0")
+    return [], (
+        "the head's: 4 bytes x vocabulary x hidden / shards",
+        f"{product(4, shape.vocab_size, shape.hidden_size)} / {_shards(work)}",
+    )
+
+
+def _optimizer(shape: ModelConfig, work: Work, instant: str) -> Told:
+    if work.optimizer == "adamw":
+        return [], ("8 bytes x parameters / shards", f"{product(8, num_params(shape))} / {_shards(work)}")
+    matrices = block_matrices(shape)
+    rest = num_params(shape) - matrices
+    return [], (
+        "(4 bytes x weights of the blocks (Muon) + 8 bytes x the others (AdamW)) / shards",
+        f"({product(4, matrices)} + {product(8, rest)}) / {_shards(work)}",
+    )
+
+
+def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:
+    if instant not in ("loss", "backward") or work.precision == "fp32":
+        return [], ("no copies are kept at this instant", "0")
+    matrices = block_matrices(shape)
+    attention = _attention_matrices(shape)
+    kept = {"none": matrices, "attention": matrices - attention, "mlp": attention, "block": 0}
+    weights = kept[work.activation_checkpointing]
+    if instant == "loss":
+        return [], (
+            "2 bytes x (weights of the blocks that are not recomputed + vocabulary x hidden)",
+            f"2 x ({plain(weights)} + {product(shape.vocab_size, shape.hidden_size)})",
+        )
+    return [], ("2 bytes x weights of the blocks that are not recomputed", product(2, weights))
+
+
+def _activations(shape: ModelConfig, work: Work, instant: str) -> Told:
+    if instant == "update":
+        return [], ("none are left at the update", "0")
+    told, layer = _layer(shape, work)
+    D, width, layers = shape.hidden_size, _width(work), shape.num_hidden_layers
+    ends = f"{product(memory.ENDS, D, width)}"
+    if instant == "gradients":
+        return told, (
+            "tokens per pass x (one layer + ends of the stream)",
+            f"{plain(work.micro_tokens)} x ({plain(layer['block'])} + {ends})",
+        )
+    kept = {
+        "none": layer["block"],
+        "attention": layer["stream"] - 2 * width * D + layer["mlp"],
+        "mlp": layer["stream"] - 2 * width * D + layer["attention"],
+        "block": 4 * width * D,
+    }[work.activation_checkpointing]
+    if work.activation_checkpointing != "none":
+        told.append(
+            Line("kept per token and layer", "without what is recomputed", plain(kept), kept, "bytes")
+        )
+    return told, (
+        "tokens per pass x (layers x kept per token and layer + ends of the stream)",
+        f"{plain(work.micro_tokens)} x ({product(layers, kept)} + {ends})",
+    )
+
+
+def _logits(shape: ModelConfig, work: Work, instant: str) -> Told:
+    V, D, N = shape.vocab_size, shape.hidden_size, work.micro_tokens
+    if instant == "backward" and shape.tie_word_embeddings and work.accumulation > 1:
+        return [], ("the tied head's gradient: 4 bytes x vocabulary x hidden", product(4, V, D))
+    if instant != "loss":
+        return [], ("none at this instant", "0")
+    chunk = min(work.loss_chunk_tokens, N)
+    copies = 2 if chunk == N else 3
+    return [], (
+        "tokens of a chunk x vocabulary x 2 bytes x copies + head's gradient + gradient of the last hidden states",
+        f"{product(chunk, V, 2 * _width(work), copies)} + {product(4, V, D)} + {product(2, N, D, _width(work))}",
+    )
+
+
+def _workspace(shape: ModelConfig, work: Work, instant: str) -> Told:
+    D, matrices = shape.hidden_size, block_matrices(shape)
+    told = [Line("libraries", "cuBLAS", plain(memory.LIBRARIES), memory.LIBRARIES, "bytes")]
+    terms = [plain(memory.LIBRARIES)]
+    words = ["libraries"]
+    if work.sharded:
+        words.append("two gathered layers")
+        terms.append(f"{product(8, matrices)} / {shape.num_hidden_layers}")
+    if instant == "update" and work.optimizer == "muon":
+        stack = max(memory.STACK_WEIGHTS, D * max(shape.intermediate_size, shape.moe_intermediate_size))
+        words.append("Muon's stack of matrices")
+        terms.append(product(memory.STACK_BYTES, min(matrices, stack)))
+    if instant in ("backward", "gradients"):
+        layer_told, layer = _layer(shape, work)
+        if instant == "gradients" and work.accumulation > 1:
+            words.append("the head's gradient")
+            terms.append(product(4, shape.vocab_size, D))
+        rung = work.activation_checkpointing
+        told += layer_told
+        if instant == "gradients" or rung == "none":
+            words.append("tokens per pass x temporary share x one layer")
+            terms.append(product(work.micro_tokens, memory.TEMPORARY, layer["block"]))
+        else:
+            again = {
+                "attention": layer["attention"] + layer["stream"] // 2,
+                "mlp": layer["mlp"] + layer["stream"] // 2,
+                "block": layer["block"],
+            }[rung]
+            words.append("tokens per pass x recomputed part x its gradients")
+            terms.append(product(work.micro_tokens, again, memory.RECOMPUTE))
+    return told, (" + ".join(words), " + ".join(terms))
+
+
+def _attention_matrices(shape: ModelConfig) -> int:
+    heads = shape.num_attention_heads + shape.num_key_value_heads
+    return shape.num_hidden_layers * shape.hidden_size * 2 * heads * shape.head_dim
+
+
+def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, int]]:
+    """Bytes that one layer keeps per token: residual stream and norms, attention, MLP."""
+    D, H, K, C = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    width, eager = _width(work), not work.compiled
+    lines_: list[Line] = []
+    per_channel = 6 if shape.qk_norm or shape.position_embedding == "rope" else 4
+    norms = 4 * (H + K) + (8 * (H + K) * C if eager else 0) if shape.qk_norm else 0
+    stream = width * ((20 if eager else 8) * D + 8)
+    attention = width * (per_channel * (H + K) * C + 4 * H + norms)
+    per_ffn = (8 if eager else 6) if shape.gated_mlp else 4
+    lines_.append(
+        Line(
+            "stream and norms, per token and layer",
+            f"{'20' if eager else '8'} hidden + 8",
+            f"{width} x ({product(20 if eager else 8, D)} + 8)",
+            stream,
+            "bytes",
+        )
+    )
+    lines_.append(
+        Line(
+            "attention, per token and layer",
+            f"{per_channel} x (heads + kv heads) x head_dim + their statistics",
+            f"{width} x ({per_channel} x ({H} + {K}) x {C} + {4 * H} + {norms})",
+            attention,
+            "bytes",
+        )
+    )
+    if shape.num_experts:
+        chosen, inside = shape.num_experts_per_tok, shape.moe_intermediate_size
+        mlp = width * chosen * (per_ffn * inside + 4 * D)
+        text = (
+            "chosen experts x (6 x their width + 4 hidden)",
+            f"{width} x {chosen} x ({product(per_ffn, inside)} + {4 * D})",
+        )
+    else:
+        mlp = width * per_ffn * shape.intermediate_size
+        text = (f"{per_ffn} x MLP width", product(width, per_ffn, shape.intermediate_size))
+    lines_.append(Line("MLP, per token and layer", text[0], text[1], mlp, "bytes"))
+    return lines_, {"stream": stream, "attention": attention, "mlp": mlp, "block": stream + attention + mlp}

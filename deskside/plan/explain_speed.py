@@ -1,0 +1,192 @@
+"""The seconds of a step, item by item: what is done, divided by what the device does per second."""
+
+from deskside.budget import operators
+from deskside.budget.operators import Operator, step_operators
+from deskside.budget.shape import attention_span, matmul_params, num_params
+from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
+from deskside.plan.estimate import Estimate
+from deskside.plan.formula import Line, plain, product
+from deskside.plan.request import Request
+
+
+def lines(request: Request, found: Estimate, item: str) -> list[Line]:
+    """How an item of `step_seconds` comes about. Of a run with stages, the last stage, then the mean."""
+    rates, stages = request.calibration.rates, list(found.setting.works())
+    _, shape, work = stages[-1]
+    result: list[Line] = []
+    total = 0.0
+    for operator in step_operators(shape, work):
+        if _item(operator) != item or operator.amount == 0:
+            continue
+        seconds = operator_seconds(operator, rates, work.precision)
+        total += seconds
+        formula, filled = amount(operator, shape, work)
+        unit = _unit(operator)
+        result.append(Line(operator.name, formula, filled, operator.amount, unit))
+        result.append(_price(operator, rates, work, seconds))
+    if not result:
+        return [Line(item, "nothing of this kind in this run", "0", 0.0, "s")]
+    name = item if len(stages) == 1 else f"{item}, last stage"
+    parts = [line.value for line in result if line.unit == "s"]
+    result.append(Line(name, "their sum", " + ".join(plain(part) for part in parts), total, "s"))
+    if len(stages) > 1:
+        each = []
+        for stage, stage_shape, stage_work in stages:
+            seconds = sum(
+                operator_seconds(o, rates, stage_work.precision)
+                for o in step_operators(stage_shape, stage_work)
+                if _item(o) == item
+            )
+            each.append((stage.share, seconds))
+        filled = " + ".join(product(share, seconds) for share, seconds in each)
+        result.append(
+            Line(item, "mean over the stages, by their share of the steps", filled, found.step[item], "s")
+        )
+    return result
+
+
+def amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str]:
+    """(formula, with numbers) of an operator's FLOPs, bytes or count."""
+    tokens, layers, D = work.tokens // work.gpus, shape.num_hidden_layers, shape.hidden_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    unit = 4 if work.precision == "fp32" else 2
+    inside = (
+        shape.num_experts_per_tok * shape.moe_intermediate_size
+        if shape.num_experts
+        else shape.intermediate_size
+    )
+    mlp = (matmul_params(shape) - shape.vocab_size * D) // layers - D * (2 * q + 2 * kv)
+    span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
+    norm = operators.NORM_UNITS * tokens * layers * unit * D
+    rope = operators.ROPE_UNITS * tokens * layers * unit * (q + kv)
+    units = operators.GATED_UNITS if shape.gated_mlp else operators.PLAIN_UNITS
+    activation = units * tokens * layers * unit * inside
+    half = operators.RECOMPUTED
+    parameters, matrices = num_params(shape), operators.block_matrices(shape)
+    shards = work.gpus if work.sharded else 1
+    share = (work.gpus - 1) / work.gpus
+    again = operator.recompute
+    table: dict[str, tuple[str, str]] = {
+        "attention projections": (
+            f"{2 if again else 6} x tokens x layers x hidden x (2 q + 2 kv)",
+            f"{product(2 if again else 6, tokens, layers, D)} x (2 x {q} + 2 x {kv})",
+        ),
+        "MLP": (
+            f"{2 if again else 6} x tokens x layers x MLP weights",
+            product(2 if again else 6, tokens, layers, mlp),
+        ),
+        "head": ("6 x tokens x hidden x vocabulary", product(6, tokens, D, shape.vocab_size)),
+        "attention": (
+            f"{4 if again else 12} x q x tokens seen, summed over layers x tokens",
+            product(4 if again else 12, q, span, tokens),
+        ),
+        "norms and residuals": (
+            f"{operators.NORM_UNITS} x tokens x layers x bytes x hidden",
+            product(operators.NORM_UNITS, tokens, layers, unit, D),
+        ),
+        "QK-norm and RoPE": (
+            f"{operators.ROPE_UNITS} x tokens x layers x bytes x (q + kv)",
+            f"{product(operators.ROPE_UNITS, tokens, layers, unit)} x ({q} + {kv})",
+        ),
+        "activation": (
+            f"{units} x tokens x layers x bytes x MLP width",
+            product(units, tokens, layers, unit, inside),
+        ),
+        "loss": (
+            f"{operators.LOSS_UNITS} x tokens x bytes x vocabulary",
+            product(operators.LOSS_UNITS, tokens, unit, shape.vocab_size),
+        ),
+        "weights": (
+            f"{operators.WEIGHT_BYTES} x parameters x passes",
+            product(operators.WEIGHT_BYTES, parameters, work.accumulation),
+        ),
+        "layers": ("layers x passes", product(layers, work.accumulation)),
+        "passes": ("passes per step", plain(work.accumulation)),
+        "Muon, Newton-Schulz": (
+            "steps x (4 x long x short^2 + 2 x short^3), over all matrices",
+            plain(operators.newton_schulz_flops(shape)),
+        ),
+        "Muon": (f"{operators.MUON_BYTES} x weights of the blocks", product(operators.MUON_BYTES, matrices)),
+        "AdamW": (
+            f"{operators.ADAMW_BYTES} x its parameters / shards",
+            f"{product(operators.ADAMW_BYTES, parameters - (matrices if work.optimizer == 'muon' else 0))} / {shards}",
+        ),
+        "FSDP": (
+            "3 x 4 bytes x parameters x (GPUs - 1) / GPUs x passes",
+            product(3, 4, parameters, share, work.accumulation),
+        ),
+        "all-reduce": ("2 x 4 bytes x parameters x (GPUs - 1) / GPUs", product(2, 4, parameters, share)),
+    }
+    if again and operator.name == "QK-norm and RoPE":
+        return f"{half:g} x (QK-norm and RoPE + norms / 2)", f"{half:g} x ({plain(rope)} + {plain(norm)} / 2)"
+    if again and operator.name == "activation":
+        return f"{half:g} x (activation + norms / 2)", f"{half:g} x ({plain(activation)} + {plain(norm)} / 2)"
+    return table.get(operator.name, ("as counted by budget/operators.py", plain(operator.amount)))
+
+
+def flops_per_token_lines(found: Estimate) -> list[Line]:
+    """FLOPs per token of the last stage, and the mean over the stages."""
+    *_, (stage, shape, work) = found.setting.works()
+    layers = shape.num_hidden_layers
+    span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
+    q = shape.num_attention_heads * shape.head_dim
+    weights = matmul_params(shape)
+    value = 6 * weights + 12 * q * span
+    result = [
+        Line(
+            "FLOPs per token" if stage.share == 1 else "last stage",
+            "6 x weights that a token meets + 12 x heads x head_dim x tokens seen, summed over layers",
+            f"{product(6, weights)} + {product(12, q, span)}",
+            value,
+            "FLOP",
+        )
+    ]
+    if stage.share != 1:
+        mean = found.setting.flops_per_token
+        result.append(Line("FLOPs per token", "mean over the stages", plain(mean), mean, "FLOP"))
+    return result
+
+
+def _price(operator: Operator, rates: Rates, work: Work, seconds: float) -> Line:
+    """seconds = correction x amount / (rate x efficiency)."""
+    e, group = rates.efficiency, operator.group
+    amounts = plain(operator.amount)
+    if group in ("layers", "passes"):
+        each = e.layer_seconds if group == "layers" else e.pass_seconds
+        return Line(
+            "  takes",
+            "count x delay x correction",
+            f"{amounts} x {plain(each)} x {plain(rates.delay)}",
+            seconds,
+            "s",
+        )
+    if group in ("communication", "offload"):
+        rate = rates.link_bandwidth if group == "communication" else rates.host_bandwidth
+        return Line("  takes", "bytes / bandwidth between GPUs", f"{amounts} / {plain(rate)}", seconds, "s")
+    product_rate = group in ("matmul", "head", "optimizer_matmul", "attention")
+    rate = rates.matmul_flops if product_rate else rates.bandwidth
+    if group == "matmul" and work.precision == "fp8" and rates.low_precision_flops is not None:
+        rate = rates.low_precision_flops
+    correction = rates.compute if product_rate else rates.memory
+    # The efficiency is what remains, so that the line is what was computed, whatever group it came from.
+    share = correction * operator.amount / (rate * seconds)
+    what = "large matmul rate" if product_rate else "bandwidth"
+    return Line(
+        "  takes",
+        f"correction x amount / ({what} x efficiency)",
+        f"{plain(correction)} x {amounts} / ({plain(rate)} x {plain(share)})",
+        seconds,
+        "s",
+    )
+
+
+def _item(operator: Operator) -> str:
+    return "recompute" if operator.recompute else ITEM_OF[operator.group]
+
+
+def _unit(operator: Operator) -> str:
+    if operator.group in ("matmul", "head", "optimizer_matmul", "attention"):
+        return "FLOP"
+    return "times" if operator.group in ("layers", "passes") else "bytes"

@@ -1,0 +1,135 @@
+"""From a request to a plan: the open search, or the verdict on a given model, then costs and claims."""
+
+from dataclasses import replace
+from typing import Any
+
+from deskside.plan import bands as choice
+from deskside.plan.bands import Band
+from deskside.plan.candidates import pretrain_seconds, setup_seconds
+from deskside.plan.claims import Claims, check
+from deskside.plan.costs import cost
+from deskside.plan.estimate import Estimate, estimate
+from deskside.plan.request import Request, trainable
+from deskside.plan.result import Plan, PlannedBand, executable
+from deskside.plan.verdict import Answer, judge
+from deskside.plan.words import duration
+
+NO_CLAIMS = Claims()
+
+
+def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
+    """The plan for a request from `plan.request.ask`. Raises UsageError when options by hand fit no shape."""
+    notes = list(request.notes)
+    asked: Estimate | None = None
+    if request.given is not None:
+        verdict = judge(request)
+        answer, reasons, asked, remedies = (
+            verdict.answer,
+            list(verdict.reasons),
+            verdict.asked,
+            verdict.remedies,
+        )
+        found = []
+        if verdict.chosen is not None:
+            found = [Band("target", verdict.chosen, f"the model that was asked about: {request.given.label}")]
+        chosen = found[0] if found else None
+    else:
+        found, remedies = choice.choose(request), ()
+        chosen = choice.recommended(found)
+        answer, reasons = _open(request, found, chosen)
+    if request.precision is not None and not trainable(request.precision):
+        reasons.append(
+            f"deskside cannot train in {request.precision} yet; what is planned here is "
+            f"{found[0].candidate.setting.precision if found else 'bf16'}"
+        )
+        answer = "yes-if" if answer == "yes" else answer
+    shown = chosen.candidate.estimate if chosen else asked
+    findings = check(request, claims, asked or shown)
+    failed = [f for f in findings if f.verdict != "holds"]
+    if failed:
+        reasons.append(f"{len(failed)} of {len(findings)} claims do not hold")
+    planned = tuple(_planned(request, band) for band in found)
+    return Plan(
+        request=request,
+        verdict=answer,
+        reasons=tuple(reasons),
+        bands=planned,
+        recommended=chosen.name if chosen else None,
+        asked=asked,
+        remedies=remedies,
+        findings=tuple(findings),
+        alternatives=tuple(_alternatives(request, shown)),
+        hours=_hours(request),
+        notes=tuple(notes),
+    )
+
+
+def _planned(request: Request, band: Band) -> PlannedBand:
+    config, command = executable(request, band.candidate)
+    if request.budget is not None and request.budget.kind == "hours":
+        seconds = request.budget.value * 3600
+        costs = cost(request, (seconds, seconds, seconds), "the whole budget")
+    else:
+        costs = cost(request, band.candidate.seconds, "the pretraining run")
+    return PlannedBand(band.name, band.why, band.candidate, config, command, costs)
+
+
+def _open(request: Request, found: list[Band], chosen: Band | None) -> tuple[Answer, list[str]]:
+    if chosen is None:
+        return "no", [_nothing(request)]
+    reasons = [choice.reason(request, found, chosen)]
+    if chosen.candidate.estimate.fits != "fits":
+        reasons.append(
+            "its memory fits as expected, but not at the high end of the range: only a trial will tell"
+        )
+        return "yes-if", reasons
+    if request.budget is not None and request.budget.kind == "loss" and chosen.name == "stretch":
+        reasons = ["the loss is reached only if it turns out at the low end of its range"]
+        return "yes-if", reasons
+    return "yes", reasons
+
+
+def _nothing(request: Request) -> str:
+    budget = request.budget
+    if budget is not None and budget.kind == "loss":
+        return (
+            f"{budget.value:g} bits per byte is out of reach for every model that fits on {request.card.name}; "
+            f"the law's floor is {request.law.E + request.law.offset:.3f} for a model of any size"
+        )
+    seconds = pretrain_seconds(request)
+    if seconds is not None:
+        return (
+            f"nothing can be trained in this time: {duration(seconds)} of pretraining, of which setting up takes "
+            f"about {duration(setup_seconds(request))}"
+        )
+    return f"not even the smallest model fits on {request.card.name} with rows of {request.sequence:,} tokens"
+
+
+def _alternatives(request: Request, shown: Estimate | None) -> list[dict[str, Any]]:
+    """FP8 where the card has it and training does not: what it would bring, by published numbers."""
+    if shown is None or request.calibration.rates.low_precision_flops is None or trainable("fp8"):
+        return []
+    tried = estimate(replace(shown.setting, precision="fp8"), request.calibration, request.card.memory_bytes)
+    return [
+        {
+            "precision": "fp8",
+            "deskside_can": False,
+            "tokens_per_second": tried.tokens_per_second[1],
+            "speed": tried.tokens_per_second[1] / shown.tokens_per_second[1],
+            "source": "modelled from published FP8 runs",
+            "note": "deskside cannot train in FP8 yet; it is never what is recommended until it can",
+        }
+    ]
+
+
+def _hours(request: Request) -> dict[str, float]:
+    """How a budget of hours is split; empty for other budgets."""
+    if request.budget is None or request.budget.kind != "hours":
+        return {}
+    hours, split = request.budget.value, request.split
+    return {
+        "pretraining": hours * split.pretraining,
+        "sft": hours * split.sft,
+        "evaluation": hours * split.evaluation,
+        "margin": hours * split.margin,
+    }

@@ -1,0 +1,240 @@
+"""What would make a model fit: each remedy alone, with what it saves and what it costs.
+
+Kinds, from near to far:
+- change: an option of `deskside train`; the model stays what was asked for. Only these turn a no into a yes-if.
+- hardware: the same run on more or larger cards.
+- other model: a smaller one.
+- elsewhere: known remedies that deskside cannot carry out. They are named, so that nobody has to look for them here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from deskside.budget.shape import num_params
+from deskside.config import presets
+from deskside.config.merge import build
+from deskside.facts.gpus import gpus
+from deskside.plan.candidates import fastest
+from deskside.plan.estimate import (
+    Estimate,
+    Fits,
+    Setting,
+    StageSetting,
+    estimate,
+    fitted,
+    options,
+    pass_sizes,
+)
+from deskside.plan.request import DEEPEST, DRIVER_SHARE, Request
+from deskside.plan.words import count
+
+Kind = Literal["change", "hardware", "other model", "elsewhere"]
+GPU_COUNTS = (2, 4, 8)
+SHORTEST = 512  # tokens; rows are not cut shorter than this to make something fit
+MOST_CUTS = 3  # times half the length
+NAMED_CARDS = 3
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """saves_bytes: of the memory that is expected to be needed; speed: tokens per second against the run as asked for,
+    None where that is not modelled; fits: with this remedy alone; options: what `deskside train` takes for it."""
+
+    what: str
+    kind: Kind
+    saves_bytes: float
+    speed: float | None
+    fits: Fits | None
+    costs: str
+    options: dict[str, Any]
+
+
+def remedies(request: Request, asked: Estimate) -> list[Remedy]:
+    """Every remedy that saves memory, changes first, each applied alone to what was asked for."""
+    found = []
+    for what, setting, costs in _changes(asked.setting):
+        tried = _estimate(request, setting)
+        found.append(
+            Remedy(
+                what=what,
+                kind="change",
+                saves_bytes=asked.memory_bytes[1] - tried.memory_bytes[1],
+                speed=tried.tokens_per_second[1] / asked.tokens_per_second[1],
+                fits=tried.fits,
+                costs=costs,
+                options=options(tried.setting),
+            )
+        )
+    found = [remedy for remedy in found if remedy.saves_bytes > 0]
+    return [*found, *_hardware(request, asked), *_smaller_model(request, asked), *_elsewhere(request, asked)]
+
+
+def shorter(setting: Setting) -> Iterator[Setting]:
+    """The setting with rows of a half, a quarter, ... of its longest, as far as they divide."""
+    length = setting.sequence_length
+    for _ in range(MOST_CUTS):
+        if length % 2 or length // 2 < SHORTEST:
+            return
+        length //= 2
+        stages = tuple(
+            StageSetting(s.share, min(s.sequence_length, length), s.tokens, s.window) for s in setting.stages
+        )
+        yield replace(setting, stages=stages, micro_tokens=max(length, setting.micro_tokens))
+
+
+def _estimate(request: Request, setting: Setting) -> Estimate:
+    capacity = request.card.memory_bytes
+    return estimate(fitted(setting, request.calibration, capacity), request.calibration, capacity)
+
+
+def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
+    smallest = pass_sizes(asked)[-1]
+    if smallest < asked.micro_tokens:
+        yield (
+            f"micro-batch of one row ({smallest:,} tokens per pass)",
+            replace(asked, micro_tokens=smallest),
+            "more passes per step; the batch and what is learned stay the same",
+        )
+    for rung, what in (
+        ("attention", "activation checkpointing of attention"),
+        ("mlp", "activation checkpointing of the MLP"),
+        ("block", "activation checkpointing of whole blocks"),
+    ):
+        if asked.activation_checkpointing == "none":
+            yield what, replace(asked, activation_checkpointing=rung), "recomputed in the backward pass"  # type: ignore[arg-type]
+    for chunk in (2048, 512):
+        if chunk < min(asked.loss_chunk_tokens, asked.micro_tokens):
+            yield (
+                f"logits of {chunk:,} tokens at a time",
+                replace(asked, loss_chunk_tokens=chunk),
+                "more and smaller products in the loss",
+            )
+            break
+    if asked.optimizer == "adamw":
+        yield (
+            "Muon instead of AdamW",
+            replace(asked, optimizer="muon"),
+            "one state per block weight instead of two; it also needs fewer tokens for the same loss",
+        )
+    if asked.gpus > 1 and not asked.sharded:
+        yield (
+            f"sharding over the {asked.gpus} GPUs",
+            replace(asked, sharded=True),
+            "weights and gradients travel between the GPUs",
+        )
+    for cut in shorter(asked):
+        length = cut.sequence_length
+        yield f"rows of {length:,} tokens", cut, "the model never sees a longer context than that"
+
+
+def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
+    setting = asked.setting
+    for number in GPU_COUNTS:
+        row = setting.sequence_length * number
+        if number <= setting.gpus or any(stage.tokens % row for stage in setting.stages):
+            continue
+        tried = fastest(request, replace(setting, gpus=number, sharded=True))
+        if tried.fits == "fits":
+            yield Remedy(
+                f"{number} of this card, sharded",
+                "hardware",
+                asked.memory_bytes[1] - tried.memory_bytes[1],
+                tried.tokens_per_second[1] / asked.tokens_per_second[1],
+                tried.fits,
+                f"{number - setting.gpus} more card{'s' if number - setting.gpus > 1 else ''}",
+                options(tried.setting),
+            )
+            break
+    needed = leanest(request, setting).memory_bytes[2]
+    larger = [gpu for gpu in gpus() if gpu.memory_bytes * (1 - DRIVER_SHARE) >= needed and not gpu.laptop]
+    if larger and needed > request.card.memory_bytes:
+        sizes = sorted({gpu.memory_bytes for gpu in larger})[:1]
+        names = [gpu.name for gpu in larger if gpu.memory_bytes in sizes][:NAMED_CARDS]
+        yield Remedy(
+            f"a card with {needed / 2**30:.0f} GiB or more, such as {', '.join(names)}",
+            "hardware",
+            0.0,
+            None,
+            None,
+            "another card",
+            {},
+        )
+
+
+def leanest(request: Request, asked: Setting) -> Estimate:
+    """What needs least memory with every change at once but the sequence length."""
+    return _estimate(
+        request,
+        replace(
+            asked,
+            micro_tokens=pass_sizes(asked)[-1],
+            activation_checkpointing="block",
+            loss_chunk_tokens=min(512, asked.loss_chunk_tokens),
+            optimizer="muon",
+            sharded=asked.gpus > 1,
+        ),
+    )
+
+
+def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
+    """The largest depth of the dial that fits."""
+    vocabulary = asked.setting.model.vocab_size
+    low, high, best = 1, DEEPEST // 2, None
+    while low <= high:  # depth 2 x middle; memory grows with depth
+        middle = (low + high) // 2
+        layer = presets.depth(2 * middle)
+        positions = max(asked.setting.sequence_length, asked.setting.model.max_position_embeddings)
+        model = build(
+            [layer, {"model": {"vocab_size": vocabulary, "max_position_embeddings": positions}}]
+        ).model
+        tried = fastest(request, replace(asked.setting, model=model))
+        if tried.fits == "fits":
+            best, low = (middle, tried), middle + 1
+        else:
+            high = middle - 1
+    if best is not None:
+        tried = best[1]
+        yield Remedy(
+            f"d{2 * best[0]} ({count(num_params(tried.setting.model))}), the largest of the depth dial that fits",
+            "other model",
+            asked.memory_bytes[1] - tried.memory_bytes[1],
+            tried.tokens_per_second[1] / asked.tokens_per_second[1],
+            tried.fits,
+            "another, smaller model",
+            options(tried.setting),
+        )
+
+
+def _elsewhere(request: Request, asked: Estimate) -> Iterator[Remedy]:
+    items = asked.memory.items
+    states = items.get("optimizer", 0)
+    offloaded = estimate(replace(asked.setting, offload_optimizer=True), request.calibration, asked.capacity)
+    yield Remedy(
+        "optimizer states and update on the host",
+        "elsewhere",
+        asked.memory_bytes[1] - offloaded.memory_bytes[1],
+        offloaded.tokens_per_second[1] / asked.tokens_per_second[1],
+        offloaded.fits,
+        "deskside does not offload; llmq does",
+        {},
+    )
+    yield Remedy(
+        "optimizer states in 8 bits",
+        "elsewhere",
+        0.75 * states,
+        None,
+        None,
+        "deskside keeps them in 32 bits; bitsandbytes and torchao have such optimizers",
+        {},
+    )
+    # float32 weights, gradients and states against bfloat16 ones.
+    yield Remedy(
+        "weights, gradients and states in 16 bits",
+        "elsewhere",
+        0.5 * (items.get("weights", 0) + items.get("gradients", 0) + states),
+        None,
+        None,
+        "deskside keeps float32 master weights; small updates are rounded away without them",
+        {},
+    )

@@ -1,0 +1,241 @@
+"""The plan for a person, in 80 columns. Every table says whether it is measured, modelled or published."""
+
+import textwrap
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deskside.budget.shape import num_params
+from deskside.plan.claims import Finding
+from deskside.plan.costs import Cost
+from deskside.plan.estimate import Estimate, Range
+from deskside.plan.result import Plan, PlannedBand
+from deskside.plan.words import count, dollars, duration, gib, number
+
+BAR = 24  # characters of the longest bar
+WIDEST = 100
+
+
+def show(plan: Plan) -> None:
+    """Print the plan on standard output."""
+    console = _console()
+    request = plan.request
+    console.print(Text(_title(plan), style="bold"))
+    style = {"yes": "bold green", "yes-if": "bold yellow", "no": "bold red"}[plan.verdict]
+    console.print(Text.assemble("\nverdict: ", (plan.verdict, style)))
+    for reason in plan.reasons:
+        _told(f"- {reason}", 2)
+    if plan.bands:
+        console.print()
+        console.print(_bands(plan))
+    shown = plan.shown
+    if shown is not None:
+        name = plan.best.name if plan.best else "the run as asked for"
+        console.print()
+        console.print(_memory(plan, shown, name))
+        console.print()
+        console.print(_speed(plan, shown, name))
+    if plan.hours and plan.best is not None:
+        split = ", ".join(f"{what} {duration(hours * 3600)}" for what, hours in plan.hours.items())
+        print()
+        _told(f"the budget: {split}", 0)
+    if plan.best is not None:
+        _cost(console, plan.best.cost)
+    if plan.remedies:
+        console.print()
+        console.print(_remedies(plan))
+    if plan.findings:
+        console.print()
+        _claims(console, plan.findings)
+    for other in plan.alternatives:
+        print()
+        _told(
+            f"{other['precision']}: {other['speed']:.2f} times the speed ({other['source']}); {other['note']}",
+            0,
+        )
+    console.print(Text("\nwhere the numbers come from", style="bold"))
+    for line in _sources(plan):
+        _told(f"- {line}", 2)
+    if plan.best is not None:
+        console.print(Text(f"\nto carry out {plan.best.name}:", style="bold"))
+        print(f"  {plan.best.command}")
+        if " DIR" in plan.best.command:
+            print("  (DIR: what deskside data prepare wrote)")
+    if request.budget is None and request.given is not None:
+        _told("no budget was given: the tokens are those for which this size is the best use of compute", 0)
+
+
+def show_claims(findings: Sequence[Finding]) -> None:
+    """Only the findings on claims."""
+    _claims(_console(), findings)
+
+
+def _told(text: str, indent: int) -> None:
+    """A paragraph, folded, whose further lines hang below the first."""
+    console = _console()
+    inside = " " * (indent + (2 if text.startswith("- ") else 0))
+    print(textwrap.fill(text, console.width, initial_indent=" " * indent, subsequent_indent=inside))
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return Console(highlight=False, width=min(console.width, WIDEST))
+
+
+def _title(plan: Plan) -> str:
+    request = plan.request
+    parts = [f"{request.gpus} x {request.card.name}" if request.gpus > 1 else request.card.name]
+    if request.given is not None:
+        parts.append(request.given.label)
+    if request.budget is not None:
+        kind, value = request.budget.kind, request.budget.value
+        parts.append(
+            {
+                "hours": f"{number(value)} h",
+                "tokens": f"{count(value)} tokens",
+                "flops": f"{value:.3g} FLOP",
+                "loss": f"{value:g} bits per byte",
+            }[kind]
+        )
+    return "plan: " + ", ".join(parts)
+
+
+def _bands(plan: Plan) -> Table:
+    table = Table("modelled", *(_head(plan, band) for band in plan.bands), box=None, pad_edge=False)
+    for what, of in (
+        ("model", _model),
+        ("tokens", lambda b: count(b.candidate.tokens[1])),
+        ("  per parameter", lambda b: f"{b.candidate.tokens[1] / b.candidate.weights:.1f}"),
+        ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),
+        ("  range", lambda b: f"{b.loss[0]:.2f} to {b.loss[2]:.2f}"),
+        ("batch, tokens", lambda b: f"{b.candidate.setting.stages[-1].tokens:,}"),
+        ("  per pass", lambda b: f"{b.candidate.setting.micro_tokens:,}"),
+        ("rows", lambda b: "/".join(str(s.sequence_length) for s in b.candidate.setting.stages)),
+        ("optimiser", lambda b: b.candidate.setting.optimizer),
+        ("recomputed", lambda b: b.candidate.setting.activation_checkpointing),
+        ("memory", lambda b: gib(b.estimate.memory_bytes[1])),
+        ("  range", lambda b: _gib_range(b.estimate.memory_bytes)),
+        ("tokens/s", lambda b: f"{b.estimate.tokens_per_second[1]:,.0f}"),
+        ("  range", lambda b: _range(b.estimate.tokens_per_second)),
+        ("pretraining", lambda b: duration(b.candidate.seconds[1])),
+        ("energy", lambda b: "-" if b.cost.energy is None else f"{number(b.cost.energy.expected)} kWh"),
+        ("electricity", lambda b: _money(b.cost)),
+    ):
+        table.add_row(what, *(of(band) for band in plan.bands))
+    return table
+
+
+def _head(plan: Plan, band: PlannedBand) -> str:
+    return f"{band.name} *" if band.name == plan.recommended and len(plan.bands) > 1 else band.name
+
+
+def _model(band: PlannedBand) -> str:
+    return f"{band.preset} ({count(num_params(band.candidate.setting.model))})"
+
+
+def _money(cost: Cost) -> str:
+    if cost.electricity is None:
+        return "-"
+    mark = "" if cost.electricity.source == "given" else " (published)"
+    return dollars(cost.electricity.amount[1]) + mark
+
+
+def _range(interval: Range) -> str:
+    return f"{interval[0]:,.0f} to {interval[2]:,.0f}"
+
+
+def _gib_range(interval: Range) -> str:
+    return f"{interval[0] / 2**30:.1f} to {interval[2] / 2**30:.1f}"
+
+
+def _memory(plan: Plan, found: Estimate, name: str) -> Table:
+    table = Table(f"memory of {name} (modelled)", "", "", box=None, pad_edge=False)
+    largest = max(found.memory.items.values())
+    for item, size in found.memory.items.items():
+        if size:
+            table.add_row(f"  {item}", gib(size), "#" * max(1, round(BAR * size / largest)))
+    _, expected, high = found.memory_bytes
+    table.add_row("  peak allocated", gib(found.memory.allocated), found.memory.instant)
+    table.add_row("needed on the card", gib(expected), f"with fragmentation and context; at most {gib(high)}")
+    table.add_row(
+        "there is", gib(found.capacity), {"fits": "it fits", "tight": "tight", "no": "too little"}[found.fits]
+    )
+    return table
+
+
+def _speed(plan: Plan, found: Estimate, name: str) -> Table:
+    table = Table(f"a step of {name} (modelled)", "", "", box=None, pad_edge=False)
+    total = found.step_seconds
+    for item, seconds in found.step.items():
+        if seconds > 0:
+            table.add_row(f"  {item}", duration(seconds), "#" * max(1, round(BAR * seconds / total)))
+    tokens = found.setting.tokens_per_step
+    table.add_row("step", duration(total), f"{tokens:,.0f} tokens in {found.accumulation} passes")
+    gpu = plan.request.card.gpu
+    if gpu is not None:
+        share = (
+            found.setting.flops_per_token * found.tokens_per_second[1] / plan.request.gpus / gpu.bf16_flops
+        )
+        table.add_row(
+            "utilisation", f"{share:.0%}", f"of {gpu.bf16_flops / 1e12:.0f} TFLOP/s (data sheet, BF16)"
+        )
+    return table
+
+
+def _cost(console: Console, cost: Cost) -> None:
+    if cost.energy is None and cost.rent is None:
+        return
+    console.print(Text(f"\ncost of {cost.of} ({duration(cost.hours[1] * 3600)})", style="bold"))
+    if cost.energy is not None and cost.wall is not None:
+        energy = cost.energy
+        _told(
+            f"{number(energy.expected)} kWh ({number(energy.low)} to {number(energy.high)}), "
+            f"{cost.wall.expected:.0f} W at the wall ({energy.source})",
+            2,
+        )
+    for what, money in (("electricity", cost.electricity), ("renting", cost.rent)):
+        if money is not None:
+            _told(f"{what}: {dollars(money.amount[1])} at ${money.price:g} ({money.source})", 2)
+    if cost.own is not None:
+        text = f"owning: {dollars(cost.own.own_per_hour)} per hour; {cost.own.words} ({cost.own_basis})"
+        _told(text, 2)
+    for cap in cost.caps:
+        kind = f"at a limit of {cap['watts']:.0f} W: {cap['speed']:.0%} of the speed, "
+        text = f"{kind}{cap['card_energy_per_token']:.0%} of the card's energy per token ({cap['of']}; {cap['source']})"
+        _told(text, 2)
+
+
+def _remedies(plan: Plan) -> Table:
+    table = Table("what would help", "saves", "speed", "fits", "costs", box=None, pad_edge=False)
+    for remedy in plan.remedies:
+        can = "" if remedy.kind in ("change", "hardware", "other model") else "(not in deskside) "
+        table.add_row(
+            remedy.what,
+            gib(remedy.saves_bytes) if remedy.saves_bytes else "",
+            "" if remedy.speed is None else f"{remedy.speed:.0%}",
+            {"fits": "yes", "tight": "barely", "no": "no", None: ""}[remedy.fits],
+            f"{can}{remedy.costs}",
+        )
+    return table
+
+
+def _claims(console: Console, findings: Sequence[Finding]) -> None:
+    console.print(Text("claims", style="bold"))
+    for finding in findings:
+        style = "green" if finding.verdict == "holds" else "red"
+        console.print(Text.assemble("  ", (finding.verdict, style), f": {finding.claim}"))
+        _told(f"{finding.why} ({finding.source})", 6)
+
+
+def _sources(plan: Plan) -> list[str]:
+    calibration, request = plan.request.calibration, plan.request
+    lines = [
+        f"speed: modelled, rates {calibration.source}: {calibration.basis}; +-{calibration.speed_spread:.0%}",
+        f"memory: modelled, +-{calibration.memory_spread:.0%}; what the card has: {request.card.memory_source}",
+        f"loss: {request.law.source}",
+    ]
+    if plan.best is not None:
+        lines += list(plan.best.cost.notes)
+    return [*lines, *plan.notes]

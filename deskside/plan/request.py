@@ -1,0 +1,360 @@
+"""What is asked of the planner, checked once: the card, the budget, the model if it is given, prices.
+
+`ask` takes what a person typed (or what `deskside go` knows) and returns a `Request` that the rest of the planner can
+trust. Every refusal is one line. Whatever nobody said stays None and is left out of the plan or marked as published;
+nothing is filled in silently.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from functools import cache
+from typing import Any, Literal
+
+import deskside.probe.store as probe_store
+from deskside.budget.loss import LAW, LossLaw
+from deskside.budget.shape import num_params
+from deskside.config import merge, presets
+from deskside.config.model import ModelConfig
+from deskside.config.run import RunConfig
+from deskside.errors import UsageError
+from deskside.facts import gpus
+from deskside.facts.gpus import Gpu
+from deskside.plan.calibrate import Calibration, calibrate
+
+Kind = Literal["hours", "tokens", "flops", "loss"]
+SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# What a driver keeps of a card's memory: a 24 GiB RTX 4090 offers 23.5, a 32 GiB RTX 5090 31.4.
+DRIVER_SHARE = 0.02
+DEEPEST = 128  # of the depth dial: 8192 wide, 104 billion parameters
+SMALLEST_SEQUENCE = 16
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long pretraining may be. kind hours: the whole budget, everything included; flops: of training, by the
+    convention of `budget/shape.py`; loss: bits per byte to reach."""
+
+    kind: Kind
+    value: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of a budget of hours. They sum to one."""
+
+    pretraining: float = 0.85
+    sft: float = 0.08
+    evaluation: float = 0.03
+    margin: float = 0.04
+
+    def __post_init__(self) -> None:
+        total = self.pretraining + self.sft + self.evaluation + self.margin
+        if min(self.pretraining, self.sft, self.evaluation, self.margin) < 0 or abs(total - 1) > 1e-9:
+            raise ValueError(f"the shares of a budget must be at least 0 and sum to 1, not {total}")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One of the GPUs. memory_bytes: that programs can use; gpu: its row in the table, None for one that is not in it;
+    machine: set when the card is in this machine."""
+
+    name: str
+    memory_bytes: int
+    memory_source: str
+    gpu: Gpu | None
+    machine: probe_store.Machine | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.machine is not None and self.machine.device == "cpu"
+
+
+@dataclass(frozen=True)
+class Given:
+    """The model that was asked about. label: how a person wrote it; preset: what `deskside train` is called with;
+    layers: configuration layers, the options of the command line on top; own: the dotted keys somebody set."""
+
+    label: str
+    preset: str
+    layers: tuple[dict[str, Any], ...]
+    config: RunConfig
+    own: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything the planner works from. overrides: configuration given by hand, on top of whatever it chooses.
+    setup_seconds, measured_watts: of this card, measured; pretrain_seconds: wall-clock of the pretraining run itself
+    where the caller knows it better than the split."""
+
+    card: Card
+    calibration: Calibration
+    budget: Budget | None
+    given: Given | None
+    gpus: int = 1
+    precision: str | None = None
+    sequence_length: int | None = None
+    price_kwh: float | None = None
+    rent_per_hour: float | None = None
+    unique_tokens: int | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    split: Split = Split()
+    law: LossLaw = LAW
+    setup_seconds: float | None = None
+    pretrain_seconds: float | None = None
+    measured_watts: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sequence(self) -> int:
+        """Tokens per row of the last (or only) stage."""
+        if self.sequence_length is not None:
+            return self.sequence_length
+        if self.given is not None:
+            return max(stage.sequence_length for stage in self.given.config.stages())
+        batch = self.overrides.get("batch", {})
+        return int(batch.get("sequence_length", defaults().batch.sequence_length))
+
+
+def ask(
+    *,
+    gpu: str | None = None,
+    here: bool = False,
+    hours: float | None = None,
+    tokens: str | float | None = None,
+    flops: float | None = None,
+    loss: float | None = None,
+    preset: str | None = None,
+    depth: int | None = None,
+    params: str | float | None = None,
+    gpus_count: int = 1,
+    precision: str | None = None,
+    sequence: int | None = None,
+    price_kwh: float | None = None,
+    rent_per_hour: float | None = None,
+    unique_tokens: str | float | None = None,
+    probes: str = "probes",
+    overrides: Mapping[str, Any] | None = None,
+    law: LossLaw = LAW,
+    split: Split = Split(),
+    pretrain_seconds: float | None = None,
+) -> Request:
+    """Check what was asked. Counts may be written 3B or 1.5e9.
+
+    overrides: configuration by hand ({"model": {...}, "batch": {...}}). Raises UsageError, one line.
+    """
+    budgets = {"hours": hours, "tokens": tokens, "flops": flops, "loss": loss}
+    named = [name for name, value in budgets.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(
+            f"--{' and --'.join(named)}: each is a budget of its own, and they contradict; give one of them"
+        )
+    models = [
+        f"--{n}" for n, v in (("preset", preset), ("depth", depth), ("params", params)) if v is not None
+    ]
+    if len(models) > 1:
+        raise UsageError(f"{' and '.join(models)}: each gives the model; give one of them")
+    budget = None
+    if named:
+        kind: Kind = named[0]  # type: ignore[assignment]
+        given_value = budgets[kind]
+        value = count(f"--{kind}", given_value) if kind == "tokens" else positive(f"--{kind}", given_value)
+        budget = Budget(kind, value)
+    if gpus_count < 1:
+        raise UsageError(f"--gpus: {gpus_count} GPUs cannot train; give 1 or more")
+    if sequence is not None and sequence < SMALLEST_SEQUENCE:
+        raise UsageError(
+            f"--sequence: rows of {sequence} tokens are too short; give {SMALLEST_SEQUENCE} or more"
+        )
+    for name, price in (("price_kwh", price_kwh), ("rent_per_hour", rent_per_hour)):
+        if price is not None and not (price >= 0 and math.isfinite(price)):
+            raise UsageError(f"--{name}: a price is a number of dollars from 0, not {price:g}")
+    unique = None if unique_tokens is None else int(count("--unique_tokens", unique_tokens))
+    overrides = dict(overrides or {})
+    card, rows, notes = _card(gpu, here, probes)
+    given = _given(preset, depth, params, overrides, sequence)
+    if budget is None and given is None:
+        raise UsageError(
+            "what is the budget? give --hours, --tokens, --flops or --loss, or a model with --preset"
+        )
+    return Request(
+        card=card,
+        calibration=calibrate(card.gpu, rows),
+        budget=budget,
+        given=given,
+        gpus=gpus_count,
+        precision=_precision(precision),
+        sequence_length=sequence,
+        price_kwh=price_kwh,
+        rent_per_hour=rent_per_hour,
+        unique_tokens=unique,
+        overrides=overrides,
+        split=split,
+        law=law,
+        setup_seconds=max(_measured(rows, "setup_seconds"), default=None),
+        pretrain_seconds=pretrain_seconds,
+        measured_watts=max(_measured(rows, "watts"), default=None),
+        notes=tuple(notes),
+    )
+
+
+@cache
+def defaults() -> RunConfig:
+    """What `deskside train` does when nobody says otherwise."""
+    return RunConfig()
+
+
+def positive(option: str, value: Any) -> float:
+    """A finite number above zero. Raises UsageError."""
+    if not (float(value) > 0 and math.isfinite(float(value))):
+        raise UsageError(f"{option}: must be a number above zero, not {value:g}")
+    return float(value)
+
+
+def count(option: str, given: Any) -> float:
+    """A whole number above zero: 3000000, 3M, 1.5B, 2e9. Raises UsageError."""
+    text = str(given).strip().lower().replace(",", "").replace("_", "")
+    scale = SCALES.get(text[-1:], 1)
+    try:
+        value = Decimal(text[:-1] if scale > 1 else text) * scale
+    except InvalidOperation:
+        raise UsageError(f"{option}: '{given}' is not a count; write it as 3B, 350M or 1500000") from None
+    if not value.is_finite() or value <= 0:
+        raise UsageError(f"{option}: must be above zero, not {given}")
+    if value.adjusted() > 18:
+        raise UsageError(f"{option}: {given} is more than anything here can be trained on or with")
+    if value != value.to_integral_value():
+        raise UsageError(f"{option}: {given} is no whole number")
+    return float(value)
+
+
+def trainable(precision: str) -> bool:
+    """Whether `deskside train` takes this precision. The configuration is asked, so this holds when it learns more."""
+    try:
+        merge.build([{"precision": {"name": precision}}])
+    except UsageError:
+        return False
+    return True
+
+
+def _precision(name: str | None) -> str | None:
+    known = ("bf16", "fp32", "fp8")
+    if name is None or name in known:
+        return name
+    raise UsageError(f"--precision: {name} cannot be planned; use one of {', '.join(known)}")
+
+
+def _card(name: str | None, here: bool, folder: str) -> tuple[Card, list[probe_store.Row], list[str]]:
+    """The card, what was measured of it, and notes about what was measured and does not count."""
+    store = probe_store.open_store(folder)
+    if here and name is not None:
+        raise UsageError("--gpu and --here both say which card; give one of them")
+    if not here and name is None:
+        raise UsageError("which card? give --gpu, such as --gpu rtx4090, or --here for this machine")
+    if name is not None:
+        gpu = gpus.find(name)
+        memory = int(gpu.memory_bytes * (1 - DRIVER_SHARE))
+        card = Card(gpu.name, memory, f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver", gpu)
+        return (card, *_measured_elsewhere(store, gpu))
+    machine = probe_store.this_machine()
+    found = gpus.of_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
+    card = Card(machine.card, machine.memory_bytes, "measured: reported by this machine", found, machine)
+    rows = store.require(machine)
+    if not rows and found is None:
+        what = "the CPU" if card.is_cpu else "not in the table"
+        raise UsageError(
+            f"{machine.card}: this is {what}, and nothing was measured on it; measure it first with: "
+            f"deskside probe, or name a card with --gpu"
+        )
+    return card, rows, store.notes(machine)
+
+
+def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_store.Row], list[str]]:
+    """Rows of a named card. If it is this machine's own, only what was measured with this driver and software counts;
+    else the newest machine's rows, and the note says which that is."""
+
+    def is_it(row: probe_store.Row) -> bool:
+        machine = row["key"]["machine"]
+        name, gib = machine.get("card"), machine.get("memory_gib")
+        known = isinstance(name, str) and isinstance(gib, (int, float))
+        return known and gpus.of_device(name, int(gib * 2**30)) == gpu
+
+    rows = [row for row in store.rows() if is_it(row)]
+    if not rows:
+        return [], []
+    machine = probe_store.this_machine()
+    if machine.device == "cuda" and gpus.of_device(machine.card, machine.memory_bytes) == gpu:
+        return store.require(machine), store.notes(machine)
+    newest = rows[-1]["key"]["machine"]
+    used = [row for row in rows if row["key"]["machine"] == newest]
+    notes = [
+        f"{len(used)} probe results of {gpu.name} from {store.folder} are used; they were measured on another "
+        f"machine, with driver {newest.get('driver')} and torch {newest.get('torch')}"
+    ]
+    if len(used) < len(rows):
+        notes.append(f"{len(rows) - len(used)} older ones, of other drivers or software, are not used")
+    return used, notes
+
+
+def _given(
+    preset: str | None,
+    depth: int | None,
+    params: str | float | None,
+    overrides: Mapping[str, Any],
+    sequence: int | None,
+) -> Given | None:
+    if preset is not None:
+        layers, label = presets.layers(preset), preset
+    elif depth is not None:
+        if depth > DEEPEST:
+            raise UsageError(
+                f"--depth: {depth} is beyond what can be planned; give an even depth from 2 to {DEEPEST}"
+            )
+        preset = f"d{depth}"
+        layers, label = [presets.depth(depth)], preset
+    elif params is not None:
+        depth = _nearest_depth(count("--params", params), str(params))
+        preset = f"d{depth}"
+        layers, label = (
+            [presets.depth(depth)],
+            f"{preset}, the nearest on the depth dial to {params} parameters",
+        )
+    else:
+        return None
+    layers = [*layers, dict(overrides)] if overrides else layers
+    _, origins = merge.merge(layers)
+    own = frozenset(".".join(path) for path in origins)
+    if sequence is not None:
+        layers = [*layers, longer(sequence, merge.build(layers), own)]
+    return Given(label, preset, tuple(layers), merge.build(layers), own)
+
+
+def longer(sequence: int, config: RunConfig, own: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The layer that sets the sequence length: also the positions when there are too few of them, and the batch when
+    nobody set it (its key is not in `own`) and it does not divide."""
+    batch: dict[str, Any] = {"sequence_length": sequence}
+    layer: dict[str, Any] = {"batch": batch}
+    if sequence > config.model.max_position_embeddings:
+        layer["model"] = {"max_position_embeddings": sequence}
+    if config.batch.tokens % sequence and "batch.tokens" not in own:
+        batch["tokens"] = max(1, round(config.batch.tokens / sequence)) * sequence
+    return layer
+
+
+def _nearest_depth(wanted: float, written: str) -> int:
+    sizes = {d: num_params(ModelConfig(**presets.depth(d)["model"])) for d in range(2, DEEPEST + 1, 2)}
+    nearest = min(sizes, key=lambda d: abs(math.log(sizes[d] / wanted)))
+    if not 0.5 <= sizes[nearest] / wanted <= 2:
+        raise UsageError(
+            f"--params: {written} is no size that the depth dial has; it goes from {sizes[2] / 1e6:.1f}M (d2) "
+            f"to {sizes[DEEPEST] / 1e9:.0f}B (d{DEEPEST})"
+        )
+    return nearest
+
+
+def _measured(rows: Sequence[probe_store.Row], what: str) -> list[float]:
+    """One number of every point that was measured to its end."""
+    found = [r["result"].get(what) for r in rows if r["kind"] == "point" and r["status"] == "ok"]
+    return [float(value) for value in found if isinstance(value, (int, float)) and value > 0]

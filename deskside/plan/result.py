@@ -1,0 +1,292 @@
+"""The plan as it is handed on: to a person, to a program as JSON, to `deskside go`.
+
+Every section says where its numbers come from: `measured` on this card, `published` by others, or `modelled`, with the
+basis of the model in one line.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deskside.budget.shape import active_params
+from deskside.config import merge, presets
+from deskside.config.duration import Duration
+from deskside.plan.bands import Name
+from deskside.plan.candidates import Candidate
+from deskside.plan.claims import Finding
+from deskside.plan.costs import Cost
+from deskside.plan.estimate import Estimate, Range, options
+from deskside.plan.remedies import Remedy
+from deskside.plan.request import Request, trainable
+from deskside.plan.verdict import Answer
+
+SCHEMA = 1
+MODELLED = "modelled"
+
+
+@dataclass(frozen=True)
+class PlannedBand:
+    """A band, executable. config: what `deskside train` is configured with (plain dict, `merge.build([config])` takes
+    it); command: the same as a command line, DIR standing for the prepared data."""
+
+    name: Name
+    why: str
+    candidate: Candidate
+    config: dict[str, Any]
+    command: str
+    cost: Cost
+
+    @property
+    def preset(self) -> str:
+        return self.candidate.shape.preset
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.candidate.estimate
+
+    @property
+    def tokens(self) -> int:
+        """As expected."""
+        return int(self.candidate.tokens[1])
+
+    @property
+    def loss(self) -> Range:
+        return self.candidate.loss
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. recommended: the name of the band to run; asked: the given model's run exactly as it was asked for,
+    None in an open search; alternatives: what deskside cannot do yet, for comparison."""
+
+    request: Request
+    verdict: Answer
+    reasons: tuple[str, ...]
+    bands: tuple[PlannedBand, ...]
+    recommended: Name | None
+    asked: Estimate | None
+    remedies: tuple[Remedy, ...]
+    findings: tuple[Finding, ...]
+    alternatives: tuple[dict[str, Any], ...]
+    hours: dict[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> PlannedBand | None:
+        """The recommended band."""
+        return next((band for band in self.bands if band.name == self.recommended), None)
+
+    @property
+    def shown(self) -> Estimate | None:
+        """What memory and speed are shown of: the recommended band, else the run as it was asked for."""
+        return self.asked if self.best is None else self.best.estimate
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole plan, JSON."""
+        best, shown = self.best, self.shown
+        return {
+            "schema_version": SCHEMA,
+            "verdict": self.verdict,
+            "reasons": list(self.reasons),
+            "recommended": self.recommended,
+            "request": _request(self.request),
+            "bands": [_band(self, band) for band in self.bands],
+            "memory": {} if shown is None else memory_json(self.request, shown),
+            "speed": {} if shown is None else speed_json(self.request, shown),
+            "cost": {} if best is None else best.cost.to_json(),
+            "hours": self.hours,
+            "asked": None
+            if self.asked is None
+            else {
+                "memory": memory_json(self.request, self.asked),
+                "speed": speed_json(self.request, self.asked),
+            },
+            "remedies": [_remedy(remedy) for remedy in self.remedies],
+            "claims": [finding.to_json() for finding in self.findings],
+            "alternatives": list(self.alternatives),
+            "notes": list(self.notes),
+        }
+
+
+def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], str]:
+    """(config, command) of a candidate. Raises UsageError if the configuration does not take it, which is a bug."""
+    own: dict[str, Any] = options(candidate.setting)
+    # The length of the run is what the budget is: a time for hours, else the tokens that it comes to.
+    _, expected, _ = candidate.seconds
+    if request.pretrain_seconds is not None or (request.budget and request.budget.kind == "hours"):
+        length = str(Duration(int(expected), "seconds"))
+    else:
+        length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
+    own.setdefault("schedule", {})["length"] = length
+    if request.precision is not None and trainable(request.precision):
+        own["precision"] = {"name": request.precision}
+    positions = candidate.setting.model.max_position_embeddings
+    built = merge.build([*candidate.shape.layers, own])
+    config = built.model_dump(mode="json", exclude_unset=True)
+    by_hand: dict[str, Any] = {}
+    for layer in (request.overrides, own):
+        by_hand = merge.merge([by_hand, layer])[0]
+    if positions != merge.build(presets.layers(candidate.shape.preset)).model.max_position_embeddings:
+        by_hand.setdefault("model", {})["max_position_embeddings"] = positions
+    return config, _command(request, candidate.shape.preset, by_hand)
+
+
+def _command(request: Request, preset: str, given: Mapping[str, Any]) -> str:
+    start = ["deskside", "train", preset]
+    if request.gpus > 1:
+        start = ["torchrun", "--nproc-per-node", str(request.gpus), "-m", *start]
+    words = []
+    for part, values in given.items():
+        if isinstance(values, Mapping):
+            for key, value in values.items():
+                words += [f"--{part}.{key}", _written(value)]
+        else:
+            words += [f"--{part}", _written(values)]
+    if "--data.path" not in words:
+        words = ["--data.path", "DIR", *words]
+    return shlex.join([*start, *words])
+
+
+def _written(value: Any) -> str:
+    """A value as `deskside train` reads it: lists and tables as in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}={_written(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_written(v) for v in value) + "]"
+    return str(value)
+
+
+def memory_json(request: Request, found: Estimate) -> dict[str, Any]:
+    low, expected, high = found.memory_bytes
+    return {
+        "source": MODELLED,
+        "basis": request.calibration.basis,
+        "unit": "bytes",
+        "items": dict(found.memory.items),
+        "peak_allocated": found.memory.allocated,
+        "reserved": found.memory.reserved,
+        "context": request.calibration.overhead_bytes,
+        "needed": {"low": int(low), "expected": int(expected), "high": int(high)},
+        "capacity": found.capacity,
+        "capacity_source": request.card.memory_source,
+        "peak_at": found.memory.instant,
+        "fits": found.fits,
+    }
+
+
+def speed_json(request: Request, found: Estimate) -> dict[str, Any]:
+    setting = found.setting
+    low, expected, high = found.tokens_per_second
+    gpu = request.card.gpu
+    per_second = setting.flops_per_token * expected / request.gpus
+    return {
+        "source": MODELLED,
+        "calibration": request.calibration.source,
+        "basis": request.calibration.basis,
+        "tokens_per_second": {"low": low, "expected": expected, "high": high},
+        "step_seconds": found.step_seconds,
+        "items": dict(found.step),
+        "tokens_per_step": setting.tokens_per_step,
+        "micro_tokens": setting.micro_tokens,
+        "accumulation": found.accumulation,
+        "flops_per_token": setting.flops_per_token,
+        "mfu": None if gpu is None else per_second / gpu.bf16_flops,
+        "mfu_of": "data sheet, BF16 with FP32 accumulation, causal attention",
+    }
+
+
+def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
+    found, setting = band.candidate, band.candidate.setting
+    low, expected, high = found.loss
+    return {
+        "name": band.name,
+        "recommended": band.name == plan.recommended,
+        "why": band.why,
+        "model": {
+            "preset": band.preset,
+            "params": found.params,
+            "active_params": active_params(setting.model),
+            "weights": found.weights,
+            "layers": setting.model.num_hidden_layers,
+            "hidden_size": setting.model.hidden_size,
+        },
+        "tokens": band.tokens,
+        "tokens_range": {"low": int(found.tokens[0]), "high": int(found.tokens[2])},
+        "tokens_per_param": found.tokens[1] / found.weights,
+        "epochs": None
+        if plan.request.unique_tokens is None
+        else found.tokens[1] / plan.request.unique_tokens,
+        "steps": int(found.tokens[1] // setting.tokens_per_step),
+        "loss": {
+            "low": low,
+            "expected": expected,
+            "high": high,
+            "unit": "bits per byte",
+            "source": plan.request.law.source,
+        },
+        "batch": {
+            "tokens": setting.stages[-1].tokens,
+            "micro_tokens": setting.micro_tokens,
+            "accumulation": found.estimate.accumulation,
+        },
+        "stages": [
+            {"share": s.share, "sequence_length": s.sequence_length, "tokens": s.tokens}
+            for s in setting.stages
+        ],
+        "optimizer": setting.optimizer,
+        "precision": setting.precision,
+        "activation_checkpointing": setting.activation_checkpointing,
+        "memory": memory_json(plan.request, found.estimate),
+        "speed": speed_json(plan.request, found.estimate),
+        "time": {
+            "source": MODELLED,
+            "pretraining_seconds": {
+                "low": found.seconds[0],
+                "expected": found.seconds[1],
+                "high": found.seconds[2],
+            },
+        },
+        "cost": band.cost.to_json(),
+        "config": band.config,
+        "command": band.command,
+    }
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "what": remedy.what,
+        "kind": remedy.kind,
+        "deskside_can": remedy.kind != "elsewhere",
+        "saves_bytes": int(remedy.saves_bytes),
+        "speed": remedy.speed,
+        "fits": remedy.fits,
+        "costs": remedy.costs,
+        "options": remedy.options,
+        "source": MODELLED,
+    }
+
+
+def _request(request: Request) -> dict[str, Any]:
+    calibration = request.calibration
+    return {
+        "card": request.card.name,
+        "card_memory": request.card.memory_bytes,
+        "card_source": "measured here" if request.card.machine else "published",
+        "gpus": request.gpus,
+        "budget": None
+        if request.budget is None
+        else {"kind": request.budget.kind, "value": request.budget.value},
+        "model": None if request.given is None else request.given.label,
+        "sequence_length": request.sequence,
+        "precision": request.precision,
+        "unique_tokens": request.unique_tokens,
+        "calibration": {
+            "source": calibration.source,
+            "basis": calibration.basis,
+            "speed_spread": calibration.speed_spread,
+            "memory_spread": calibration.memory_spread,
+        },
+    }

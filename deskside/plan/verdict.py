@@ -1,0 +1,193 @@
+"""The model is given: yes, yes-if (what to change), or no (what would be needed).
+
+First memory: the run as it was asked for, its micro-batch fitted, must fit even at the high end of the range. If it
+does not, the options of `deskside train` that save memory are tried together, the fastest first; what fits with them is
+a yes-if. Then time: a budget of hours must leave room for training, and a model so large that a smaller one would end
+clearly better in the same hours is a yes-if at best. Sharding over the GPUs that were named is a change; more GPUs, a
+larger card or a smaller model are not what was asked, and are named as what would be needed.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from deskside.budget.shape import matmul_params
+from deskside.plan import bands
+from deskside.plan.candidates import (
+    Candidate,
+    Shape,
+    batch_tokens,
+    bpb,
+    candidate,
+    fastest,
+    length,
+    optimal_tokens,
+    precision,
+    pretrain_seconds,
+    setup_seconds,
+)
+from deskside.plan.estimate import Estimate, Setting, StageSetting, estimate, fitted, of_config
+from deskside.plan.remedies import Remedy, leanest, remedies, shorter
+from deskside.plan.request import Request
+from deskside.plan.words import count, duration, gib
+
+Answer = Literal["yes", "yes-if", "no"]
+UNDERTRAINED = 1.03  # times the loss of the best smaller model in the same hours
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """asked: the run as it was asked for; chosen: the run that can be done, None if there is none."""
+
+    answer: Answer
+    reasons: tuple[str, ...]
+    asked: Estimate
+    chosen: Candidate | None
+    remedies: tuple[Remedy, ...]
+
+
+def judge(request: Request) -> Verdict:
+    """The verdict on the given model. The request must have one."""
+    assert request.given is not None
+    shape = Shape(request.given.preset, request.given.layers, request.given.config)
+    asked = _asked(request, shape)
+    found, answer, reasons = _memory(request, asked)
+    needed = tuple(remedies(request, asked)) if asked.fits != "fits" else ()
+    if found is None:
+        would = [remedy.what for remedy in needed if remedy.kind in ("hardware", "other model")]
+        return Verdict("no", (*reasons, f"what would do: {'; or '.join(would)}"), asked, None, needed)
+    chosen = candidate(request, shape, found)
+    if chosen is None:
+        return Verdict("no", (*reasons, _out_of_reach(request, found)), asked, None, needed)
+    late = _undertrained(request, chosen)
+    if late is not None:
+        reasons.append(late)
+        answer = "yes-if"
+    return Verdict(answer, tuple(reasons), asked, chosen, needed)
+
+
+def _asked(request: Request, shape: Shape) -> Estimate:
+    """The run as asked. What nobody said: the best batch for its tokens, and the micro-batch that fits."""
+    assert request.given is not None
+    base = of_config(shape.config, request.gpus, precision(request))
+    capacity, own = request.card.memory_bytes, request.given.own
+
+    def run(setting: Setting) -> Estimate:
+        if "batch.micro_tokens" in own and setting.micro_tokens <= setting.tokens_per_step:
+            return estimate(setting, request.calibration, capacity)
+        return estimate(fitted(setting, request.calibration, capacity), request.calibration, capacity)
+
+    if "batch.tokens" in own or len(base.stages) > 1:
+        return run(base)
+    found: Estimate | None = None
+    tokens = batch_tokens(
+        optimal_tokens(request.law, matmul_params(base.model)), request.sequence, request.gpus
+    )
+    for _ in range(2):
+        stages = (StageSetting(1.0, request.sequence, tokens),)
+        micro = base.micro_tokens if "batch.micro_tokens" in own else tokens // request.gpus
+        found = run(replace(base, stages=stages, micro_tokens=micro))
+        reached = length(request, found)
+        if reached is not None:
+            tokens = batch_tokens(reached[0][1], request.sequence, request.gpus)
+    assert found is not None
+    return found
+
+
+def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer, list[str]]:
+    """What can be run, the verdict on memory alone, and why."""
+    capacity = gib(request.card.memory_bytes)
+    low, expected, high = asked.memory_bytes
+    told = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"
+    if asked.fits == "fits":
+        return asked, "yes", [f"it fits: {told}, {asked.setting.micro_tokens:,} tokens per pass"]
+    changed = fastest(request, replace(asked.setting, optimizer="muon"))
+    same_optimizer = fastest(request, asked.setting)
+    for found in (same_optimizer, changed):
+        if found.fits == "fits":
+            return (
+                found,
+                "yes-if",
+                [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"],
+            )
+    for cut in shorter(asked.setting):
+        found = fastest(request, cut)
+        if found.fits == "fits":
+            return (
+                found,
+                "yes-if",
+                [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"],
+            )
+    for found in (asked, same_optimizer, changed):
+        if found.fits == "tight":
+            _, expected, high = found.memory_bytes
+            text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end"
+            what = _differences(asked, found)
+            return (
+                found,
+                "yes-if",
+                [f"{text} of the range{f', with {what}' if what else ''}: only a trial will tell"],
+            )
+    least = leanest(request, asked.setting)
+    return (
+        None,
+        "no",
+        [
+            f"as asked it needs {told}",
+            f"with everything recomputed, one row per pass and Muon it still needs {gib(least.memory_bytes[1])}",
+        ],
+    )
+
+
+def _differences(asked: Estimate, found: Estimate) -> str:
+    """What was changed, in words."""
+    before, after = asked.setting, found.setting
+    words = []
+    if after.activation_checkpointing != before.activation_checkpointing:
+        words.append(f"--compute.activation_checkpointing {after.activation_checkpointing}")
+    if after.loss_chunk_tokens != before.loss_chunk_tokens:
+        words.append(f"--compute.loss_chunk_tokens {after.loss_chunk_tokens}")
+    if after.optimizer != before.optimizer:
+        words.append(f"--optim.name {after.optimizer}")
+    if after.sharded and not before.sharded:
+        words.append(f"sharding over the {after.gpus} GPUs (--parallel.mode shard)")
+    if after.sequence_length != before.sequence_length:
+        words.append(f"rows of {after.sequence_length:,} tokens")
+    if after.micro_tokens != before.micro_tokens:
+        words.append(f"{after.micro_tokens:,} tokens per pass")
+    speed = found.tokens_per_second[1] / asked.tokens_per_second[1]
+    return f"{', '.join(words)}, at {speed:.0%} of the speed" if words else ""
+
+
+def _out_of_reach(request: Request, found: Estimate) -> str:
+    budget = request.budget
+    if budget is not None and budget.kind == "loss":
+        floor = bpb(request, found.setting, 1e15)[1]
+        return (
+            f"{budget.value:g} bits per byte is out of reach: a model of this size is expected to end above "
+            f"{floor:.3f} whatever it reads"
+        )
+    seconds = pretrain_seconds(request) or 0.0
+    return (
+        f"the time is too short: {duration(seconds)} of pretraining, of which setting up takes about "
+        f"{duration(setup_seconds(request))}, and a step {duration(found.step_seconds)}"
+    )
+
+
+def _undertrained(request: Request, chosen: Candidate) -> str | None:
+    """Whether a smaller model would end clearly better in the same hours."""
+    if request.budget is None or request.budget.kind not in ("hours", "flops"):
+        return None
+    best = next(
+        (b.candidate for b in bands.choose(replace(request, given=None, overrides={})) if b.name == "target"),
+        None,
+    )
+    if best is None or best.weights >= chosen.weights or chosen.loss[1] < UNDERTRAINED * best.loss[1]:
+        return None
+    right = optimal_tokens(request.law, chosen.weights)
+    needed = right / chosen.estimate.tokens_per_second[1]
+    return (
+        f"it sees only {chosen.tokens[1] / chosen.weights:.2g} tokens per parameter and is expected at "
+        f"{chosen.loss[1]:.3f} bits per byte, where {best.shape.preset} ({count(best.weights)}) gets to "
+        f"{best.loss[1]:.3f} in the same budget; this size is the best choice from {count(right)} tokens on, "
+        f"which take {duration(needed)}"
+    )
