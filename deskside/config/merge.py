@@ -12,7 +12,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -214,6 +214,7 @@ def _one_line(error: ValidationError) -> UsageError:
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
         return _misplaced(key, str(first["loc"][1])) if len(path) < len(first["loc"]) else unknown_key(key)
+    key = ".".join(_without_union(path))
     message = re.sub(r"^Value error, ", "", first["msg"])
     if first["type"] == "value_error":
         # Our own validators begin with the key, given in full or relative to their part.
@@ -224,6 +225,15 @@ def _one_line(error: ValidationError) -> UsageError:
             return UsageError(message)
         return UsageError(f"{key}: {message}")
     return UsageError(f"{key}: {message[0].lower()}{message[1:]}, not {first['input']!r}")
+
+
+def _without_union(path: list[str]) -> list[str]:
+    """The path of an error without the member of a union, which pydantic adds and which is no key."""
+    for end in range(1, len(path)):
+        field = dict(keys()).get(tuple(path[:end]))
+        if field is not None and get_origin(field.annotation) not in (tuple, list, dict):
+            return path[:end]
+    return path
 
 
 def _misplaced(key: str, chosen: str) -> UsageError:
@@ -269,8 +279,8 @@ def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], pa
     alternatives = {
         a.model_fields["name"].default: a for a in parts_of(RunConfig.model_fields[part].annotation)
     }
-    if chosen not in alternatives:
-        return  # validation names the choices
+    if chosen not in list(alternatives):
+        return  # validation names the choices, whatever stands there
     for key in [key for key in values if key not in alternatives[chosen].model_fields]:
         del values[key]
         for path in [p for p in origins if p[:2] == (part, key)]:

@@ -25,7 +25,9 @@ def _warmup(given: Any) -> Any:
     if isinstance(given, int):
         return Duration.parse(given) if given else 0.0
     if not 0 <= given < 1:
-        raise ValueError(f"{given}: a fraction of the run must be in [0, 1); write steps as 40 or '40 steps'")
+        raise ValueError(
+            f"a fraction of the run must be in [0, 1), not {given}; write steps as 40 or '40 steps'"
+        )
     return given
 
 

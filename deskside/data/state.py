@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deskside.config.base import Part
+from deskside.config.base import Part, first_problem
 from deskside.data import folder, shards
 from deskside.data.scan import Scan
 from deskside.data.shards import ShardInfo
@@ -45,7 +45,7 @@ def read_state(directory: Path) -> State | None:
     try:
         return State.model_validate(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise RunError(
             f"{path}: is damaged, or was not written by `deskside data prepare` ({reason}). Give another --out, or "
             "delete that file and the data beside it."

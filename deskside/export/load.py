@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
 from deskside.config.run import SCHEMA_VERSION
 from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
@@ -198,9 +199,7 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
     try:
         return run, ModelConfig.model_validate(shape)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: config.model.{where}: {first['msg']}") from None
+        raise UsageError(f"{path}: config.model.{first_problem(error)}") from None
 
 
 def _read_weights(checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str) -> Transformer:

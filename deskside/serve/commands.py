@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from deskside import __version__
 from deskside.config import strict_json
+from deskside.config.base import first_problem
 from deskside.config.commandline import MAY_BE_EMPTY, parse
 from deskside.config.run import RunConfig
 from deskside.data.progress import Progress
@@ -244,9 +245,7 @@ def _run_config(loaded: Loaded) -> RunConfig | None:
     try:
         return RunConfig.model_validate(loaded.run["config"])
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{loaded.run_dir / 'run.json'}: {where}: {first['msg']}") from None
+        raise UsageError(f"{loaded.run_dir / 'run.json'}: config.{first_problem(error)}") from None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 from torch import Tensor, nn
 
-from deskside.config.base import Part
+from deskside.config.base import Part, first_problem
 from deskside.config.run import RunConfig
 from deskside.errors import RunError
 from deskside.export.checkpoints import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
@@ -158,10 +158,8 @@ def _read_state(checkpoint: Checkpoint) -> _State:
     try:
         state = _State.model_validate(files.load_state(checkpoint))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
         raise RunError(
-            f"{path}: {where}: {first['msg']}; restore it, or delete {checkpoint.path} to go on from an older one"
+            f"{path}: {first_problem(error)}; restore it, or delete {checkpoint.path} to go on from an older one"
         ) from None
     if state.step != checkpoint.step:
         raise RunError(f"{path}: is of step {state.step}; restore it, or delete {checkpoint.path}")

@@ -21,7 +21,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from deskside.config import strict_json
+from deskside.config.base import first_problem
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.errors import RunError, UsageError
 
@@ -106,7 +109,7 @@ class RunDirectory:
         try:
             config = RunConfig.model_validate(run["config"])
         except (KeyError, TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
             raise RunError(f"{self.path / 'run.json'}: holds no configuration of a run ({reason})") from None
         if run.get("schema_version") != SCHEMA_VERSION:
             raise RunError(

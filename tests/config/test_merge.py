@@ -1,15 +1,17 @@
 """Layers of dicts to one configuration: origins, alternatives, options without effect, one-line errors."""
 
 import json
+import math
 import random
+import re
 import string
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.config.merge import NO_EFFECT, build, keys, merge, option_keys
+from deskside.config.merge import NO_EFFECT, build, keys, merge, option_keys, parts_of
 from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
@@ -300,3 +302,50 @@ def test_the_resolved_configuration_reads_back() -> None:
     again = RunConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json"))))
     assert again == config
     assert again.model_dump_json() == config.model_dump_json()
+
+
+def layer_with(path: tuple[str, ...], value: object) -> dict[str, Any]:
+    """One key set, and the alternative chosen that has it."""
+    if len(path) == 1:
+        return {path[0]: value}
+    part, leaf = path
+    chosen = {}
+    for alternative in parts_of(RunConfig.model_fields[part].annotation):
+        if "name" in alternative.model_fields and leaf in alternative.model_fields and leaf != "name":
+            chosen = {"name": alternative.model_fields["name"].default}
+    return {part: {**chosen, leaf: value}} if part in ("optim", "schedule") else {part: {leaf: value}}
+
+
+LEAVES = [path for path, field in keys()]
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=".".join)
+@pytest.mark.parametrize("value", [True, [True], math.nan, math.inf, -math.inf, "???", {"?": 1}], ids=str)
+def test_no_key_takes_what_is_no_value_of_it(path: tuple[str, ...], value: object) -> None:
+    """The message begins with the key, as it is written, and nothing that pydantic adds."""
+    key = ".".join(path)
+    field = dict(keys())[path]
+    takes = {True: bool, "???": str}.get(value) if isinstance(value, bool | str) else None
+    if takes is not None and takes in (field.annotation, *get_args(field.annotation)):
+        return
+    if key == "data.sources" or (key == "data.weights" and value == {"?": 1}):
+        return  # a list of any texts, a table of any names
+    with pytest.raises(UsageError) as caught:
+        build([layer_with(path, value)])
+    assert re.match(rf"{re.escape(key)}(\.\d+)?: |{path[0]}: input tag ", str(caught.value)), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_not_finite_inside_tables() -> None:
+    for value, message in (
+        (math.nan, "data.weights.en: input should be a finite number"),
+        (True, "data.weights: "),
+    ):
+        with pytest.raises(UsageError, match=message):
+            build([{"data": {"weights": {"en": value}}}])
+    with pytest.raises(UsageError, match=r"schedule\.stages\.0\.until: must be a number, not true or false"):
+        build([{"schedule": {"stages": [{"until": True, "sequence_length": 512}]}}])
+    with pytest.raises(
+        UsageError, match=r"schedule\.warmup: a fraction of the run must be in \[0, 1\), not inf"
+    ):
+        build([{"schedule": {"warmup": "inf"}}])
