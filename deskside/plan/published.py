@@ -7,8 +7,8 @@ matmul rate, or stay farther from it, and other trainers are faster or slower th
 
 fitted by medians in turn (Tukey's median polish), with deskside on Hopper as zero. What counts here is the
 architecture's part: two cards that ran the same trainer tell how much better one of them suits the model than the
-other. Of each architecture only every second row takes part, by its place in the table; the others are kept to see how well this predicts
-(`benchmarks/planner_published.py`, docs/planner-accuracy.md).
+other. Of each architecture only every second row takes part, by its place in the table; the others are kept to see
+how well this predicts (`benchmarks/planner_published.py`, docs/planner-accuracy.md).
 
 Left out are runs that recompute or offload in ways we cannot map, and sequences beyond 8,192, where old attention
 kernels decide.
