@@ -1,0 +1,258 @@
+"""The list of checks, and how they are run: each in a child with a time limit, one child at a time.
+
+Cheap checks that share code share a child, since a child costs the seconds of importing torch. When such a child does
+not come back, each of its checks is run again alone, so that a crash or a hang is charged to the one that made it.
+Nothing here imports torch: the parent holds no CUDA context, and lives when torch does not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from deskside.probe import child
+
+Say = Callable[[str], None]
+MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. target: "module:function" called with `arguments` in a child; child: checks with the same word share.
+
+    answer: the result where it is known without running anything.
+    """
+
+    id: str
+    group: str  # matmul, memory, attention, training, libraries
+    name: str
+    target: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    child: str = ""
+    timeout: float = MINUTE
+    answer: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Library:
+    """An optional library: how it is found and installed, and its checks as (id, name, function, arguments)."""
+
+    module: str
+    package: str
+    pip: str
+    uses: tuple[tuple[str, str, str, dict[str, Any]], ...]
+
+
+LIBRARIES = (
+    Library(
+        "bitsandbytes",
+        "bitsandbytes",
+        "pip install bitsandbytes",
+        (
+            ("bitsandbytes_adamw", "bitsandbytes 8-bit AdamW", "bitsandbytes_adamw", {}),
+            ("bitsandbytes_nf4", "bitsandbytes NF4 layer", "bitsandbytes_nf4", {}),
+        ),
+    ),
+    Library(
+        "torchao",
+        "torchao",
+        "pip install torchao",
+        (
+            ("torchao_tensorwise", "torchao FP8 tensorwise", "torchao", {"recipe": "tensorwise"}),
+            ("torchao_rowwise", "torchao FP8 rowwise", "torchao", {"recipe": "rowwise"}),
+        ),
+    ),
+    Library(
+        "transformer_engine",
+        "transformer-engine",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        (
+            ("te_fp8", "transformer-engine FP8", "transformer_engine", {"recipe": "Float8CurrentScaling"}),
+            ("te_mxfp8", "transformer-engine MXFP8", "transformer_engine", {"recipe": "MXFP8BlockScaling"}),
+            ("te_nvfp4", "transformer-engine NVFP4", "transformer_engine", {"recipe": "NVFP4BlockScaling"}),
+        ),
+    ),
+    Library(
+        "flash_attn.cute",
+        "flash-attn-4",
+        "pip install --pre flash-attn-4",
+        (
+            ("flash_attn_4", "flash-attn-4", "flash_attention_4", {"window": False}),
+            ("flash_attn_4_window", "flash-attn-4, window", "flash_attention_4", {"window": True}),
+        ),
+    ),
+)
+GEMM, ATTENTION = "deskside.probe.doctor_gemm", "deskside.probe.doctor_attention"
+TRAIN, USE = "deskside.probe.doctor_train", "deskside.probe.doctor_libraries"
+NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
+
+
+def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
+    """The checks for this machine. quick: plain matmuls, memory, the choice of attention, eager training steps."""
+    device = facts["device"]
+    on = {"device": device}
+    together = "quick" if quick else "plain"
+    checks = [
+        Check("bf16", "matmul", "BF16", f"{GEMM}:plain", {"dtype": "bf16"} | on, together),
+        Check("fp16", "matmul", "FP16", f"{GEMM}:plain", {"dtype": "fp16"} | on, together),
+        Check("fp32", "matmul", "FP32", f"{GEMM}:plain", {"dtype": "fp32"} | on, together),
+        Check("copy", "memory", "device copy", f"{GEMM}:copy", on, together),
+    ]
+    if quick:
+        checks.append(
+            Check("attention", "attention", "fastest, full", f"{ATTENTION}:quick_choice", on, together)
+        )
+    else:
+        checks[3:3] = [
+            Check(id, "matmul", name, f"{GEMM}:scaled", {"format_name": id} | on, shared, 2 * MINUTE)
+            for id, name, shared in (
+                ("fp8_tensor", "FP8 tensorwise", "fp8"),
+                ("fp8_row", "FP8 rowwise", "fp8"),
+                ("mxfp8", "MXFP8", "mxfp8"),
+                ("nvfp4", "NVFP4", "nvfp4"),
+            )
+        ]
+        checks += _attention(facts)
+    checks += [
+        Check(
+            f"step_{name}",
+            "training",
+            f"{name.upper()} step",
+            f"{TRAIN}:step",
+            {"precision": name} | on,
+            shared,
+        )
+        for name in ("fp32", "bf16")
+        for shared in ("quick" if quick else "step",)
+    ]
+    if not quick:
+        checks += [_compile(facts), *_libraries(device)]
+    return checks
+
+
+def _attention(facts: Mapping[str, Any]) -> list[Check]:
+    """Every registered backend with and without a window; what it declares not to take is not run."""
+    checks = []
+    for backend in facts["attention_backends"]:
+        name = backend["name"]
+        for kind in ("full", "window"):
+            reason = backend[kind]
+            checks.append(
+                Check(
+                    f"attention_{name}" + ("_window" if kind == "window" else ""),
+                    "attention",
+                    name + (", window" if kind == "window" else ""),
+                    f"{ATTENTION}:check",
+                    {"backend": name, "window": kind == "window", "device": facts["device"]},
+                    f"attention {name}",
+                    5 * MINUTE,
+                    None
+                    if reason is None
+                    else {"verdict": "unsupported", "reason": reason, "declared": True},
+                )
+            )
+    return checks
+
+
+def _compile(facts: Mapping[str, Any]) -> Check:
+    precision = "bf16" if facts["device"] == "cuda" else "fp32"
+    missing = facts["device"] == "cpu" and facts["cxx_compiler"] is None
+    return Check(
+        "compile",
+        "training",
+        f"torch.compile, {precision.upper()}",
+        f"{TRAIN}:compiled",
+        {"precision": precision, "device": facts["device"]},
+        "compile",
+        5 * MINUTE,
+        {"verdict": "unsupported", "reason": NO_COMPILER} if missing else None,
+    )
+
+
+def _libraries(device: str) -> list[Check]:
+    checks = []
+    for library in LIBRARIES:
+        if not is_installed(library.module):
+            answer = {"verdict": "not installed", "reason": library.pip}
+            checks.append(Check(library.package, "libraries", library.package, answer=answer))
+            continue
+        for id, name, function, arguments in library.uses:
+            target = f"{USE}:{function}"
+            checks.append(
+                Check(id, "libraries", name, target, arguments | {"device": device}, id, 4 * MINUTE)
+            )
+    return checks
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing anything: an import might start CUDA in this process."""
+    package, *rest = module.split(".")
+    spec = util.find_spec(package)
+    if spec is None or not rest:
+        return spec is not None
+    places = [Path(place).joinpath(*rest) for place in spec.submodule_search_locations or ()]
+    return any(place.is_dir() or place.with_suffix(".py").exists() for place in places)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the optional libraries that are installed."""
+    found: dict[str, str | None] = {}
+    for library in LIBRARIES:
+        try:
+            found[library.package] = metadata.version(library.package)
+        except metadata.PackageNotFoundError:
+            found[library.package] = None
+    return found
+
+
+def run_all(checks: Sequence[Check], say: Say) -> list[dict[str, Any]]:
+    """The results in the order of `checks`: {"id", "group", "name", "verdict", "reason", ...}."""
+    results: dict[str, dict[str, Any]] = {}
+    done = 0
+    for check in checks:
+        if check.id in results:
+            continue
+        if check.answer is not None:
+            results[check.id] = dict(check.answer)
+            done += 1
+            continue
+        together = [
+            c for c in checks if c.answer is None and (c.id == check.id or c.child == check.child != "")
+        ]
+        say(f"{done + 1} of {len(checks)}: {', '.join(c.name for c in together)}")
+        results |= _run(together, say)
+        done += len(together)
+    return [{"id": c.id, "group": c.group, "name": c.name, "reason": ""} | results[c.id] for c in checks]
+
+
+def _run(checks: Sequence[Check], say: Say) -> dict[str, dict[str, Any]]:
+    """Run checks in one child; in a child for each when that does not come back."""
+    calls = [{"target": c.target, "arguments": dict(c.arguments)} for c in checks]
+    limit = max(c.timeout for c in checks)
+    outcome = child.run("deskside.probe.doctor_child:several", {"calls": calls}, limit)
+    if outcome.status == "ok":
+        return {check.id: result for check, result in zip(checks, outcome.value, strict=True)}
+    if len(checks) > 1:
+        say(f"{outcome.error}: each of these again, alone")
+        return {id: result for check in checks for id, result in _run([check], say).items()}
+    return {checks[0].id: failure(outcome)}
+
+
+def failure(outcome: child.Outcome) -> dict[str, Any]:
+    """What became of a check whose child brought no result.
+
+    crashed: the process died, or CUDA in it did. unsupported: an exception that is none of our child's business.
+    """
+    verdicts = {"timeout": "timeout", "oom": "out of memory", "failed": "unsupported"}
+    verdict = verdicts[outcome.status]
+    if outcome.status == "failed" and (
+        outcome.error.startswith("the process") or "CUDA error" in outcome.error
+    ):
+        verdict = "crashed"
+    return {
+        "verdict": verdict,
+        "reason": outcome.error,
+        "seconds": round(outcome.seconds, 2),
+        "stderr": outcome.stderr[-1000:],
+    }

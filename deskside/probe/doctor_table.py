@@ -1,0 +1,256 @@
+"""An examination as a person reads it: facts, a table of checks, what to use, what to mend. Made for 80 columns."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+GIB = 2**30
+GROUPS = ("matmul", "memory", "attention", "training", "libraries")
+STYLES = {
+    "works": "green",
+    "wrong numbers": "bold red",
+    "crashed": "red",
+    "timeout": "red",
+    "out of memory": "yellow",
+    "unsupported": "yellow",
+    "not installed": "dim",
+}
+SEVERITIES = {
+    "stops training": "bold red",
+    "wrong numbers": "red",
+    "may fail": "yellow",
+    "slow": "yellow",
+    "note": "dim",
+}
+UNITS = {"FLOP/s": "FLOP/s", "B/s": "B/s", "tokens/s": "tok/s"}
+LEGEND = (
+    "error: relative, against float64, the largest of output and gradients\nattention: forward and backward"
+)
+SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print an examination (`doctor.examine`)."""
+    if found["machine"]:
+        console.print(_facts(found["machine"], found["checks"]))
+        console.print()
+        console.print(_checks(found["checks"]))
+        console.print(Text(LEGEND, "dim"))
+        for line in _reasons(found["checks"]):
+            console.print(Padding(line, (0, 0, 0, 1)))
+        _power(found["power"], console)
+    if found["use"]:
+        _heading("Use on this machine", console)
+        console.print(_use(found["use"]))
+    _heading("Fix, most important first", console)
+    if found["fix"]:
+        console.print(_fixes(found["fix"]))
+    else:
+        console.print(" nothing")
+    if not found["trains"]:
+        console.print(Text("Training cannot work here.", "bold red"))
+    if found["quick"] and found["machine"]:
+        console.print(
+            Text("A quick look; deskside doctor checks all formats, backends and libraries.", "dim")
+        )
+
+
+def rate(speed: Mapping[str, Any] | None) -> str:
+    """A rate with three digits: 790 TFLOP/s, 4.25 TB/s."""
+    if speed is None:
+        return ""
+    value = float(speed["value"])
+    scale, letter = next(((s, name) for s, name in SCALES if value >= s), (1.0, ""))
+    shown = value / scale
+    digits = 0 if shown >= 100 else 1 if shown >= 10 else 2
+    return f"{shown:.{digits}f} {letter}{UNITS[speed['unit']]}"
+
+
+def _heading(title: str, console: Console) -> None:
+    console.print()
+    console.print(Text(title, "bold"))
+
+
+def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    details: dict[str, dict[str, Any]] = {c["id"]: c.get("details") or {} for c in checks}
+    for gpu in machine["gpus"]:
+        link: dict[str, Any] = details["copy"].get("link", {}) if gpu["index"] == 0 else {}
+        for name, line in _gpu_lines(gpu, link):
+            table.add_row(name, escape(line))
+        work = details["bf16"] if gpu["index"] == 0 else {}
+        if work.get("watts") is not None:
+            table.add_row("", f"at work {work['watts']:.0f} W, {work['celsius']} degrees (measured)")
+    if len(machine["gpus"]) > 1:
+        table.add_row("", "checks ran on GPU 0")
+    if not machine["gpus"]:
+        table.add_row("GPU", escape(f"none that torch can use ({machine['cuda_error']})"))
+    software = f"deskside {machine['deskside']}, Python {machine['python']}, torch {machine['torch']}"
+    if machine["cuda"]:
+        cudnn = machine["cudnn"]
+        software += f", CUDA {machine['cuda']}"
+        software += "" if cudnn is None else f", cuDNN {cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
+    software += f", Triton {machine['triton'] or 'missing'}"
+    table.add_row("software", escape(software))
+    if machine["driver"]:
+        table.add_row("driver", escape(f"{machine['driver']}, for CUDA up to {machine['driver_cuda']}"))
+    limit = machine["memory_limit_gib"]
+    table.add_row("CPU", escape(f"{machine['cpu']}, {machine['cpu_cores']} cores"))
+    memory = f"{_gib(machine['memory_gib'])}, {_gib(machine['memory_available_gib'])} available"
+    table.add_row("memory", memory + ("" if limit is None else f", {_gib(limit)} allowed to this container"))
+    shm = machine["shm"]
+    disk = f"{_gib(machine['disk_free_gib'])} free here, /dev/shm "
+    table.add_row("disk", disk + ("missing" if shm is None else f"{_gib(shm['total_gib'])}"))
+    compilers = (
+        f"{machine['c_compiler'] or 'no C compiler'}, {machine['cxx_compiler'] or 'no C++ compiler'}, "
+    )
+    table.add_row("compilers", compilers + ("Python.h" if machine["python_headers"] else "no Python.h"))
+    return table
+
+
+def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    free = gpu.get("free_bytes")
+    memory = f"{gpu['usable_bytes'] / GIB:.1f} GiB" + ("" if free is None else f", {free / GIB:.1f} free")
+    name = f"{gpu['name']}, {memory}"
+    yield f"GPU {gpu['index']}", name
+    yield "", f"compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors"
+    power, parts = gpu["power"], []
+    if power.get("limit_watts"):
+        span = [power.get("lowest_watts"), power.get("highest_watts")]
+        parts.append(
+            f"power limit {power['limit_watts']:.0f} W"
+            + (
+                f" (default {power['default_watts']:.0f}"
+                if power.get("default_watts")
+                else " (default unknown"
+            )
+            + (f", {span[0]:.0f} to {span[1]:.0f} can be set)" if span[0] and span[1] else ")")
+        )
+    state = link or gpu["pcie"]
+    if state.get("generation"):
+        under = "under load" if link else "idle"
+        parts.append(
+            f"PCIe {state['generation']} x{state['lanes']} {under}, "
+            f"of {state['highest_generation']} x{state['highest_lanes']}"
+        )
+    if link.get("host_to_device"):
+        parts.append(f"{rate(link['host_to_device'])} from host (measured)")
+    for part in parts:
+        yield "", part
+    sheet = gpu.get("data_sheet")
+    if sheet:
+        flops, bandwidth = sheet["bf16_flops"] / 1e12, sheet["bandwidth"] / 1e12
+        yield "", f"data sheet: {flops:.0f} TFLOP/s BF16, {bandwidth:.2f} TB/s (published)"
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
+    """What declares that it does not take a problem is left to the lines below the table."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("check", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("x BF16", justify="right", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
+    for group in GROUPS:
+        rows = [check for check in checks if check["group"] == group and not check.get("declared")]
+        if rows:
+            table.add_row(Text(group, "bold"))
+        for check in rows:
+            ratio = check.get("to_bf16")
+            table.add_row(
+                Text(f"  {check['name']}"),
+                Text(check["verdict"], STYLES[check["verdict"]]),
+                _measured(check),
+                "" if ratio is None else f"{ratio:.2f}" if ratio >= 0.01 else "<0.01",
+                _worst(check),
+            )
+    return table
+
+
+def _measured(check: Mapping[str, Any]) -> str:
+    details = check.get("details") or {}
+    if "times_eager" in details:
+        return f"{details['times_eager']:.2f} x eager"
+    return rate(check.get("speed"))
+
+
+def _worst(check: Mapping[str, Any]) -> str:
+    errors = check.get("errors")
+    if not errors:
+        return ""
+    if any(error is None for error in errors.values()):
+        return "not finite"
+    return f"{max(errors.values()):.1e}"
+
+
+def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Why, for everything that does not work: the library's own words, or how to install it."""
+    declared: dict[str, list[str]] = {}
+    for check in checks:
+        if check.get("declared"):
+            declared.setdefault(check["reason"], []).append(check["name"].removesuffix(", window"))
+        elif check["verdict"] != "works":
+            yield Text.assemble((f"{check['name']}: ", "bold"), check["reason"])
+    for reason, names in declared.items():
+        yield Text(f"attention, {reason}: {', '.join(dict.fromkeys(names))}", "dim")
+
+
+def _power(power: Mapping[str, Any] | None, console: Console) -> None:
+    if power is None:
+        return
+    _heading("Power", console)
+    if not power["lower_limits"]:
+        console.print(f" {power['reason']}", highlight=False)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1))
+    for column in ("limit", "speed", "power", "energy per token"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("published of", overflow="fold")
+    for point in power["lower_limits"]:
+        table.add_row(
+            f"{point['limit_watts']:.0f} W",
+            f"{point['speed_share'] - 1:+.0%}",
+            f"{point['power_share'] - 1:+.0%}",
+            f"{point['energy_share'] - 1:+.0%}",
+            Text(point["workload"]),
+        )
+    console.print(table)
+    console.print(" doctor changes no limit; sudo nvidia-smi -pl WATTS does", style="dim", highlight=False)
+
+
+def _use(choices: Sequence[Mapping[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for choice in choices:
+        text = Text.assemble((choice["value"], "bold green"), f": {choice['why']}" if choice["why"] else "")
+        if choice["option"]:
+            text.append(f" [{choice['option']}]", "dim")
+        table.add_row(choice["what"], text)
+    return table
+
+
+def _fixes(mends: Sequence[Mapping[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 1))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, mend in enumerate(mends, 1):
+        text = Text.assemble((f"{mend['severity']}: ", SEVERITIES[mend["severity"]]), mend["problem"])
+        text.append(f"\n{mend['remedy']}", "cyan")
+        table.add_row(f"{number}.", text)
+    return table
+
+
+def _gib(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    if value < 1:
+        return f"{value * 1024:.0f} MiB"
+    return f"{value:.1f} GiB" if value < 100 else f"{value:.0f} GiB"

@@ -1,0 +1,156 @@
+"""Children that are right, wrong, refuse, hang and crash; what is planted must be found and charged to the right one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deskside.probe import doctor_checks
+from deskside.probe.doctor_checks import Check, run_all
+
+PLANTED = "tests.probe.doctor_planted"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def planted(function: str, child: str = "", timeout: float = 60.0, **arguments: Any) -> Check:
+    name = function + "".join(str(v) for v in arguments.values())
+    return Check(name, "matmul", name, f"{PLANTED}:{function}", arguments, child, timeout)
+
+
+def results(*checks: Check) -> dict[str, dict[str, Any]]:
+    said: list[str] = []
+    found = run_all(checks, said.append)
+    assert [r["id"] for r in found] == [c.id for c in checks]
+    assert said
+    return {r["id"]: r for r in found}
+
+
+def test_what_is_planted_is_found() -> None:
+    found = results(
+        planted("right_product", "one"),
+        planted("slightly_wrong_product", "one"),
+        planted("zero_gradient_product", "one"),
+        planted("zero_gradient_attention", "one"),
+        planted("windowless_attention", "one"),
+        planted("refuse", "one"),
+        planted("out_of_memory", "one"),
+    )
+    assert found["right_product"]["verdict"] == "works", found["right_product"]
+    assert found["right_product"]["speed"]["value"] > 0
+
+    slightly = found["slightly_wrong_product"]
+    assert slightly["verdict"] == "wrong numbers"
+    assert "against the rounded operands: output is off by 3.0e-02" in slightly["reason"]
+
+    zero = found["zero_gradient_product"]
+    assert zero["verdict"] == "wrong numbers"
+    assert "input gradient is all zero" in zero["reason"] and "weight gradient is all zero" in zero["reason"]
+    assert "output" not in zero["reason"]
+
+    attention = found["zero_gradient_attention"]
+    assert attention["verdict"] == "wrong numbers"
+    assert attention["reason"] == "dq is all zero; dk is all zero; dv is all zero"
+    assert attention["errors"]["output"] < 1e-5 and attention["errors"]["dq"] == 1.0
+
+    window = found["windowless_attention"]
+    assert window["verdict"] == "wrong numbers" and "output is off by" in window["reason"]
+
+    assert found["refuse"]["verdict"] == "unsupported"
+    assert found["refuse"]["reason"] == "scaled products need compute capability 10.0"
+    assert found["out_of_memory"]["verdict"] == "out of memory"
+
+
+def test_a_hang_is_a_timeout() -> None:
+    found = results(planted("hang", timeout=2.0))["hang"]
+    assert (found["verdict"], found["reason"]) == ("timeout", "no answer within 2 s")
+
+
+def test_a_crash_is_charged_to_the_check_that_crashed() -> None:
+    found = results(
+        planted("fine", "shared", number=1), planted("crash", "shared"), planted("fine", "shared", number=2)
+    )
+    assert found["fine1"]["verdict"] == found["fine2"]["verdict"] == "works"
+    assert found["fine1"]["details"]["pid"] != found["fine2"]["details"]["pid"]
+    assert found["crash"]["verdict"] == "crashed"
+    assert found["crash"]["reason"] == "the process was ended by SIGABRT"
+
+
+def test_checks_that_come_back_share_their_child() -> None:
+    found = results(planted("fine", "shared", number=1), planted("fine", "shared", number=2))
+    assert found["fine1"]["details"]["pid"] == found["fine2"]["details"]["pid"]
+
+
+def test_an_unexpected_error_is_told_in_its_own_words() -> None:
+    found = results(planted("odd_error"), planted("poisoned"))
+    odd = found["odd_error"]
+    assert odd["verdict"] == "unsupported"
+    assert odd["reason"] == "LookupError: an error that no library is expected to raise"
+    assert found["poisoned"]["verdict"] == "crashed"
+
+
+def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = doctor_checks.Library(
+        "no_such_module_here", "absent", "pip install absent", (("a", "a", "a", {}),)
+    )
+    monkeypatch.setattr(doctor_checks, "LIBRARIES", (absent,))
+    (check,) = doctor_checks._libraries("cpu")
+    (found,) = run_all([check], lambda _: None)
+    assert (found["verdict"], found["reason"], found["name"]) == (
+        "not installed",
+        "pip install absent",
+        "absent",
+    )
+
+
+def test_installed_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "planted_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemError('imported')\n", "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor_checks.is_installed("planted_package")
+    assert doctor_checks.is_installed("planted_package.inner")
+    assert not doctor_checks.is_installed("planted_package.cute")
+    assert not doctor_checks.is_installed("planted_absent.cute")
+
+
+FACTS: dict[str, Any] = {
+    "device": "cuda",
+    "cxx_compiler": None,
+    "attention_backends": [
+        {"name": "cudnn", "full": None, "window": "has no sliding window"},
+        {"name": "flex", "full": None, "window": None},
+    ],
+}
+
+
+def test_listing_covers_what_the_issue_asks_for() -> None:
+    ids = [c.id for c in doctor_checks.listing(FACTS, quick=False)]
+    assert len(ids) == len(set(ids))
+    assert {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "copy", "compile"} <= set(ids)
+    assert {"attention_cudnn", "attention_cudnn_window", "attention_flex", "attention_flex_window"} <= set(
+        ids
+    )
+    assert {"step_fp32", "step_bf16"} <= set(ids)
+    quick = doctor_checks.listing(FACTS, quick=True)
+    assert {c.child for c in quick} == {"quick"}, "a quick look takes one child"
+    assert {"bf16", "attention", "step_fp32", "step_bf16"} <= {c.id for c in quick}
+
+
+def test_what_a_backend_declares_is_not_run() -> None:
+    by_id = {c.id: c for c in doctor_checks.listing(FACTS, quick=False)}
+    declared = by_id["attention_cudnn_window"].answer
+    assert declared == {"verdict": "unsupported", "reason": "has no sliding window", "declared": True}
+    assert by_id["attention_cudnn"].answer is None
+
+
+def test_compile_on_a_cpu_without_a_compiler_says_so() -> None:
+    facts = {**FACTS, "device": "cpu"}
+    (check,) = [c for c in doctor_checks.listing(facts, quick=False) if c.id == "compile"]
+    assert check.answer is not None and "no C++ compiler" in check.answer["reason"]
+    facts["cxx_compiler"] = "/usr/bin/g++"
+    (check,) = [c for c in doctor_checks.listing(facts, quick=False) if c.id == "compile"]
+    assert check.answer is None
