@@ -6,7 +6,7 @@ With --json standard output holds one JSON object and nothing else; all other wo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -135,7 +135,7 @@ def _prepare(options: Prepare) -> int:
     return 0
 
 
-def _print_left_out(bad: dict[str, Any], ignored: dict[str, Any], duplicates: int) -> None:
+def _print_left_out(bad: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:
     for split, reasons in bad.items():
         for reason, entry in reasons.items():
             print(f"left out of {split}: {entry['count']:,} x {reason}, first {', '.join(entry['first'])}")

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -64,7 +64,7 @@ class Report:
     gzip_bpb: float | None
     unigram_bpb: float | None
     bad_input: dict[str, Any]
-    ignored_files: dict[str, Any]
+    ignored_files: Mapping[str, Any]
     duplicates_of_validation: int
     made: int
     kept: int

@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from deskside.data.progress import Progress
-from deskside.data.shards import MAX_TAGS
+from deskside.data.shards import MAX_TAGS, LeftOut
 from deskside.data.sources import BadInputLog, Document, OnBad, Source, iter_documents
 from deskside.data.tokenizer import split_long
 from deskside.errors import UsageError
@@ -72,14 +73,14 @@ class Scan:
     validation because the fraction caught none.
     """
 
-    documents: int
-    text_bytes: int
-    val_text_bytes: int
-    tail_chars: int
-    forced_val: str | None
+    documents: PositiveInt
+    text_bytes: PositiveInt
+    val_text_bytes: NonNegativeInt
+    tail_chars: NonNegativeInt
+    forced_val: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
     tags: list[tuple[str, str]]
-    bad_input: dict[str, Any]
-    ignored_files: dict[str, Any]
+    bad_input: dict[str, dict[str, LeftOut]]
+    ignored_files: LeftOut | Annotated[dict[str, Any], Field(max_length=0)]
 
 
 @dataclass

@@ -22,14 +22,15 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from typing_extensions import TypedDict
 
-from deskside.config.base import Part
+from deskside.config.base import Part, first_problem
 from deskside.errors import RunError, UsageError
 
 SCHEMA_VERSION = 1
@@ -40,29 +41,40 @@ DOCUMENT = np.dtype([("start", "<i8"), ("tag", "<u2")])
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
 
 
+Dtype = Literal["uint16", "uint32"]
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # in the data set's own folder
+
+
+class LeftOut(TypedDict):
+    """How much was left out for one reason, and the first places."""
+
+    count: int
+    first: list[str]
+
+
 class TagInfo(Part):
     source: str
     lang: str
 
 
 class TagCount(Part):
-    documents: int
-    tokens: int
+    documents: PositiveInt
+    tokens: PositiveInt
 
 
 class ShardInfo(Part):
     """One shard. `tokens` counts every entry of the file; `key` is a checksum of the texts it was made from."""
 
-    file: str
-    table: str
-    tokens: int
-    documents: int
-    text_bytes: int
-    token_text_bytes: int
+    file: FileName
+    table: FileName
+    tokens: PositiveInt
+    documents: PositiveInt
+    text_bytes: PositiveInt
+    token_text_bytes: NonNegativeInt
     checksum: str
     table_checksum: str
     key: str
-    tags: dict[int, TagCount]
+    tags: dict[NonNegativeInt, TagCount]
 
 
 class SplitInfo(Part):
@@ -72,32 +84,50 @@ class SplitInfo(Part):
     normalises the text.
     """
 
-    tokens: int
-    documents: int
-    text_bytes: int
-    token_text_bytes: int
-    shards: list[ShardInfo]
-    gzip_bpb: float | None = None
-    unigram_bpb: float | None = None
+    tokens: PositiveInt
+    documents: PositiveInt
+    text_bytes: PositiveInt
+    token_text_bytes: NonNegativeInt
+    shards: Annotated[list[ShardInfo], Field(min_length=1)]
+    gzip_bpb: NonNegativeFloat | None = None
+    unigram_bpb: NonNegativeFloat | None = None
 
 
 class TokenizerInfo(Part):
     checksum: str
-    vocab_size: int
+    vocab_size: PositiveInt
     eos: str
-    eos_id: int
+    eos_id: NonNegativeInt
 
 
 class DatasetIndex(Part):
+    """index.json. Raises pydantic.ValidationError where it contradicts itself."""
+
     schema_version: int
-    dtype: str
+    dtype: Dtype
     tokenizer: TokenizerInfo
     tags: list[TagInfo]
     splits: dict[str, SplitInfo]
-    bad_input: dict[str, Any]
-    ignored_files: dict[str, Any]
-    duplicates_of_validation: int
+    bad_input: dict[str, dict[str, LeftOut]]
+    ignored_files: LeftOut | Annotated[dict[str, Any], Field(max_length=0)]
+    duplicates_of_validation: NonNegativeInt
     arguments: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> DatasetIndex:
+        if "train" not in self.splits:
+            raise ValueError("splits: train is missing")
+        if self.tokenizer.eos_id >= self.tokenizer.vocab_size or self.dtype != dtype_for(
+            self.tokenizer.vocab_size
+        ):
+            raise ValueError("tokenizer: vocab_size, eos_id and dtype do not belong together")
+        for name, split in self.splits.items():
+            if max((tag for shard in split.shards for tag in shard.tags), default=0) >= len(self.tags):
+                raise ValueError(f"splits.{name}: a shard has a tag that is not in tags")
+            for what in ("tokens", "documents", "text_bytes"):
+                if getattr(split, what) != sum(getattr(shard, what) for shard in split.shards):
+                    raise ValueError(f"splits.{name}.{what}: is not the sum over its shards")
+        return self
 
 
 @dataclass
@@ -106,7 +136,7 @@ class EncodedDocument:
     tag: int
 
 
-def dtype_for(vocab_size: int) -> str:
+def dtype_for(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -225,7 +255,8 @@ def publish(directory: Path, info: ShardInfo) -> None:
 
 def write_index(directory: Path, index: DatasetIndex) -> None:
     text = json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
-    write_file(directory / INDEX, lambda file: file.write(text.encode("utf-8")))
+    # Half a surrogate, as in a file's name that is not UTF-8, becomes JSON's own escape.
+    write_file(directory / INDEX, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def read_index(directory: Path) -> DatasetIndex:
@@ -252,10 +283,9 @@ def read_index(directory: Path) -> DatasetIndex:
                 f"{path}: schema version {version}, wanted {SCHEMA_VERSION}. Prepare the data again."
             )
         return DatasetIndex.model_validate(data)
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
-        raise RunError(
-            f"{path}: damaged index ({str(error).splitlines()[0]}). Prepare the data again."
-        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
+        raise RunError(f"{path}: damaged index ({reason}). Prepare the data again.") from error
 
 
 def damaged_shards(directory: Path, split: SplitInfo, *, checksums: bool) -> dict[str, str]:
@@ -340,7 +370,7 @@ def check(directory: Path) -> DatasetIndex:
     for split in index.splits.values():
         refuse_damage(directory, damaged_shards(directory, split, checksums=False))
     stamp = directory / STAMP
-    if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == _stamp(directory)):
+    if not (stamp.is_file() and stamp.read_bytes() == _stamp(directory).encode()):
         refuse_damage(directory, verify(directory).damaged)
     return index
 
@@ -354,7 +384,7 @@ def _stamp(directory: Path) -> str:
 
 def _write_stamp(directory: Path) -> None:
     try:
-        (directory / STAMP).write_text(_stamp(directory), encoding="utf-8")
+        (directory / STAMP).write_bytes(_stamp(directory).encode())
     except OSError:  # a read-only data set is fine: it is verified at every opening
         return
 
@@ -371,6 +401,12 @@ def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
 
 
 def open_table(directory: Path, shard: ShardInfo) -> NDArray[Any]:
-    """The document table of a shard, shape [documents], fields `start` and `tag`."""
-    table: NDArray[Any] = np.load(directory / shard.table, allow_pickle=False)
+    """The document table of a shard, shape [documents], fields `start` and `tag`. Raises RunError: it is none."""
+    try:
+        table: NDArray[Any] = np.load(directory / shard.table, allow_pickle=False)
+        sound = table.dtype == DOCUMENT and table.shape == (shard.documents,)
+    except (ValueError, EOFError):
+        sound = False
+    if not sound:
+        refuse_damage(directory, {shard.table: "is no document table"})
     return table

@@ -1,0 +1,117 @@
+"""index.json and prepare.json with a value of the wrong kind, anywhere: one line that names the file, never a bug."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deskside.data import shards
+from deskside.data.commands import run
+from deskside.data.prepare import prepare
+from deskside.data.rows import PackedDataset
+from deskside.errors import RunError, UsageError
+from tests.data.data_corpus import make_corpus
+
+WRONG: list[Any] = [None, "x", -1, True, 1.5, float("nan"), 10**30, [], [3], {"x": 3}]
+DELETED = object()
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a JSON value; of a list its first entry."""
+    if path:
+        yield path
+    inside = (
+        value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    )
+    for key, item in inside:
+        yield from places(item, (*path, key))
+
+
+def changed(whole: Any, path: tuple[Any, ...], value: object) -> Any:
+    result = copy.deepcopy(whole)
+    place = result
+    for key in path[:-1]:
+        place = place[key]
+    if value is DELETED:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return result
+
+
+def check(file: Path, use: Callable[[], object]) -> int:
+    """Every change of a JSON file, and what `use` says of it. Returns how many were refused."""
+    whole = json.loads(file.read_text())
+    text = file.read_bytes()
+    refused = 0
+    for path in places(whole):
+        for value in (*WRONG, DELETED):
+            file.write_text(json.dumps(changed(whole, path, value)))
+            try:
+                use()
+            except (RunError, UsageError) as error:
+                refused += 1
+                assert "\n" not in str(error) and str(file.parent) in str(error), (path, value, str(error))
+            except Exception as error:
+                error.add_note(f"{file.name}: {path} = {value!r}")
+                raise
+    file.write_bytes(text)
+    for content in (b"", b"\xff", b"[]", b"3", b"[" * 9000):
+        file.write_bytes(content)
+        with pytest.raises(RunError, match=file.name):
+            use()
+    file.write_bytes(text)
+    use()
+    return refused
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A data set of one shard in each split, with something left out."""
+    make_corpus(tmp_path / "corpus.jsonl", 60)
+    with (tmp_path / "corpus.jsonl").open("a") as file:
+        file.write('{"body": 1}\n')
+    (tmp_path / "more").mkdir()
+    shutil.move(tmp_path / "corpus.jsonl", tmp_path / "more")
+    (tmp_path / "more" / "picture.png").write_bytes(b"")
+    prepare([str(tmp_path / "more")], tmp_path / "out", vocab_size=300, workers=1, quiet=True)
+    return tmp_path / "out"
+
+
+def test_index(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def use() -> None:
+        for command in ("verify", "show"):
+            run([command, str(small)])
+        for split in ("train", "val"):
+            PackedDataset.open(small, split, 64)
+
+    assert check(small / "index.json", use) > 300
+
+
+def test_prepare(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def use() -> None:
+        (small / "index.json").unlink(missing_ok=True)
+        prepare([str(small.parent / "more")], small, vocab_size=300, workers=1, quiet=True)
+
+    state = small / "prepare.json"
+    assert check(state, use) > 200
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[", b"3", b"{}", b""])
+def test_stamp(small: Path, content: bytes) -> None:
+    """What it should remember is found out again."""
+    (small / shards.STAMP).write_bytes(content)
+    shards.check(small)
+    assert json.loads((small / shards.STAMP).read_text())["index.json"]
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[", b"[]", b"3", b"{", b"[" * 9000])
+def test_tokenizer_config(small: Path, content: bytes, tmp_path: Path) -> None:
+    (small / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json: (cannot be read as|does not hold a) JSON"):
+        prepare([str(small.parent / "more")], tmp_path / "new", tokenizer=small, workers=1, quiet=True)
+    assert not (tmp_path / "new").exists()
