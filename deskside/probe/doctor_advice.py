@@ -181,15 +181,12 @@ def _training(facts: Facts, results: Results) -> Iterator[dict[str, Any]]:
             if r["id"] in ("step_fp32", "step_bf16")
         ]
         problem = "neither an FP32 nor a BF16 training step gives right numbers"
-        yield _mend(
-            "stops training", f"{problem}: {'; '.join(reasons) or 'none was run'}", _torch_remedy(facts)
+        remedy = (
+            f"install a torch that supports this device (it is {facts['torch']} now), then run doctor again"
         )
-
-
-def _torch_remedy(facts: Facts) -> str:
-    return (
-        f"install a torch that supports this device again (it is {facts['torch']} now), then run doctor again"
-    )
+        if any(r["verdict"] == "out of memory" for r in results if r["group"] == "training"):
+            remedy = "free memory: other programs hold what a small step needs"
+        yield _mend("stops training", f"{problem}: {'; '.join(reasons) or 'none was run'}", remedy)
 
 
 def _numbers(results: Results) -> Iterator[dict[str, Any]]:
@@ -270,7 +267,7 @@ def _space(facts: Facts) -> Iterator[dict[str, Any]]:
         size = "missing" if shm is None else f"{shm['total_gib'] * 1024:.0f} MiB in all"
         problem = f"/dev/shm is {size}: training on several GPUs may fail with bus errors"
         remedy = "docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm"
-        yield _mend("may fail", problem, remedy)
+        yield _mend("may fail" if len(facts["gpus"]) > 1 else "note", problem, remedy)
     if facts["disk_free_gib"] < DISK_GIB:
         problem = f"{facts['disk_free_gib']:.1f} GiB of disk are free here: checkpoints and data need more"
         yield _mend("may fail", problem, "free some, or give --out and --data.path on another disk")

@@ -1,0 +1,69 @@
+"""Checks with wrong numbers planted in them, run by children as the doctor runs its own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.kernels.attention import AttentionContext, Backend, backend_named
+from deskside.kernels.attention.context import register
+from deskside.probe import doctor_attention, doctor_gemm
+from deskside.probe.doctor_formats import FORMATS, Format, Operand
+
+RIGHT = FORMATS["fp8_row"]
+
+
+def _format(multiply: Any) -> Format:
+    return Format(RIGHT.quantize, multiply, RIGHT.tolerance)
+
+
+def right_product() -> dict[str, Any]:
+    return doctor_gemm.check_format(RIGHT, torch.device("cpu"))
+
+
+def slightly_wrong_product() -> dict[str, Any]:
+    """A kernel that is off by 3 %, which the rounding of the operands would hide."""
+
+    def multiply(a: Operand, b: Operand, gradient: bool) -> Tensor:
+        return RIGHT.multiply(a, b, gradient) * 1.03
+
+    return doctor_gemm.check_format(_format(multiply), torch.device("cpu"))
+
+
+def zero_gradient_product() -> dict[str, Any]:
+    """A library whose output is right and whose gradients are all zero."""
+
+    def multiply(a: Operand, b: Operand, gradient: bool) -> Tensor:
+        product = RIGHT.multiply(a, b, gradient)
+        return torch.zeros_like(product) if gradient else product
+
+    return doctor_gemm.check_format(_format(multiply), torch.device("cpu"))
+
+
+class _ZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return backend_named("sdpa").function(q, k, v, AttentionContext(backend="sdpa"))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(torch.zeros_like(t) for t in ctx.saved_tensors)
+
+
+def zero_gradient_attention() -> dict[str, Any]:
+    return _attention(lambda q, k, v, context: _ZeroGradients.apply(q, k, v), window=False)
+
+
+def windowless_attention() -> dict[str, Any]:
+    """A backend that takes a window and ignores it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        return backend_named("sdpa").function(q, k, v, AttentionContext(backend="sdpa"))
+
+    return _attention(attend, window=True)
+
+
+def _attention(function: Any, window: bool) -> dict[str, Any]:
+    register(Backend("planted", function, frozenset({"cpu"}), frozenset({torch.float32}), window=True))
+    return doctor_attention.check("planted", window, "cpu")

@@ -1,0 +1,212 @@
+"""The checks themselves on a CPU: they pass what is right, with errors of the right size, and find what is not."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deskside.kernels.attention import BACKENDS, Requirements
+from deskside.optim.build import Optimizer
+from deskside.probe import (
+    doctor_attention,
+    doctor_child,
+    doctor_facts,
+    doctor_gemm,
+    doctor_libraries,
+    doctor_train,
+)
+from deskside.train.step import Stepper
+
+CPU = torch.device("cpu")
+
+
+def test_compare_tells_zero_not_finite_and_off_apart() -> None:
+    truth = {"a": torch.tensor([3.0, 4.0], dtype=torch.float64), "none": torch.zeros(2)}
+    same = doctor_child.compare({"a": torch.tensor([3.0, 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
+    assert (same["verdict"], same["errors"]) == ("works", {"a": 0.0, "none": 0.0})
+    off = doctor_child.compare({"a": torch.tensor([3.0, 4.5]), "none": torch.zeros(2)}, truth, 1e-3)
+    assert off["reason"] == "a is off by 1.0e-01, allowed 1e-03" and off["errors"]["a"] == pytest.approx(0.1)
+    nan = doctor_child.compare({"a": torch.tensor([float("nan"), 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
+    assert nan["reason"] == "a is not finite" and nan["errors"]["a"] is None
+    # However wide the tolerance is, nothing but zeros is wrong.
+    zero = doctor_child.compare({"a": torch.zeros(2), "none": torch.zeros(2)}, truth, 10.0)
+    assert (zero["verdict"], zero["reason"]) == ("wrong numbers", "a is all zero")
+    # A gradient where there must be none is an error too.
+    extra = doctor_child.compare({"a": truth["a"], "none": torch.ones(2)}, truth, 1e-3)
+    assert extra["verdict"] == "wrong numbers" and "none is off" in extra["reason"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_plain_matmul(dtype: str) -> None:
+    result = doctor_gemm.plain(dtype, "cpu")
+    assert result["verdict"] == "works", result
+    assert set(result["errors"]) == {"output", "input gradient", "weight gradient"}
+    assert result["speed"]["value"] > 1e8 and result["speed"]["unit"] == "FLOP/s"
+
+
+def test_plain_matmul_of_less_precision_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TF32 would be, where somebody switched it on."""
+    monkeypatch.setitem(doctor_gemm.PLAIN, "fp32", (torch.bfloat16, doctor_gemm.PLAIN["fp32"][1]))
+    result = doctor_gemm.plain("fp32", "cpu")
+    assert result["verdict"] == "wrong numbers" and "output is off by" in result["reason"]
+
+
+def test_copy_counts_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor_gemm.COPY_BYTES, "cpu", 2**22)
+    monkeypatch.setattr(doctor_gemm, "median_seconds", lambda call, device: [call(), 0.5][1])
+    result = doctor_gemm.copy("cpu")
+    assert result["verdict"] == "works" and result["speed"]["value"] == 2 * 2**22 / 0.5
+
+
+@pytest.mark.parametrize("name", [b.name for b in BACKENDS.values() if "cpu" in b.devices])
+@pytest.mark.parametrize("window", [False, True])
+def test_attention_backends(name: str, window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Requirements(1, 160, 4, 2, 16, torch.float32, CPU)
+    monkeypatch.setitem(doctor_attention.TIMED, "cpu", small)
+    if window and not BACKENDS[name].window:
+        with pytest.raises(Exception, match="has no sliding window"):
+            doctor_attention.check(name, window, "cpu")
+        return
+    result = doctor_attention.check(name, window, "cpu")
+    assert result["verdict"] == "works", result
+    assert set(result["errors"]) == {"output", "dq", "dk", "dv"}
+    assert all(0 <= error < 1e-5 for error in result["errors"].values())
+    assert result["speed"]["value"] > 0 and result["details"]["rows"] == 1
+
+
+@pytest.mark.parametrize("window", [None, 3, 7, 50])
+def test_flops_count_the_pairs_that_see_each_other(window: int | None) -> None:
+    need = Requirements(2, 7, 3, 1, 5, torch.float32, CPU, window)
+    pairs = sum(1 for q in range(7) for k in range(7) if k <= q and (window is None or q - k < window))
+    forward = 2 * 2 * 2 * 3 * 5 * pairs  # rows, two products of a multiply and an add, heads, channels
+    assert doctor_attention.flops(need) == 3.5 * forward
+
+
+def test_choice_of_attention() -> None:
+    result = doctor_attention.quick_choice("cpu")
+    assert result["verdict"] == "works"
+    assert result["details"]["chosen"] in result["details"]["milliseconds"]
+    assert "cuda" in result["details"]["rejected"]["cudnn"]
+
+
+def test_every_backend_is_listed() -> None:
+    listed = {b["name"]: b for b in doctor_attention.listed("cuda")}
+    assert set(listed) == set(BACKENDS)
+    assert listed["cudnn"]["full"] is None and listed["cudnn"]["window"] == "has no sliding window"
+    assert listed["efficient"]["full"] is None, "a backend without grouped heads gets a problem without them"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_step(precision: str) -> None:
+    result = doctor_train.step(precision, "cpu")
+    assert result["verdict"] == "works", result
+    assert result["errors"]["gradients"] < doctor_train.TOLERANCE[precision] / 2
+    losses = result["details"]["losses"]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_training_step_with_a_zero_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stepper.forward_backward
+
+    def broken(stepper: Stepper, batches: Any) -> Tensor:
+        loss = original(stepper, batches)
+        dict(stepper.model.named_parameters())["embed.weight"].grad.zero_()  # type: ignore[union-attr]
+        return loss
+
+    monkeypatch.setattr(Stepper, "forward_backward", broken)
+    result = doctor_train.step("fp32", "cpu")
+    assert result["verdict"] == "wrong numbers"
+    assert result["reason"] == "gradient of embed.weight is all zero"
+
+
+def test_a_training_step_that_learns_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Optimizer, "step", lambda optimizer, skip=None: None)
+    result = doctor_train.step("fp32", "cpu")
+    assert result["verdict"] == "wrong numbers"
+    assert result["reason"].startswith("8 steps on one batch brought its loss from 6.2")
+
+
+@pytest.mark.full
+def test_compiled_step_on_a_cpu() -> None:
+    result = doctor_train.compiled("fp32", "cpu")
+    assert result["verdict"] == "works", result
+    assert result["errors"]["gradients"] < 1e-4
+    assert result["details"]["times_eager"] > 0 and result["speed"]["unit"] == "tokens/s"
+
+
+def test_facts_of_this_machine() -> None:
+    facts = doctor_facts.collect()
+    assert facts["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert facts["torch"] == torch.__version__ and facts["memory_available_gib"] > 0
+    assert bool(facts["cuda_error"]) is (facts["device"] == "cpu")
+    assert {b["name"] for b in facts["attention_backends"]} == set(BACKENDS)
+
+
+# Libraries that are not installed here: stand-ins with the same interface, right and wrong
+
+
+class _Layer(nn.Module):
+    """A linear layer whose backward a test may spoil."""
+
+    spoil = False
+
+    def __init__(self, inputs: int, outputs: int, **_: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        if self.spoil:
+            y.register_hook(torch.zeros_like)
+        return y
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_transformer_engine_with_zero_gradients_is_found(
+    spoil: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = []
+
+    class Autocast:
+        def __init__(self, **settings: Any):
+            self.settings = settings
+
+        def __enter__(self) -> None:
+            entered.append(self.settings)
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    recipe: Any = ModuleType("transformer_engine.common.recipe")
+    recipe.NVFP4BlockScaling = SimpleNamespace
+    te: Any = ModuleType("transformer_engine.pytorch")
+    te.Linear, te.autocast = type("Linear", (_Layer,), {"spoil": spoil}), Autocast
+    for module in (ModuleType("transformer_engine"), ModuleType("transformer_engine.common"), recipe, te):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    result = doctor_libraries.transformer_engine("NVFP4BlockScaling", "cpu")
+    assert entered and entered[0]["enabled"] is True
+    if spoil:
+        assert result["verdict"] == "wrong numbers"
+        assert result["reason"] == "input gradient is all zero; weight gradient is all zero"
+    else:
+        assert result["verdict"] == "works" and result["errors"]["output"] < 0.01
+
+
+def test_torchao_that_converts_nothing_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    float8: Any = ModuleType("torchao.float8")
+    float8.Float8LinearConfig = SimpleNamespace(from_recipe_name=lambda name: name)
+    float8.convert_to_float8_training = lambda model, config: model
+    for module in (ModuleType("torchao"), float8):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(RuntimeError, match="left the layer as it was"):
+        doctor_libraries.torchao("tensorwise", "cpu")
+
+
+def test_8_bit_adamw_that_keeps_32_bit_states_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    bnb: Any = ModuleType("bitsandbytes")
+    bnb.optim = SimpleNamespace(AdamW8bit=torch.optim.AdamW)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", bnb)
+    with pytest.raises(RuntimeError, match="no 8-bit state"):
+        doctor_libraries.bitsandbytes_adamw("cpu")
