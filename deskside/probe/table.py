@@ -117,7 +117,14 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
 
 def _days(findings: Sequence[Finding]) -> Table:
     table = _table("modelled: a day at the measured speed")
-    for name in ("shape", "params", "seq", "options", "tokens in 24 h", "hours for 20 tokens per parameter"):
+    for name in (
+        "shape",
+        "params",
+        "seq",
+        "options",
+        "tokens\nin 24 h",
+        "hours for 20\ntokens per parameter",
+    ):
         table.add_column(name, justify="left" if name in ("shape", "options") else "right", no_wrap=True)
     for finding in findings:
         if finding.row is None or finding.status != "ok":
