@@ -83,7 +83,10 @@ def reason(request: Request, bands: Sequence[Band], chosen: Band) -> str:
         return f"{chosen.name} is recommended: the target's memory fits only if it turns out as expected"
     if kind == "tokens":
         return f"target is recommended: {best.shape.preset} is {chosen.why}"
-    text = f"target is recommended: {best.loss[1]:.3f} bits per byte is the lowest that is expected in this budget"
+    text = (
+        f"target is recommended: {best.loss[1]:.3f} bits per byte is the lowest that is expected in this budget, "
+        f"of what surely fits"
+    )
     if "stretch" in by_name:
         other = by_name["stretch"].candidate
         text += (

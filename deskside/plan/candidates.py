@@ -29,6 +29,7 @@ from deskside.plan.estimate import (
     Range,
     Setting,
     StageSetting,
+    check_shared,
     estimate,
     fitted,
     of_config,
@@ -41,6 +42,8 @@ SHORTEST_STAGE = 256
 FEWEST_STEPS = 200  # a larger batch than leaves this many steps is not chosen
 LADDER = (("none", 8192), ("none", 2048), ("attention", 2048), ("mlp", 2048), ("block", 2048))
 ENOUGH_PASS_TOKENS = 16384  # with this many tokens per pass, recomputing to fit more makes nothing faster
+LONGEST_SECONDS = 365 * 86400.0  # a run that takes longer is no answer
+TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
 AT_MOST = 3.0  # times the target's size: no band is larger
 MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))
 # Compile, micro-batch fitting and the first checkpoint, when nothing was measured here: our runs of 124m on an H200
@@ -124,9 +127,14 @@ def search(request: Request, end: int = 1) -> list[Candidate]:
             found.append(min(ways, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1])))
             if best is None or _merit(request, found[-1]) < _merit(request, best):
                 best = found[-1]
-        elif found and shape.preset.startswith("d"):
+        elif shape.preset.startswith("d") and (found or not _wants_larger(request)):
             break
     return found
+
+
+def _wants_larger(request: Request) -> bool:
+    """Whether a model can be too small for the budget: only for a loss to reach."""
+    return request.budget is not None and request.budget.kind == "loss"
 
 
 def _merit(request: Request, found: Candidate) -> float:
@@ -292,7 +300,11 @@ def _ways(request: Request, shape: Shape, end: int) -> Iterator[Candidate | None
 
 
 def _way(request: Request, shape: Shape, optimizer: OptimizerName, end: int) -> Candidate | None:
-    base = replace(of_config(shape.config, request.gpus, precision(request)), optimizer=optimizer)
+    base = replace(
+        of_config(shape.config, request.gpus, precision(request), request.card.is_cpu), optimizer=optimizer
+    )
+    if _wants_larger(request) and _tokens(request, base, end) is None:
+        return None
     by_hand = "stages" in request.overrides.get("schedule", {})
     fixed = "tokens" in request.overrides.get("batch", {})
     # The batch follows from the tokens, which follow from the speed, which hardly depends on the batch: two rounds.
@@ -303,6 +315,8 @@ def _way(request: Request, shape: Shape, optimizer: OptimizerName, end: int) -> 
         if not by_hand:
             step = shape.config.batch.tokens if fixed else tokens
             setting = replace(base, stages=stages(request.sequence, step))
+        if fixed or by_hand:
+            check_shared(setting)
         largest = min(stage.tokens for stage in setting.stages) // request.gpus
         micro = base.micro_tokens if "micro_tokens" in request.overrides.get("batch", {}) else largest
         found = fastest(request, replace(setting, micro_tokens=micro))

@@ -16,9 +16,14 @@ from deskside.budget.speed import step_seconds
 from deskside.budget.work import Checkpointing, OptimizerName, Precision, Work
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
+from deskside.errors import UsageError
 from deskside.plan.calibrate import Calibration
 from deskside.plan.request import defaults
 
+MEMORY_SOURCE = (
+    "modelled: what autograd and torch.compile keep was read from this project's blocks; what lies beside them was "
+    "fitted on an H200 (docs/planner-accuracy.md)"
+)
 Range = tuple[float, float, float]  # low, expected, high
 Fits = Literal["fits", "tight", "no"]
 # Rows per pass that are tried go down by halves, so that fitting is a handful of evaluations, as in training.
@@ -197,12 +202,24 @@ def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Setting
     return tight or replace(setting, micro_tokens=sizes[-1])
 
 
-def of_config(config: RunConfig, gpus: int, precision: Precision) -> Setting:
+def check_shared(setting: Setting) -> None:
+    """Raises UsageError when a step's rows cannot be shared evenly by the GPUs, as training does."""
+    for stage in setting.stages:
+        if stage.tokens % (stage.sequence_length * setting.gpus):
+            raise UsageError(
+                f"batch.tokens: {stage.tokens} is {stage.tokens // stage.sequence_length} rows, which {setting.gpus} "
+                f"GPUs cannot share evenly; use a multiple of {setting.gpus * stage.sequence_length}"
+            )
+
+
+def of_config(config: RunConfig, gpus: int, precision: Precision, cpu: bool = False) -> Setting:
     """The setting that `deskside train` would run for a configuration, the micro-batch as large as the step."""
     start, stages = 0.0, []
     for stage in config.stages():
         stages.append(
-            StageSetting(stage.until - start, stage.sequence_length, config.stage_tokens(stage), stage.window)
+            StageSetting(
+                round(stage.until - start, 9), stage.sequence_length, config.stage_tokens(stage), stage.window
+            )
         )
         start = stage.until
     longest = max(stage.sequence_length for stage in stages)
@@ -217,7 +234,7 @@ def of_config(config: RunConfig, gpus: int, precision: Precision) -> Setting:
         optimizer=config.optim.name,
         precision=precision,
         activation_checkpointing=config.compute.activation_checkpointing,
-        compiled=config.compute.compile != "off",
+        compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
         loss_chunk_tokens=config.compute.loss_chunk_tokens,
     )
 

@@ -14,7 +14,7 @@ from deskside.errors import UsageError
 from deskside.plan import explain_memory, explain_speed
 from deskside.plan.candidates import muon_advantage, pretrain_seconds, setup_seconds
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import Estimate
+from deskside.plan.estimate import MEMORY_SOURCE, Estimate
 from deskside.plan.formula import Line, plain
 from deskside.plan.result import Plan, PlannedBand
 from deskside.plan.words import duration, gib, number
@@ -87,9 +87,9 @@ def _items(plan: Plan) -> dict[str, Explainer]:
         for name in shown.memory.items:
             found[f"memory.{name}"] = lambda name=name: (  # type: ignore[misc]
                 explain_memory.lines(plan.request, shown, name),
-                explain_memory.SOURCE,
+                MEMORY_SOURCE,
             )
-        found["memory.needed"] = lambda: (explain_memory.needed(plan.request, shown), explain_memory.SOURCE)
+        found["memory.needed"] = lambda: (explain_memory.needed(plan.request, shown), MEMORY_SOURCE)
         found["memory.capacity"] = lambda: (_capacity(plan, shown), plan.request.card.memory_source)
         for name in shown.step:
             found[f"speed.{name}"] = lambda name=name: (  # type: ignore[misc]

@@ -10,11 +10,6 @@ from deskside.plan.formula import Line, plain, product
 from deskside.plan.request import Request
 from deskside.plan.words import gib
 
-SOURCE = (
-    "modelled: what autograd and torch.compile keep was read from this project's blocks; what lies beside them was "
-    "fitted on an H200 (docs/planner-accuracy.md)"
-)
-
 
 def lines(request: Request, found: Estimate, item: str) -> list[Line]:
     """How one of `Memory.items` comes about, in the stage that needs most."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from deskside.plan import bands as choice
 from deskside.plan.bands import Band
-from deskside.plan.candidates import pretrain_seconds, setup_seconds
+from deskside.plan.candidates import LONGEST_SECONDS, TOO_LONG, pretrain_seconds, setup_seconds
 from deskside.plan.claims import Claims, check
 from deskside.plan.costs import cost
 from deskside.plan.estimate import Estimate, estimate
@@ -78,6 +78,8 @@ def _open(request: Request, found: list[Band], chosen: Band | None) -> tuple[Ans
     if chosen is None:
         return "no", [_nothing(request)]
     reasons = [choice.reason(request, found, chosen)]
+    if chosen.candidate.seconds[1] > LONGEST_SECONDS:
+        return "no", [*reasons, TOO_LONG]
     if chosen.candidate.estimate.fits != "fits":
         reasons.append(
             "its memory fits as expected, but not at the high end of the range: only a trial will tell"

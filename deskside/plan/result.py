@@ -16,7 +16,7 @@ from deskside.plan.bands import Name
 from deskside.plan.candidates import Candidate
 from deskside.plan.claims import Finding
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import Estimate, Range, options
+from deskside.plan.estimate import MEMORY_SOURCE, Estimate, Range, options
 from deskside.plan.remedies import Remedy
 from deskside.plan.request import Request, trainable
 from deskside.plan.verdict import Answer
@@ -163,7 +163,7 @@ def memory_json(request: Request, found: Estimate) -> dict[str, Any]:
     low, expected, high = found.memory_bytes
     return {
         "source": MODELLED,
-        "basis": request.calibration.basis,
+        "basis": MEMORY_SOURCE,
         "unit": "bytes",
         "items": dict(found.memory.items),
         "peak_allocated": found.memory.allocated,
@@ -236,6 +236,7 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
             {"share": s.share, "sequence_length": s.sequence_length, "tokens": s.tokens}
             for s in setting.stages
         ],
+        "schedule": band.config["schedule"],
         "optimizer": setting.optimizer,
         "precision": setting.precision,
         "activation_checkpointing": setting.activation_checkpointing,

@@ -13,6 +13,8 @@ from typing import Literal
 from deskside.budget.shape import matmul_params
 from deskside.plan import bands
 from deskside.plan.candidates import (
+    LONGEST_SECONDS,
+    TOO_LONG,
     Candidate,
     Shape,
     batch_tokens,
@@ -25,7 +27,7 @@ from deskside.plan.candidates import (
     pretrain_seconds,
     setup_seconds,
 )
-from deskside.plan.estimate import Estimate, Setting, StageSetting, estimate, fitted, of_config
+from deskside.plan.estimate import Estimate, Setting, StageSetting, check_shared, estimate, fitted, of_config
 from deskside.plan.remedies import Remedy, leanest, remedies, shorter
 from deskside.plan.request import Request
 from deskside.plan.words import count, duration, gib
@@ -58,6 +60,9 @@ def judge(request: Request) -> Verdict:
     chosen = candidate(request, shape, found)
     if chosen is None:
         return Verdict("no", (*reasons, _out_of_reach(request, found)), asked, None, needed)
+    if chosen.seconds[1] > LONGEST_SECONDS:
+        told = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
+        return Verdict("no", (*reasons, told), asked, chosen, needed)
     late = _undertrained(request, chosen)
     if late is not None:
         reasons.append(late)
@@ -68,7 +73,7 @@ def judge(request: Request) -> Verdict:
 def _asked(request: Request, shape: Shape) -> Estimate:
     """The run as asked. What nobody said: the best batch for its tokens, and the micro-batch that fits."""
     assert request.given is not None
-    base = of_config(shape.config, request.gpus, precision(request))
+    base = of_config(shape.config, request.gpus, precision(request), request.card.is_cpu)
     capacity, own = request.card.memory_bytes, request.given.own
 
     def run(setting: Setting) -> Estimate:
@@ -77,6 +82,7 @@ def _asked(request: Request, shape: Shape) -> Estimate:
         return estimate(fitted(setting, request.calibration, capacity), request.calibration, capacity)
 
     if "batch.tokens" in own or len(base.stages) > 1:
+        check_shared(base)
         return run(base)
     found: Estimate | None = None
     tokens = batch_tokens(
@@ -178,7 +184,13 @@ def _undertrained(request: Request, chosen: Candidate) -> str | None:
     if request.budget is None or request.budget.kind not in ("hours", "flops"):
         return None
     best = next(
-        (b.candidate for b in bands.choose(replace(request, given=None, overrides={})) if b.name == "target"),
+        (
+            b.candidate
+            for b in bands.choose(
+                replace(request, given=None, overrides={}, sequence_length=request.sequence)
+            )
+            if b.name == "target"
+        ),
         None,
     )
     if best is None or best.weights >= chosen.weights or chosen.loss[1] < UNDERTRAINED * best.loss[1]:

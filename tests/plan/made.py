@@ -1,0 +1,50 @@
+"""Requests made by hand: a card of any size and speed, so that no test depends on what is known of real ones."""
+
+from typing import Any
+
+from deskside.budget.speed import Rates
+from deskside.config import merge, presets
+from deskside.facts import gpus
+from deskside.plan.calibrate import Calibration
+from deskside.plan.request import Budget, Card, Given, Request
+
+GIB = 2**30
+
+
+def card(memory_gib: float = 24.0, name: str = "rtx4090") -> Card:
+    return Card("a card", int(memory_gib * GIB), "made up", gpus.find(name))
+
+
+def calibration(tflops: float = 160.0, bandwidth: float = 1.0e12, spread: float = 0.2) -> Calibration:
+    return Calibration(
+        rates=Rates(tflops * 1e12, bandwidth, 2 * tflops * 1e12),
+        speed_spread=spread,
+        memory_spread=0.1,
+        source="measured",
+        basis="made up",
+        overhead_bytes=900 * 2**20,
+    )
+
+
+def request(
+    kind: Any = "hours",
+    value: float = 24.0,
+    memory_gib: float = 24.0,
+    tflops: float = 160.0,
+    **options: Any,
+) -> Request:
+    """An open search; `given` makes it a question about a model."""
+    return Request(
+        card=card(memory_gib),
+        calibration=options.pop("calibration", calibration(tflops)),
+        budget=None if kind is None else Budget(kind, value),
+        given=options.pop("given", None),
+        **options,
+    )
+
+
+def given(preset: str, **overrides: Any) -> Given:
+    """A preset with options by hand, as `ask` makes it."""
+    layers = [*presets.layers(preset), overrides]
+    own = frozenset(".".join(path) for path in merge.merge(layers)[1])
+    return Given(preset, preset, tuple(layers), merge.build(layers), own)

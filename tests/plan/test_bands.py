@@ -1,0 +1,267 @@
+"""The open search: every band fits, finishes and can be executed, and more is never worse."""
+
+import math
+import shlex
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deskside.budget.loss import expected_bpb, tokens_for
+from deskside.budget.memory import training_memory
+from deskside.budget.shape import matmul_params
+from deskside.budget.speed import tokens_per_second
+from deskside.budget.work import Work
+from deskside.cli_train import DESCRIPTION, TrainOptions
+from deskside.config import merge, overrides, presets
+from deskside.config.model import ModelConfig
+from deskside.config.run import RunConfig
+from deskside.plan import bands, candidates
+from deskside.plan.estimate import of_config
+from deskside.plan.make import make_plan
+from deskside.plan.request import Request
+from deskside.plan.result import Plan
+from tests.plan import made
+
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CARDS = st.fixed_dictionaries(
+    {
+        "memory_gib": st.floats(6, 96),
+        "tflops": st.floats(15, 900),
+    }
+)
+
+
+def target_loss(request: Request) -> float:
+    found = {band.name: band.candidate for band in bands.choose(request)}
+    return found["target"].loss[1] if found else math.inf
+
+
+def check(plan: Plan) -> None:
+    """What holds of every plan."""
+    request = plan.request
+    previous = 0
+    for band in plan.bands:
+        setting = band.candidate.setting
+        # It fits: the modelled peak of every stage, with what the allocator adds, and the context.
+        for _, shape, work in setting.works():
+            memory = training_memory(shape, work)
+            need = memory.reserved + request.calibration.overhead_bytes
+            assert need <= request.card.memory_bytes
+            if band.name != "stretch" and band.estimate.fits == "fits":
+                high = memory.reserved * (1 + request.calibration.memory_spread)
+                assert high + request.calibration.overhead_bytes <= request.card.memory_bytes
+        # It finishes: what is planned takes no longer than there is, at the speed of each stage.
+        seconds = candidates.pretrain_seconds(request)
+        if seconds is not None:
+            needed = sum(
+                band.candidate.tokens[1] * stage.share * stage.tokens / setting.tokens_per_step
+                / tokens_per_second(shape, work, request.calibration.rates)
+                for stage, shape, work in setting.works()
+            )  # fmt: skip
+            assert needed + candidates.setup_seconds(request) == pytest.approx(seconds, rel=1e-6)
+        # It can be executed, and what is executed is what was planned.
+        config = merge.build([band.config])
+        assert carried_out(config, request) == carried_out(merge.build(layers_of(band.command)), request)
+        again = of_config(config, request.gpus, setting.precision)
+        assert (again.stages[-1], again.micro_tokens, again.activation_checkpointing, again.optimizer) == (
+            setting.stages[-1],
+            setting.micro_tokens,
+            setting.activation_checkpointing,
+            setting.optimizer,
+        )
+        assert [s.sequence_length for s in again.stages] == [s.sequence_length for s in setting.stages]
+        assert (again.sharded, again.loss_chunk_tokens) == (setting.sharded, setting.loss_chunk_tokens)
+        assert config.batch.tokens % (config.batch.sequence_length * request.gpus) == 0
+        assert (config.model.num_hidden_layers, config.model.hidden_size) == (
+            setting.model.num_hidden_layers,
+            setting.model.hidden_size,
+        )
+        if request.budget and request.budget.kind != "loss":
+            assert band.candidate.weights > previous  # safe is smaller than target, target than stretch
+            previous = band.candidate.weights
+    if plan.bands:
+        assert plan.best is not None
+    else:
+        assert plan.verdict == "no" and plan.reasons
+
+
+def layers_of(command: str) -> list[dict[str, Any]]:
+    """The configuration layers that `deskside train` would make of a command line."""
+    words = shlex.split(command)
+    words = words[words.index("train") + 1 :]
+    options, given_keys = overrides.parse(TrainOptions, words, "deskside train", DESCRIPTION)
+    assert options.preset is not None
+    return [*presets.layers(options.preset), given_keys]
+
+
+def carried_out(config: RunConfig, request: Request) -> dict[str, Any]:
+    """The resolved configuration, but for where the data is."""
+    found = config.model_dump(mode="json")
+    del found["data"]["path"]
+    return found
+
+
+@FEW
+@given(
+    CARDS,
+    st.floats(0.05, 400),
+    st.sampled_from([1, 1, 2, 3, 8]),
+    st.sampled_from([256, 512, 1024, 2048, 3000, 4096, 8192]),
+)
+def test_every_band_fits_finishes_and_can_be_executed(
+    card: dict[str, float], hours: float, gpus: int, sequence: int
+) -> None:
+    check(make_plan(made.request(value=hours, gpus=gpus, sequence_length=sequence, **card)))
+
+
+@FEW
+@given(CARDS, st.floats(0.1, 400), st.floats(1.001, 4))
+def test_more_hours_never_give_a_worse_target(card: dict[str, float], hours: float, more: float) -> None:
+    less = target_loss(made.request(value=hours, **card))
+    assert target_loss(made.request(value=hours * more, **card)) <= less + 1e-9
+
+
+@FEW
+@given(CARDS, st.floats(1e7, 1e12), st.floats(1.01, 10))
+def test_more_tokens_or_flops_never_give_a_worse_target(
+    card: dict[str, float], tokens: float, more: float
+) -> None:
+    for kind, value in (("tokens", tokens), ("flops", tokens * 1e9)):
+        less = target_loss(made.request(kind, value, **card))
+        assert target_loss(made.request(kind, value * more, **card)) <= less + 1e-9
+
+
+@FEW
+@given(CARDS, st.floats(0.1, 100), st.floats(1.0, 3.0))
+def test_more_memory_never_makes_anything_worse(card: dict[str, float], hours: float, more: float) -> None:
+    answers = ("no", "yes-if", "yes")
+    small = make_plan(made.request(value=hours, **card))
+    large = make_plan(made.request(value=hours, memory_gib=card["memory_gib"] * more, tflops=card["tflops"]))
+    assert answers.index(large.verdict) >= answers.index(small.verdict)
+
+
+@pytest.mark.parametrize("loss", [1.2, 0.95, 0.85])
+def test_a_loss_is_reached_in_the_least_time(loss: float) -> None:
+    request = made.request("loss", loss)
+    plan = make_plan(request)
+    check(plan)
+    best = plan.best
+    assert best is not None and best.name == "target" and plan.verdict == "yes"
+    assert best.loss[1] == pytest.approx(loss, rel=1e-3)
+    # No other size gets there sooner, with the tokens that the law itself says it needs.
+    found = {c.shape.preset: c for c in candidates.search(request)}
+    assert len(found) > 5
+    for other in found.values():
+        assert other.seconds[1] >= best.candidate.seconds[1] - 1e-6
+        if other.setting.optimizer == "muon":
+            needed = tokens_for(request.law, other.weights, loss)
+            assert needed is not None and other.tokens[1] == pytest.approx(needed, rel=1e-3)
+
+
+def test_a_loss_bands_ends_are_the_ends_of_the_range() -> None:
+    by_name = {band.name: band for band in make_plan(made.request("loss", 0.9)).bands}
+    assert by_name["safe"].loss[2] == pytest.approx(0.9, rel=1e-3)
+    assert by_name["target"].loss[1] == pytest.approx(0.9, rel=1e-3)
+    assert by_name["stretch"].loss[0] == pytest.approx(0.9, rel=1e-3)
+    times = [by_name[name].candidate.seconds[1] for name in ("stretch", "target", "safe")]
+    assert times == sorted(times)
+
+
+def test_the_target_is_where_a_brute_force_finds_it() -> None:
+    """Every depth, rung and micro-batch priced one by one, at one batch and without stages."""
+    request = made.request(
+        value=6.0,
+        sequence_length=512,
+        overrides={"batch": {"tokens": 2**18}, "optim": {"name": "muon"}},
+    )
+    known = request.calibration
+    seconds = candidates.pretrain_seconds(request)
+    assert seconds is not None
+    losses = {}
+    for depth in range(2, 31, 2):
+        model = ModelConfig(**presets.depth(depth)["model"])
+        speeds = []
+        for rung, chunk in candidates.LADDER:
+            for power in range(10):
+                work = Work(
+                    512,
+                    2**18,
+                    512 * 2**power,
+                    activation_checkpointing=rung,
+                    loss_chunk_tokens=chunk,  # type: ignore[arg-type]
+                )
+                need = (
+                    training_memory(model, work).reserved * (1 + known.memory_spread) + known.overhead_bytes
+                )
+                if need <= request.card.memory_bytes:
+                    speeds.append(tokens_per_second(model, work, known.rates))
+        if speeds:
+            tokens = (seconds - candidates.SETUP_SECONDS) * max(speeds)
+            losses[f"d{depth}"] = expected_bpb(request.law, matmul_params(model), tokens)[1]
+    best = min(losses, key=lambda name: losses[name])
+    found = {c.shape.preset: c for c in candidates.search(request)}
+    assert found[best].loss[1] == pytest.approx(losses[best], rel=1e-3)
+    target = next(band for band in bands.choose(request) if band.name == "target")
+    assert target.candidate.loss[1] <= losses[best] * 1.001
+
+
+def test_out_of_reach_and_too_short_say_so() -> None:
+    assert "out of reach" in make_plan(made.request("loss", 0.3)).reasons[0]
+    assert "nothing can be trained" in make_plan(made.request("hours", 0.01)).reasons[0]
+    tiny = make_plan(made.request("tokens", 1e9, memory_gib=1.0))
+    assert tiny.verdict == "no" and "not even the smallest model fits" in tiny.reasons[0]
+    long = make_plan(made.request("loss", 0.70))
+    assert long.verdict == "no" and any("more than a year" in reason for reason in long.reasons)
+
+
+def test_adamw_needs_more_tokens_and_is_taken_where_muon_is_too_slow() -> None:
+    assert candidates.muon_advantage(1e8) == pytest.approx(1.4)
+    assert candidates.muon_advantage(1.2e9) == pytest.approx(1.1)
+    assert candidates.muon_advantage(1e10) == pytest.approx(1.1)
+    normal = make_plan(made.request(value=24.0)).best
+    assert normal is not None and normal.candidate.setting.optimizer == "muon"
+    # With one row per step, Muon's iteration is most of the step.
+    small = made.request(value=24.0, overrides={"batch": {"tokens": 2048}})
+    best = make_plan(small).best
+    assert best is not None and best.candidate.setting.optimizer == "adamw"
+    muon = made.request(value=24.0, overrides={"batch": {"tokens": 2048}, "optim": {"name": "muon"}})
+    forced = make_plan(muon).best
+    assert forced is not None and forced.loss[1] >= best.loss[1]
+
+
+def test_options_by_hand_are_kept() -> None:
+    chosen = {
+        "batch": {"tokens": 131072},
+        "compute": {"activation_checkpointing": "block"},
+        "optim": {"name": "adamw"},
+        "model": {"vocab_size": 50304},
+        "seed": 7,
+    }
+    plan = make_plan(made.request(value=5.0, overrides=chosen))
+    assert plan.bands
+    for band in plan.bands:
+        config = merge.build([band.config])
+        assert config.batch.tokens == 131072
+        assert config.compute.activation_checkpointing == "block"
+        assert (config.optim.name, config.model.vocab_size, config.seed) == ("adamw", 50304, 7)
+    check(plan)
+
+
+def test_repeated_data_is_worth_less() -> None:
+    free = make_plan(made.request(value=24.0)).best
+    repeated = make_plan(made.request(value=24.0, unique_tokens=100_000_000)).best
+    assert free is not None and repeated is not None
+    assert repeated.loss[1] > free.loss[1]
+
+
+def test_the_caller_may_know_the_time_better() -> None:
+    """`deskside go` gives the run's own seconds: the split of the hours does not apply to them again."""
+    request = made.request(value=1.0, pretrain_seconds=1800.0, setup_seconds=60.0)
+    best = make_plan(request).best
+    assert best is not None
+    rate = best.estimate.tokens_per_second[1]
+    assert best.candidate.tokens[1] == pytest.approx((1800 - 60) * rate)
+    assert merge.build([best.config]).schedule.length is not None
+    assert str(merge.build([best.config]).schedule.length) == "30m"

@@ -1,0 +1,210 @@
+"""What a person may ask, and what is refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deskside.probe.store as probe_store
+from deskside.budget.shape import num_params
+from deskside.config import merge, presets
+from deskside.config.model import ModelConfig
+from deskside.errors import UsageError
+from deskside.plan import request
+from deskside.plan.request import DRIVER_SHARE, ask, count, trainable
+from deskside.probe.store import Machine
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3B", 3e9), ("1.5b", 1.5e9), ("350M", 3.5e8), ("2e9", 2e9), ("1,000", 1000), ("7k", 7000), (5, 5.0)],
+)
+def test_counts_are_read(text: Any, value: float) -> None:
+    assert count("--tokens", text) == value
+
+
+@pytest.mark.parametrize("text", ["", "B", "three", "-3", "0", "nan", "inf", "1.5", "1e40", "3Q"])
+def test_counts_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--tokens: .*") as error:
+        count("--tokens", text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu": "RTX 9999", "hours": 3}, "no such card"),
+        ({"hours": 3}, "which card"),
+        ({"gpu": "rtx4090", "here": True, "hours": 3}, "one of them"),
+        ({"gpu": "rtx4090"}, "what is the budget"),
+        ({"gpu": "rtx4090", "hours": -3}, "--hours: must be a number above zero"),
+        ({"gpu": "rtx4090", "hours": float("nan")}, "--hours"),
+        ({"gpu": "rtx4090", "loss": 0.0}, "--loss"),
+        ({"gpu": "rtx4090", "hours": 3, "tokens": "3B"}, "--hours and --tokens"),
+        ({"gpu": "rtx4090", "preset": "124m", "depth": 12}, "--preset and --depth"),
+        ({"gpu": "rtx4090", "params": "0"}, "--params: must be above zero"),
+        ({"gpu": "rtx4090", "params": "10"}, "no size that the depth dial has"),
+        ({"gpu": "rtx4090", "params": "900T"}, "no size that the depth dial has"),
+        ({"gpu": "rtx4090", "depth": 7}, "even depth"),
+        ({"gpu": "rtx4090", "depth": 4000}, "beyond what can be planned"),
+        ({"gpu": "rtx4090", "preset": "nope"}, "no such preset"),
+        ({"gpu": "rtx4090", "hours": 3, "gpus_count": 0}, "--gpus"),
+        ({"gpu": "rtx4090", "hours": 3, "sequence": 0}, "--sequence"),
+        ({"gpu": "rtx4090", "hours": 3, "price_kwh": -1.0}, "--price_kwh"),
+        ({"gpu": "rtx4090", "hours": 3, "rent_per_hour": float("inf")}, "--rent_per_hour"),
+        ({"gpu": "rtx4090", "hours": 3, "precision": "fp4"}, "--precision"),
+        (
+            {"gpu": "rtx4090", "preset": "124m", "overrides": {"model": {"num_key_value_heads": 5}}},
+            "shared evenly",
+        ),
+    ],
+)
+def test_one_line_for_what_cannot_be(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        ask(probes=str(tmp_path / "probes"), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_card_of_the_table_offers_less_than_it_was_sold_with(tmp_path: Path) -> None:
+    asked = ask(gpu="rtx4090", hours=24, probes=str(tmp_path))
+    # torch sees 23.5 to 23.6 GiB of an RTX 4090.
+    assert 23.4 < asked.card.memory_bytes / 2**30 < 23.7
+    assert asked.card.memory_bytes == int(24 * 2**30 * (1 - DRIVER_SHARE))
+
+
+@pytest.mark.parametrize("written", ["124M", "350M", "1.5B", "3B", "7B"])
+def test_params_are_the_nearest_depth(written: str, tmp_path: Path) -> None:
+    given = ask(gpu="rtx4090", params=written, probes=str(tmp_path)).given
+    assert given is not None
+    wanted, found = count("", written), num_params(given.config.model)
+    depth = given.config.model.num_hidden_layers
+    for other in (depth - 2, depth + 2):
+        size = num_params(ModelConfig(**presets.depth(other)["model"]))
+        assert max(found / wanted, wanted / found) <= max(size / wanted, wanted / size)
+
+
+def test_a_longer_sequence_raises_the_positions_and_keeps_the_batch_whole(tmp_path: Path) -> None:
+    given = ask(gpu="rtx4090", preset="124m", sequence=3000, probes=str(tmp_path)).given
+    assert given is not None
+    assert given.config.model.max_position_embeddings == 3000
+    assert given.config.batch.sequence_length == 3000
+    assert given.config.batch.tokens % 3000 == 0
+
+
+def test_a_batch_by_hand_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a multiple of the sequence length"):
+        ask(
+            gpu="rtx4090",
+            preset="124m",
+            sequence=3000,
+            overrides={"batch": {"tokens": 65536}},
+            probes=str(tmp_path),
+        )
+
+
+def test_trainable_asks_the_configuration() -> None:
+    def accepted(name: str) -> bool:
+        try:
+            merge.build([{"precision": {"name": name}}])
+        except UsageError:
+            return False
+        return True
+
+    assert trainable("bf16") and trainable("fp32")
+    assert trainable("fp8") == accepted("fp8")
+
+
+# What was measured
+
+
+def machine(driver: str = "580.1", card: str = "NVIDIA GeForce RTX 4090", gib: float = 23.6) -> Machine:
+    return Machine(card, "cuda", int(gib * 2**30), 0, driver, 450, "2.11.0", "13.0", "3.6", "0.1.0+aaaa")
+
+
+def point(of: Machine, tokens_per_second: float = 100_000.0) -> probe_store.Row:
+    model = {"num_hidden_layers": 12}
+    spec = {"model": model, "sequence_length": 2048, "tokens": 65536, "micro_tokens": 16384}
+    result = {
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": {"median": 65536 / tokens_per_second, "p10": 0.6, "p90": 0.7},
+        "matmul_peak_tflops": 160.0,
+        "micro_tokens": 16384,
+        "accumulation": 4,
+        "precision": "bf16",
+        "compile": "block",
+        "device": "cuda",
+        "watts": 430.0,
+        "setup_seconds": 33.0,
+        "peak_reserved_bytes": 9 * 2**30,
+        "device_used_bytes": 10 * 2**30,
+    }
+    return probe_store.make_row("point", probe_store.make_key(of, spec), "ok", result)
+
+
+def store(folder: Path, *rows: probe_store.Row) -> str:
+    opened = probe_store.open_store(folder)
+    for row in rows:
+        opened.add(row)
+    return str(folder)
+
+
+def test_measured_here_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_store, "this_machine", machine)
+    asked = ask(here=True, hours=24, probes=store(tmp_path, point(machine())))
+    assert asked.calibration.source == "measured"
+    assert asked.card.gpu is not None and asked.card.gpu.name == "RTX 4090"
+    assert asked.card.memory_bytes == machine().memory_bytes
+    assert (asked.setup_seconds, asked.measured_watts) == (33.0, 430.0)
+
+
+@pytest.mark.parametrize("which", [{"here": True}, {"gpu": "rtx4090"}])
+def test_another_driver_is_refused_and_nothing_is_written(
+    which: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_store, "this_machine", machine)
+    folder = store(tmp_path, point(machine(driver="570.9")))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match="driver 570") as error:
+        ask(**which, hours=24, probes=folder)
+    assert "\n" not in str(error.value) and "deskside probe" in str(error.value)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_elsewhere_the_newest_machine_counts_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laptop = Machine("some CPU", "cpu", 2**34, 8, None, None, "2.13.0", None, None, "0.1.0+aaaa")
+    monkeypatch.setattr(probe_store, "this_machine", lambda: laptop)
+    folder = store(tmp_path, point(machine(driver="570.9")), point(machine(driver="580.1")))
+    asked = ask(gpu="rtx4090", hours=24, probes=folder)
+    assert asked.calibration.source == "measured"
+    assert any("580.1" in note for note in asked.notes)
+    assert any("not used" in note for note in asked.notes)
+
+
+def test_another_card_in_the_store_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store(tmp_path, point(machine(card="NVIDIA GeForce RTX 4090 Laptop GPU", gib=15.6)))
+    assert ask(gpu="rtx4090", hours=24, probes=folder).calibration.source == "published"
+
+
+def test_a_cpu_that_was_not_measured_is_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laptop = Machine("some CPU", "cpu", 2**34, 8, None, None, "2.13.0", None, None, "0.1.0+aaaa")
+    monkeypatch.setattr(probe_store, "this_machine", lambda: laptop)
+    with pytest.raises(UsageError, match="measure it first"):
+        ask(here=True, hours=24, probes=str(tmp_path))
+
+
+def test_a_damaged_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_store, "this_machine", machine)
+    folder = store(tmp_path, point(machine()))
+    for path in tmp_path.iterdir():
+        path.write_text(json.dumps({"what": "is this"}) + "\n")
+    with pytest.raises(UsageError) as error:
+        ask(here=True, hours=24, probes=folder)
+    assert "\n" not in str(error.value)
+
+
+def test_shares_of_a_budget_must_sum_to_one() -> None:
+    with pytest.raises(ValueError, match="sum to 1"):
+        request.Split(pretraining=0.9)
