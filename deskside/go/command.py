@@ -1,0 +1,345 @@
+"""`deskside go`: the options, and the drive through the phases."""
+
+import contextlib
+import gc
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from deskside.config import overrides
+from deskside.errors import RunError, UsageError
+from deskside.go.journal import PHASES, Journal
+from deskside.train.rundir import RunDirectory
+
+DESCRIPTION = """The whole road in a number of hours: doctor, probe, plan, pretraining, evaluation, export, report.
+
+The hours are wall-clock, everything included, from the start of this command to its end.
+
+Examples:
+  deskside go --hours 24 --data data/english
+  deskside go --hours 2 --preset 124m --data data/english --yes
+  deskside go --hours 8 --data data/english --target-loss 1.05
+  deskside go --resume runs/go
+"""
+SFT = "SFT: skipped: deskside cannot align models yet"
+BEFORE_TRAINING = PHASES[: PHASES.index("train")]
+LENGTHS = ("length", "hours", "steps", "tokens", "clock")
+
+
+@dataclass(kw_only=True)
+class GoOptions:
+    """Options of the command itself."""
+
+    hours: Annotated[float | None, tyro.conf.arg(metavar="H", help="wall-clock hours for everything")] = None
+    preset: Annotated[
+        str | None, tyro.conf.arg(metavar="PRESET", help="the model; default: the plan chooses it")
+    ] = None
+    # Named so because the configuration has a part `data`; on the command line it is --data.
+    corpus: Annotated[str | None, tyro.conf.arg(name="data", metavar="DIR", help="prepared data")] = None
+    gpu_budget: Annotated[
+        float | None, tyro.conf.arg(metavar="GIB", help="GPU memory that may be used; default: all of it")
+    ] = None
+    target_loss: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="BPB", help="bits per byte to reach; out of reach: it stops after the pilot"),
+    ] = None
+    name: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help="folder under --runs; default: the preset's, or go")
+    ] = None
+    runs: Annotated[str, tyro.conf.arg(metavar="DIR", help="where run directories are made")] = "runs"
+    probes: Annotated[str, tyro.conf.arg(metavar="DIR", help="where probe results are kept")] = "probes"
+    resume: Annotated[
+        str | None, tyro.conf.arg(metavar="RUN", help="go on with the hours that were left")
+    ] = None
+    yes: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="do not ask")] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="JSON on standard output")] = False
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command; returns the exit code. Raises UsageError and RunError."""
+    options, given = overrides.parse(GoOptions, argv, "deskside go", DESCRIPTION)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("deskside go runs on one GPU; for more of them use: torchrun -m deskside train")
+    if options.resume is not None:
+        journal = _resumed(options, given)
+        with journal.kept():
+            return Road(journal, options.yes, options.json).travel()
+    journal = _begun(options, given, argv)
+    try:
+        with journal.kept():
+            return Road(journal, options.yes, options.json).travel()
+    except (UsageError, RunError):
+        # What was refused before it trained left nothing worth keeping; what was measured is in the probe store.
+        if journal.phase in BEFORE_TRAINING:
+            shutil.rmtree(journal.run.path, ignore_errors=True)
+        raise
+
+
+class Road:
+    """One process on the road."""
+
+    def __init__(self, journal: Journal, yes: bool, as_json: bool):
+        self.journal, self.yes, self.as_json = journal, yes, as_json
+
+    def travel(self) -> int:
+        """Every phase that is left. Returns the exit code."""
+        first = PHASES.index(self.journal.phase)
+        for phase in BEFORE_TRAINING[first:]:
+            self.journal.enter(phase)
+            getattr(self, phase)()
+        if self.journal.phase != "report":
+            self.journal.enter("train")
+            if not self.train():
+                return 0
+        self.report()
+        return 0
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        options: Mapping[str, Any] = self.journal.state["options"]
+        return options
+
+    @property
+    def run(self) -> RunDirectory:
+        return self.journal.run
+
+    def say(self, text: str) -> None:
+        """One line to the person, and into the run's events."""
+        self.run.event(text)
+        print(text, file=sys.stderr, flush=True)
+
+    # The phases
+
+    def doctor(self) -> None:
+        from deskside.go import phases
+        from deskside.probe.identity import this_machine
+
+        allowed = phases.SHARE * phases.DOCTOR_SHARE * self.journal.hours * 3600
+        result = phases.doctor(this_machine(), allowed, self.say)
+        self.journal.keep("doctor", result)
+        self.say(f"doctor: {result['status']}: {result['reason']}")
+        if result["status"] == "unfit":
+            raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
+
+    def probe(self) -> None:
+        from deskside.go import phases
+        from deskside.probe.identity import this_machine
+        from deskside.probe.store import open_store
+
+        machine = this_machine()
+        left = phases.SHARE * self.journal.hours * 3600 - self.journal.seconds()
+        result = phases.probe(machine, open_store(self.options["probes"]), left, self.say)
+        self.journal.keep("probe", result)
+        if result["status"] == "skipped":
+            self.say(f"probe: skipped: {result['reason']}")
+        else:
+            self.say(f"probe: {result['measured']} points measured now, {result['stored']} from before")
+
+    def plan(self) -> None:
+        from deskside.go import phases
+
+        result, whole = phases.plan(self._wish(), self.journal.left() - self.journal.tail())
+        for line in phases.lines(result):
+            self.say(line)
+        if whole is not None:
+            self.run.write_json("planner.json", whole.to_json())
+        target = self.options["target_loss"]
+        if target is not None and result["status"] == "made" and result["bpb"][0] > target:
+            raise RunError(
+                f"{target:g} bits per byte is out of reach in these hours: the plan's low end is {result['bpb'][0]:.3f}"
+            )
+        if not self.yes and not _agreed():
+            raise UsageError("not begun")
+        self.journal.keep("plan", result)
+
+    def train(self) -> bool:
+        """Returns whether the run came to its end."""
+        from deskside.go import phases
+
+        while not (self.run.path / "summary.json").exists():
+            plan = self.journal.result("plan")
+            config = phases.final_config(plan["config"], self.journal.hours * 3600)
+            if config.deterministic:
+                os.environ.setdefault(
+                    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+                )  # read by CUDA when torch starts it
+            from deskside.go.pilot import RECENTRE, TARGET, Pilot
+            from deskside.train import pretrain
+
+            self._limit_memory(config.compute.device)
+            pilot = Pilot(self.journal, config, plan, self.options["target_loss"])
+            if (self.run.path / "run.json").exists():
+                outcome = pretrain.resume(self.run.path, pilot)
+            else:
+                command = str(self.journal.state["command"])
+                outcome = pretrain.start(config, Path(), None, "", command, None, pilot, self.run)
+            if outcome.status == TARGET:
+                self.journal.state["options"]["target_loss"] = (
+                    None  # who goes on all the same is not stopped again
+                )
+                self.journal.note()
+                raise RunError(
+                    f"{pilot.target:g} bits per byte is out of reach: {pilot.told()}; to go on all the same: "
+                    f"deskside go --resume {self.run.path}"
+                )
+            if outcome.status == RECENTRE:
+                assert pilot.better is not None
+                del outcome
+                gc.collect()
+                self._start_anew(plan, pilot.better.band)
+            elif outcome.status != "finished":
+                return False
+        return True
+
+    def report(self) -> None:
+        from deskside.report.commands import write_report
+
+        self.journal.enter("report")
+        self.say(SFT)
+        page = write_report(self.run.path)
+        summary = self.run.read_json("summary.json")
+        self.journal.enter("done")
+        seconds, hours = self.journal.seconds(), self.journal.hours
+        self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
+        if self.as_json:
+            spent = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
+            print(json.dumps({**summary, **spent}))
+            return
+        print(f"validation  {summary['val_bpb']:.3f} bits per byte")
+        for name in ("gzip", "unigram"):
+            if summary.get(f"{name}_bpb") is not None:
+                print(f"{name:<10}  {summary[f'{name}_bpb']:.3f} bits per byte on the same text")
+        for sample in summary["samples"][:1]:
+            print(f"\nsample: {sample['prompt']!r} ->\n  " + "\n  ".join(sample["text"].splitlines()))
+        print(f"\nreport: {page}\nnext:   deskside chat {self.run.path}")
+
+    # What they need
+
+    def _wish(self) -> Any:
+        from deskside.go.phases import Wish
+
+        options = self.options
+        return Wish(
+            hours=self.journal.hours,
+            preset=options["preset"],
+            data=options["data"],
+            given=options["given"],
+            memory_gib=options["gpu_budget"],
+            probes=options["probes"],
+        )
+
+    def _limit_memory(self, device: str) -> None:
+        limit = self.options["gpu_budget"]
+        if limit is None or device == "cpu":
+            return
+        import torch
+
+        if torch.cuda.is_available():
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), 0)
+
+    def _start_anew(self, plan: dict[str, Any], band: dict[str, Any]) -> None:
+        """Another band in a directory of its own, with the hours that are left."""
+        old = self.journal
+        run = RunDirectory.create(self.run.path.parent, None, f"{self.run.path.name}-{band['preset']}")
+        options = dict(self.options)
+        # In-process: both journals count from the start of this process.
+        new = Journal.begin(run, old.hours, options, str(old.state["command"]), old.before)
+        for phase in ("doctor", "probe"):
+            new.keep(phase, old.result(phase))
+        new.keep("plan", {**plan, **band, "bands": []})
+        new.enter("train")
+        old.state["continued_in"] = str(run.path)
+        old.note()
+        self.say(f"the run goes on as {run.path}")
+        self.journal = new
+
+
+def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Journal:
+    """A new road. Everything that can be refused is refused before anything is made."""
+    if options.hours is None:
+        raise UsageError("how long may it take? give --hours, such as --hours 24, or --resume RUN")
+    for name, value in (
+        ("hours", options.hours),
+        ("gpu_budget", options.gpu_budget),
+        ("target_loss", options.target_loss),
+    ):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name}: must be a number above zero, not {value:g}")
+    length = [key for key in LENGTHS if key in given.get("schedule", {})]
+    if length:
+        raise UsageError(f"--schedule.{length[0]}: the length of the run is --hours; leave it out")
+    if "path" in given.get("data", {}) or "sources" in given.get("data", {}):
+        raise UsageError("--data.path, --data.sources: give prepared data with --data DIR")
+    from deskside.go import phases
+
+    wish = phases.Wish(
+        options.hours, options.preset, options.corpus, given, options.gpu_budget, options.probes
+    )
+    if options.corpus is not None:
+        phases.vocabulary(options.corpus)  # raises for what is no data
+    if options.preset is None and options.corpus is None:
+        raise UsageError(
+            "what shall it learn from? give --data DIR, made by: deskside data prepare SOURCE --out DIR"
+        )
+    if options.preset is not None:
+        config = phases.final_config(phases.preset_config(wish), options.hours * 3600)
+        from deskside.train.ready import check_start
+
+        check_start(config)
+    if not options.yes and not sys.stdin.isatty():
+        raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
+    default = (
+        Path(options.preset or "go").stem
+        if (options.preset or "").endswith(".toml")
+        else options.preset or "go"
+    )
+    if options.name is not None and (Path(options.runs) / options.name).exists():
+        path = Path(options.runs) / options.name
+        raise UsageError(f"{path} exists; choose another --name, or go on with: deskside go --resume {path}")
+    run = RunDirectory.create(Path(options.runs), options.name, default)
+    kept = {
+        "preset": options.preset,
+        "data": options.corpus,
+        "given": given,
+        "gpu_budget": options.gpu_budget,
+        "target_loss": options.target_loss,
+        "probes": options.probes,
+    }
+    return Journal.begin(run, options.hours, kept, shlex.join(["deskside", "go", *argv]))
+
+
+def _resumed(options: GoOptions, given: dict[str, Any]) -> Journal:
+    extra = [
+        name
+        for name in ("hours", "preset", "corpus", "gpu_budget", "target_loss", "name")
+        if getattr(options, name) is not None
+    ]
+    if given or extra:
+        raise UsageError(
+            "--resume takes everything from the road that is resumed; give no other options with it"
+        )
+    journal = Journal.open(Path(str(options.resume)))
+    while journal.state.get("continued_in"):
+        journal = Journal.open(Path(journal.state["continued_in"]))
+    if journal.phase == "done":
+        raise UsageError(f"{journal.run.path} is done; its report is {journal.run.path / 'report.html'}")
+    if journal.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():
+        raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
+    return journal
+
+
+def _agreed() -> bool:
+    with contextlib.suppress(EOFError):
+        print("go? [Y/n] ", end="", file=sys.stderr, flush=True)
+        return input().strip().lower() in ("", "y", "yes")
+    return False

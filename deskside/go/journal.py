@@ -1,0 +1,159 @@
+"""go.json: how far the road is, and the clock of its hours.
+
+The hours are wall-clock seconds in which some process was on the road, from the start of that process (before its
+imports) to its end. A thread writes them down every `BEAT` seconds, so a kill loses no more than that; the time during
+which nothing ran does not count. The file is replaced whole, and lies in the run's directory from the first moment, so
+every phase can be taken up again.
+"""
+
+import contextlib
+import copy
+import fcntl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import deskside
+from deskside.errors import RunError, UsageError
+from deskside.train.rundir import RunDirectory
+
+SCHEMA = 1
+FILE = "go.json"
+BEAT = 2.0  # seconds between two notes of the time
+# What follows the training run's own end: samples, the report, leaving. On two CPU cores it took 3 to 5 s.
+TAIL_SECONDS, TAIL_SHARE = 6.0, 0.005
+Phase = Literal["doctor", "probe", "plan", "train", "report", "done"]
+PHASES: tuple[Phase, ...] = ("doctor", "probe", "plan", "train", "report", "done")
+
+
+class Journal:
+    """The state of one road. `state` is what go.json holds; `before` are the seconds of earlier processes."""
+
+    def __init__(self, run: RunDirectory, state: dict[str, Any]):
+        self.run, self.state = run, state
+        self.before = float(state["spent_seconds"])
+        self._lock = threading.Lock()
+
+    @classmethod
+    def begin(
+        cls, run: RunDirectory, hours: float, options: dict[str, Any], command: str, spent: float = 0.0
+    ) -> "Journal":
+        """A new road in an empty run directory. spent: seconds of these hours that are gone already."""
+        journal = cls(
+            run,
+            {
+                "schema_version": SCHEMA,
+                "hours": hours,
+                "spent_seconds": spent,
+                "phase": PHASES[0],
+                "command": command,
+                "options": options,
+                "results": {},
+                "continued_in": None,
+            },
+        )
+        journal.note()
+        return journal
+
+    @classmethod
+    def open(cls, path: Path) -> "Journal":
+        """The road of an earlier process. Raises UsageError where there is none, RunError when it is damaged."""
+        if not (path / FILE).is_file():
+            raise UsageError(
+                f"{path}: holds no road to go on with (no {FILE}); roads are begun with: deskside go --hours H"
+            )
+        run = RunDirectory(path)
+        state = run.read_json(FILE)
+        sound = (
+            state.get("schema_version") == SCHEMA
+            and state.get("phase") in PHASES
+            and _number(state.get("hours"))
+            and _number(state.get("spent_seconds"))
+            and isinstance(state.get("options"), dict)
+            and isinstance(state.get("results"), dict)
+            and isinstance(state.get("command"), str)
+        )
+        if not sound:
+            raise RunError(f"{path / FILE}: is damaged, or of another version; restore it, or begin again")
+        return cls(run, state)
+
+    # The clock
+
+    def seconds(self) -> float:
+        """Spent so far, this process included."""
+        return self.before + time.perf_counter() - deskside.STARTED
+
+    @property
+    def hours(self) -> float:
+        """All of them."""
+        return float(self.state["hours"])
+
+    def left(self) -> float:
+        """Seconds left of the hours; below zero when they are over."""
+        return self.hours * 3600 - self.seconds()
+
+    def tail(self) -> float:
+        """Seconds to keep for what follows the training run's own end."""
+        return TAIL_SECONDS + TAIL_SHARE * self.hours * 3600
+
+    # What is known
+
+    @property
+    def phase(self) -> Phase:
+        phase: Phase = self.state["phase"]
+        return phase
+
+    def enter(self, phase: Phase) -> None:
+        """The road has come to this phase."""
+        self.state["phase"] = phase
+        self.note()
+
+    def result(self, phase: str) -> dict[str, Any]:
+        """What came of a phase; empty when it has not ended."""
+        return dict(self.state["results"].get(phase, {}))
+
+    def keep(self, phase: str, result: dict[str, Any]) -> None:
+        """Write down what came of a phase."""
+        self.state["results"][phase] = result
+        self.note()
+
+    def note(self) -> None:
+        """Write go.json as it is now. Raises RunError when the disk refuses."""
+        with self._lock:
+            self.state["spent_seconds"] = round(self.seconds(), 3)
+            self.run.write_json(FILE, copy.deepcopy(self.state))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """While entered, this process is the one on the road, and its time is written down again and again.
+
+        Raises UsageError when another process is on it.
+        """
+        with (self.run.path / ".go.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(
+                    f"{self.run.path}: another process is on this road; stop that one first"
+                ) from None
+            ended = threading.Event()
+            beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
+            beating.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                beating.join()
+                self.note()
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT):
+            # A full disk ends the road where it writes what it needs; a beat that is missed costs only its seconds.
+            with contextlib.suppress(RunError):
+                self.note()
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

@@ -1,0 +1,255 @@
+"""What comes before training: doctor, probe and plan, each as plain data that go.json keeps.
+
+They may cost a tenth of the hours together, and less where less will do. What the hours are too short for is skipped,
+and the reason is kept; a run needs none of it, because it checks and measures what it depends on itself.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deskside.config import merge, presets
+from deskside.config.run import RunConfig
+from deskside.errors import RunError, UsageError
+from deskside.plan.make import make_plan
+from deskside.plan.request import Request, ask
+from deskside.plan.result import Plan, PlannedBand
+from deskside.plan.words import count, gib
+from deskside.probe.doctor import examine
+from deskside.probe.identity import Machine
+from deskside.probe.map import CARD_SECONDS, calibration_points, estimate_seconds
+from deskside.probe.store import Row, Store
+from deskside.probe.survey import Finding, Surveyor
+
+SHARE = 0.1  # of the hours, that doctor and probe may take together
+DOCTOR_SHARE = 0.5  # of that
+DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}  # of a quick doctor; 12 s were measured on two busy CPU cores
+LONGEST_PROBE = 180.0
+ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
+
+Say = Callable[[str], None]
+Result = dict[str, Any]
+
+
+def skipped(reason: str) -> Result:
+    return {"status": "skipped", "reason": reason}
+
+
+# Doctor
+
+
+def doctor(machine: Machine, seconds: float, say: Say) -> Result:
+    """A quick examination, if `seconds` are enough for it. status: fit, unfit, or skipped."""
+    needed = DOCTOR_SECONDS[machine.device]
+    if seconds < needed:
+        return skipped(f"it takes about {needed:.0f} s, and these hours have {seconds:.0f} s for it")
+    found = examine(True, lambda text: say(f"doctor: {text}"))
+    works = sum(check["verdict"] == "works" for check in found["checks"])
+    told = f"{works} of {len(found['checks'])} checks work"
+    for mend in found["fix"][:1]:
+        told += f"; first to fix: {mend['problem']} ({mend['remedy']})"
+    return {
+        "status": "fit" if found["trains"] else "unfit",
+        "reason": told if found["trains"] else found["why"],
+        "fix": found["fix"],
+        "seconds": found["seconds"],
+    }
+
+
+# Probe
+
+
+@dataclass
+class Teller:
+    """Tells a person what the probe does."""
+
+    say: Say
+
+    def begin(self, title: str, seconds: float) -> None:
+        self.say(f"probe: {title}, about {seconds:.0f} s")
+
+    def end(self, finding: Finding) -> None:
+        if finding.status == "ok" and finding.row is not None:
+            self.say(f"probe: {finding.row['result']['tokens_per_second']:,.0f} tokens/s")
+        else:
+            self.say(f"probe: {finding.status}")
+
+    def card(self, row: Row) -> None:
+        self.say(f"probe: the card itself: {row['status']}")
+
+
+def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
+    """Measure what calibrates the planner, as far as `seconds` go; what is stored is reused."""
+    points = calibration_points(machine.memory_bytes, machine.device)
+    stored = store.rows(machine)
+    have_card = any(row["kind"] == "card" and row["status"] == "ok" for row in stored)
+    measured = sum(row["kind"] == "point" and row["status"] == "ok" for row in stored)
+    seconds = min(seconds, LONGEST_PROBE)
+    needed = estimate_seconds(points[0], [], machine.device, None)
+    needed += 0.0 if have_card else CARD_SECONDS[machine.device]
+    if seconds < needed and measured:
+        return {"status": "stored", "stored": measured, "measured": 0}
+    if seconds < needed:
+        return skipped(f"it needs {needed:.0f} s, and these hours have {max(0.0, seconds):.0f} s for it")
+    survey = Surveyor(store, machine, Teller(say), deadline=time.monotonic() + seconds).survey(points)
+    if survey.interrupted:
+        raise KeyboardInterrupt
+    origins = [finding.origin for finding in survey.findings if finding.status == "ok"]
+    failed = [
+        f"{f.point.title()}: {f.row['error']}" for f in survey.findings if f.row and f.status == "failed"
+    ]
+    return {
+        "status": "measured" if "measured" in origins else "stored" if "stored" in origins else "nothing",
+        "stored": origins.count("stored"),
+        "measured": origins.count("measured"),
+        "failed": failed,
+    }
+
+
+# Plan
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person wants of the plan. given: configuration options by hand; memory_gib: of the card, at most."""
+
+    hours: float
+    preset: str | None
+    data: str | None
+    given: Mapping[str, Any]
+    memory_gib: float | None
+    probes: str
+
+
+def plan(wish: Wish, pretrain_seconds: float) -> tuple[Result, Plan | None]:
+    """The plan for the run, as go.json keeps it and whole. pretrain_seconds: that the run itself will have.
+
+    Raises RunError when the planner says no, UsageError when there is neither a preset nor anything to plan from.
+    """
+    try:
+        made = make_plan(_request(wish, pretrain_seconds))
+    except UsageError as error:
+        if wish.preset is None:
+            raise
+        return {**skipped(str(error)), "config": preset_config(wish)}, None
+    best = made.best
+    if made.verdict == "no" or best is None:
+        raise RunError(f"the plan says no: {'; '.join(made.reasons)}")
+    for_gpu = not made.request.card.is_cpu
+    # A preset that needs no change is trained as it is; the numbers are still the planner's.
+    own = wish.preset is not None and made.verdict == "yes"
+    result = {
+        "status": "made",
+        "verdict": made.verdict,
+        "reasons": list(made.reasons),
+        "source": f"modelled from what was {made.request.calibration.source}: {made.request.calibration.basis}",
+        "bands": [_slim(band, made, for_gpu) for band in made.bands] if wish.preset is None else [],
+        **_slim(best, made, for_gpu),
+    }
+    if own:
+        result["config"] = preset_config(wish)
+    return result, made
+
+
+def preset_config(wish: Wish) -> dict[str, Any]:
+    """A preset as it is, with the options by hand on top."""
+    assert wish.preset is not None
+    built = merge.build([*presets.layers(wish.preset), by_hand(wish)])
+    return built.model_dump(mode="json", exclude_unset=True)
+
+
+def by_hand(wish: Wish) -> dict[str, Any]:
+    """The configuration layer of what a person gave, the vocabulary of the data included."""
+    layer: dict[str, Any] = {part: dict(v) if isinstance(v, Mapping) else v for part, v in wish.given.items()}
+    if wish.data is not None:
+        layer["data"] = {**layer.get("data", {}), "path": wish.data, "sources": []}
+        needed = vocabulary(wish.data)
+        if "vocab_size" not in layer.get("model", {}) and _smaller_vocabulary(wish, needed):
+            layer["model"] = {**layer.get("model", {}), "vocab_size": needed}
+    return layer
+
+
+def vocabulary(data: str) -> int:
+    """Entries of the data's tokenizer, rounded up."""
+    entries = _index(data).tokenizer.vocab_size
+    return -(-entries // ROUND_VOCABULARY) * ROUND_VOCABULARY
+
+
+def unique_tokens(data: str) -> int:
+    """Tokens of the training split."""
+    return _index(data).splits["train"].tokens
+
+
+def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
+    """A planned configuration as a run of `seconds` on the wall clock, everything counted."""
+    return merge.build([config, {"schedule": {"length": f"{seconds!r}s", "clock": "wall"}}])
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The plan for a person, a few lines."""
+    if result["status"] != "made":
+        return [f"plan: skipped: {result['reason']}"]
+    told = [f"plan, {result['source']}"]
+    for band in result["bands"] or [result]:
+        mark = "->" if band["name"] == result["name"] else "  "
+        low, expected, high = band["bpb"]
+        told.append(
+            f"{mark} {band['name']:<8} {band['preset']:<6} {count(band['params'])} parameters, "
+            f"{count(band['tokens'][1])} tokens, {band['tokens_per_second'][1]:,.0f} tokens/s"
+            + (f", {gib(band['memory_gib'][1] * 2**30)}" if "memory_gib" in band else "")
+            + f", {expected:.3f} bits per byte ({low:.3f} to {high:.3f})"
+        )
+    return [*told, *(f"   {reason}" for reason in result["reasons"])]
+
+
+def _request(wish: Wish, pretrain_seconds: float) -> Request:
+    request = ask(
+        here=True,
+        hours=wish.hours,
+        preset=wish.preset,
+        probes=wish.probes,
+        overrides=by_hand(wish) if wish.preset is not None else None,
+        unique_tokens=None if wish.data is None else unique_tokens(wish.data),
+        pretrain_seconds=pretrain_seconds,
+    )
+    if wish.preset is None:
+        request = replace(request, overrides=by_hand(wish))
+    if wish.memory_gib is not None:
+        if request.card.is_cpu:
+            raise UsageError("--gpu_budget: there is no GPU here; leave it out")
+        least = min(request.card.memory_bytes, int(wish.memory_gib * 2**30))
+        request = replace(request, card=replace(request.card, memory_bytes=least))
+    return request
+
+
+def _slim(band: PlannedBand, made: Plan, for_gpu: bool) -> Result:
+    """What is compared later: expected values and ranges, and the configuration."""
+    found = band.candidate
+    slim: Result = {
+        "name": band.name,
+        "preset": band.preset,
+        "params": found.params,
+        "weights": found.weights,
+        "tokens": [float(x) for x in found.tokens],
+        "tokens_per_second": [float(x) for x in found.estimate.tokens_per_second],
+        "bpb": [float(x) for x in found.loss],
+        "config": band.config,
+    }
+    if for_gpu:  # a CPU's resident set is not modelled
+        peak, spread = found.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
+        slim["memory_gib"] = [peak * (1 - spread), peak, peak * (1 + spread)]
+    return slim
+
+
+def _smaller_vocabulary(wish: Wish, needed: int) -> bool:
+    if wish.preset is None:
+        return True
+    return merge.build(presets.layers(wish.preset)).model.vocab_size < needed
+
+
+def _index(data: str) -> Any:
+    from deskside.data.shards import read_index
+
+    return read_index(Path(data))
