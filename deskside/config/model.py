@@ -4,30 +4,29 @@ The default is exactly Qwen3's architecture (pre-RMSNorm, RoPE, grouped-query at
 with `num_experts` it is exactly Qwen3-MoE's. Every other option exists because a study compares it.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError, model_validator
 
 from deskside.config.base import Part
 
-_WHOLE = TypeAdapter(PositiveInt)
+Size = Annotated[int, Field(gt=0, le=1 << 27)]  # beyond any model, within what torch can count
+_WHOLE = TypeAdapter(Size)
 
 
 class ModelConfig(Part):
     """Architecture of one decoder-only transformer. Raises pydantic.ValidationError for shapes that cannot be."""
 
-    vocab_size: PositiveInt = Field(32768, description="entries of the embedding table")
-    hidden_size: PositiveInt = Field(768, description="width of the residual stream")
-    num_hidden_layers: PositiveInt = Field(12, le=10_000, description="number of blocks")
-    num_attention_heads: PositiveInt = Field(12, description="query heads")
-    num_key_value_heads: PositiveInt = Field(
+    vocab_size: Size = Field(32768, description="entries of the embedding table")
+    hidden_size: Size = Field(768, description="width of the residual stream")
+    num_hidden_layers: Size = Field(12, le=10_000, description="number of blocks")
+    num_attention_heads: Size = Field(12, description="query heads")
+    num_key_value_heads: Size = Field(
         3, description="key and value heads: equal to the query heads is MHA, 1 is MQA"
     )
-    head_dim: PositiveInt = Field(
-        64, description="channels per head; left out: hidden_size / num_attention_heads"
-    )
-    intermediate_size: PositiveInt = Field(2048, description="width of the MLP")
-    max_position_embeddings: PositiveInt = Field(2048, description="longest sequence")
+    head_dim: Size = Field(64, description="channels per head; left out: hidden_size / num_attention_heads")
+    intermediate_size: Size = Field(2048, description="width of the MLP")
+    max_position_embeddings: Size = Field(2048, description="longest sequence")
 
     position_embedding: Literal["rope", "learned"] = Field(
         "rope", description="rotary, or a learned table added to the embeddings"
@@ -50,9 +49,7 @@ class ModelConfig(Part):
     qk_norm: bool = Field(True, description="RMSNorm over head_dim of queries and keys, before RoPE")
 
     tie_word_embeddings: bool = Field(False, description="the head shares the embedding's weight")
-    sliding_window: PositiveInt | None = Field(
-        None, description="tokens that a window layer sees, itself included"
-    )
+    sliding_window: Size | None = Field(None, description="tokens that a window layer sees, itself included")
     window_pattern: str | None = Field(None, description="S (window) and L (full) per layer, repeated: SSSL")
     final_logit_softcapping: PositiveFloat | None = Field(
         None, description="logits become cap * tanh(logits / cap)"
@@ -64,9 +61,9 @@ class ModelConfig(Part):
         0.02, description="standard deviation for embeddings; see model/init.py"
     )
 
-    num_experts: int = Field(0, ge=0, description="experts per MoE layer; 0 is a dense model")
-    num_experts_per_tok: PositiveInt = Field(8, description="experts that each token uses")
-    moe_intermediate_size: PositiveInt = Field(768, description="width of one expert")
+    num_experts: int = Field(0, ge=0, le=1 << 16, description="experts per MoE layer; 0 is a dense model")
+    num_experts_per_tok: Size = Field(8, description="experts that each token uses")
+    moe_intermediate_size: Size = Field(768, description="width of one expert")
     norm_topk_prob: bool = Field(True, description="the chosen experts' weights sum to one")
     router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of the load-balancing loss")
 

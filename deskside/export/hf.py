@@ -98,7 +98,7 @@ def check_out(out_dir: Path) -> set[str]:
         raise UsageError(f"--out {out_dir}: is a file; choose a directory")
     if not out_dir.exists():
         return set()
-    listed = _read_json(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
+    listed = read_json(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
     seen = listed if isinstance(listed, dict) else {}
     own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
     own |= {MARK} if seen else set()
@@ -115,8 +115,11 @@ def load_hf(folder: Path, device: torch.device | str = "cpu") -> tuple[ModelConf
 
     Raises UsageError when it is not one, has options that are not computed here, or its tensors do not match.
     """
-    source = _read_json(folder / "config.json")
-    config = from_hf_config(source)
+    source = read_json(folder / "config.json")
+    try:
+        config = from_hf_config(source)
+    except UsageError as error:
+        raise UsageError(f"{folder}: {error}") from None
     family = FAMILIES[source["model_type"]]
     with torch.device("meta"):
         model = Transformer(config)
@@ -153,7 +156,10 @@ class _Stored:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
-            names = sorted(set(_read_json(index)["weight_map"].values()))
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise UsageError(f"{index}: has no weight_map of names to files")
+            names = sorted(set(files.values()))
         elif single.exists():
             names = [single.name]
         else:
@@ -202,7 +208,7 @@ def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
 def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> int:
     """Copy or write the tokenizer's files; returns the id of <|endoftext|>."""
     file = source / "tokenizer.json" if source.is_dir() else source
-    content = _read_json(file)
+    content = read_json(file)
     ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     if END_OF_TEXT not in ids:
         raise UsageError(f"{file} has no special token {END_OF_TEXT}; train the tokenizer with it")
@@ -240,12 +246,15 @@ def _replaced_when_complete(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UsageError naming the file where it cannot be read, or holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} does not hold a JSON object")

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.export.hf_families import FAMILIES
@@ -22,18 +23,22 @@ _ACTIVATIONS = {
 def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
     """Raises UsageError for an architecture, or an option of one, that this package does not compute."""
     model_type = source.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"model_type '{model_type}' is not supported; use one of {', '.join(FAMILIES)}")
     try:
         return _gpt2(source) if model_type == "gpt2" else _decoder(source, model_type)
     except KeyError as error:
         raise UsageError(f"config.json of a {model_type} model lacks {error}; is it complete?") from error
     except ValidationError as error:
-        raise UsageError(f"config.json describes an impossible model: {error.errors()[0]['msg']}") from error
+        raise UsageError(f"config.json describes an impossible model: {first_problem(error)}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UsageError(f"config.json holds a value of the wrong kind ({error}); is it damaged?") from error
 
 
 def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
     heads, layers = source["num_attention_heads"], source["num_hidden_layers"]
+    if not isinstance(layers, int) or layers > 10_000:
+        raise ValueError(f"num_hidden_layers: {layers!r}")
     default_head_dim = 128 if model_type == "qwen3" else source["hidden_size"] // heads
     values: dict[str, Any] = {
         "hidden_size": source["hidden_size"],

@@ -4,7 +4,6 @@ Of a run the newest checkpoint is taken whose weights match the checksum in its 
 next older one is used. A run without checkpoints may still have the exported model that it ended with.
 """
 
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from deskside.export.checkpoints import (
     load_weights,
     verify,
 )
-from deskside.export.hf import load_hf
+from deskside.export.hf import load_hf, read_json
 from deskside.model.transformer import Transformer
 
 Kind = Literal["run", "checkpoint", "hf"]
@@ -187,7 +186,7 @@ def _complete(
 
 def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
     path = run_dir / "run.json"
-    run = _json(path)
+    run = read_json(path)
     config = run.get("config")
     shape = config.get("model") if isinstance(config, dict) else None
     if not isinstance(shape, dict):
@@ -218,7 +217,10 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig, device: torch.dev
         stored = load_file(checkpoint.path / WEIGHTS, device=str(device))
     except (SafetensorError, OSError) as error:
         raise Damaged(f"{checkpoint.path / WEIGHTS} cannot be read ({error})") from None
-    load_weights(model, stored)
+    try:
+        load_weights(model, stored)
+    except RunError as error:
+        raise RunError(f"{checkpoint.path}: {error}") from None
     return model
 
 
@@ -233,24 +235,14 @@ def _cast(model: Transformer, dtype: torch.dtype) -> None:
 
 def _eos_of_generation_config(folder: Path) -> set[int]:
     path = folder / "generation_config.json"
-    ids = _json(path).get("eos_token_id") if path.is_file() else None
+    ids = read_json(path).get("eos_token_id") if path.is_file() else None
     return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
 
 def _named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
     """The id of the token that tokenizer_config.json names under `key`."""
     path = folder / "tokenizer_config.json"
-    named = _json(path).get(key) if path.is_file() else None
+    named = read_json(path).get(key) if path.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named
     token = tokenizer.token_to_id(named) if isinstance(named, str) else None
     return int(token) if token is not None else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: does not hold a JSON object")
-    return content

@@ -62,7 +62,7 @@ def check(file: Path, use: Callable[[], object]) -> int:
     file.write_bytes(text)
     for content in (b"", b"\xff", b"[]", b"3", b"[" * 9000):
         file.write_bytes(content)
-        with pytest.raises(RunError, match=file.name):
+        with pytest.raises((RunError, UsageError), match=file.name):
             use()
     file.write_bytes(text)
     use()

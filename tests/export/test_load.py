@@ -18,6 +18,7 @@ from deskside.export.load import load_model
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.precision.recipes import apply
+from tests.data.test_damage import check
 
 SHAPE = ModelConfig(
     vocab_size=280,
@@ -173,5 +174,28 @@ def test_what_does_not_belong_together_is_refused(run: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.model"):
         load_model(run)
     (run / "run.json").write_text("{")
-    with pytest.raises(UsageError, match="cannot be read as JSON"):
+    with pytest.raises(UsageError, match=r"run\.json is not JSON"):
         load_model(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "run.json"]
+)
+def test_values_of_the_wrong_kind_are_named(name: str, run: Path, tmp_path: Path) -> None:
+    """Each value of a hand-made file in turn."""
+    save(run, 1, made(1))
+    folder = run if name == "run.json" else save_hf(made(1), SHAPE, run, tmp_path / "hf")
+    refused = check(folder / name, lambda: load_model(folder))
+    assert refused > 0 or name != "config.json"
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 9000]
+)
+def test_an_index_of_shards_that_is_none(content: str, run: Path, tmp_path: Path) -> None:
+    folder = save_hf(made(1), SHAPE, run, tmp_path / "hf")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(
+        UsageError, match=r"model\.safetensors\.index\.json:? (has no weight_map|is not|does not hold)"
+    ):
+        load_model(folder)
