@@ -4,11 +4,12 @@ Every line is arithmetic that can be typed into a calculator: a test reads the f
 compares it with the number that the plan shows. Of a run with stages the last stage is shown, where rows are longest.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deskside.budget.loss import effective_tokens
+from deskside.budget.loss import EXCESS, REPEATS, effective_tokens
 from deskside.budget.shape import matmul_params
 from deskside.errors import UsageError
 from deskside.plan import explain_memory, explain_speed
@@ -196,21 +197,28 @@ def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
         lines.append(
             Line("tokens'", "tokens / Muon's advantage (arXiv 2509.02046)", filled, worth, "tokens", " / ")
         )
+    unique = worth if request.unique_tokens is None else min(worth, request.unique_tokens)
     once = effective_tokens(worth, request.unique_tokens)
     if once != worth:
-        lines.append(
-            Line("tokens'", "what repeated tokens are worth (arXiv 2305.16264)", plain(once), once, "tokens")
-        )
+        what = "what repeated tokens are worth (Muennighoff et al. 2023)"
+        lines.append(Line("tokens'", what, _diminishing(worth, unique, REPEATS), once, "tokens"))
+    enough = min(weights, law.best_params(unique))
+    counted = (law.A / (law.floor(weights, worth, request.unique_tokens) - law.E - law.offset)) ** (
+        1 / law.alpha
+    )
+    if enough < weights:
+        what = f"N, less what is in excess of the {plain(enough)} that are optimal for these tokens"
+        lines.append(Line("N'", what, _diminishing(weights, enough, EXCESS), counted, "weights"))
     E, offset, A, B, alpha, beta = (
         plain(value) for value in (law.E, law.offset, law.A, law.B, law.alpha, law.beta)
     )
-    filled_law = f"{E} + {offset} + {A} / {plain(weights)} ^ {alpha} + {B} / {plain(once)} ^ {beta}"
+    filled_law = f"{E} + {offset} + {A} / {plain(counted)} ^ {alpha} + {B} / {plain(once)} ^ {beta}"
     low, expected, high = best.loss
     return [
         *lines,
         Line(
             "bits per byte",
-            "E + offset + A / N^alpha + B / tokens^beta",
+            "E + offset + A / N'^alpha + B / tokens'^beta",
             filled_law,
             expected,
             "bits per byte",
@@ -230,6 +238,12 @@ def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
             "bits per byte",
         ),
     ]
+
+
+def _diminishing(value: float, enough: float, most: float) -> str:
+    """enough x (1 + most x (1 - exp(-(value / enough - 1) / most))), with numbers."""
+    inside = f"-({plain(value)} / {plain(enough)} - 1) / {plain(most)}"
+    return f"{plain(enough)} x (1 + {plain(most)} x (1 - {math.e:.9f} ^ ({inside})))"
 
 
 def _cost_items(plan: Plan, cost: Cost) -> dict[str, Explainer]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from deskside.budget.shape import num_params
 from deskside.config import presets
-from deskside.config.merge import build
+from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
 from deskside.plan.candidates import fastest
 from deskside.plan.estimate import (
@@ -179,15 +179,15 @@ def leanest(request: Request, asked: Setting) -> Estimate:
 
 def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
     """The largest depth of the dial that fits."""
-    vocabulary = asked.setting.model.vocab_size
+    asked_model = asked.setting.model
+    kept = {
+        "vocab_size": asked_model.vocab_size,
+        "max_position_embeddings": asked_model.max_position_embeddings,
+    }
     low, high, best = 1, DEEPEST // 2, None
     while low <= high:  # depth 2 x middle; memory grows with depth
         middle = (low + high) // 2
-        layer = presets.depth(2 * middle)
-        positions = max(asked.setting.sequence_length, asked.setting.model.max_position_embeddings)
-        model = build(
-            [layer, {"model": {"vocab_size": vocabulary, "max_position_embeddings": positions}}]
-        ).model
+        model = ModelConfig(**{**presets.depth(2 * middle)["model"], **kept})
         tried = fastest(request, replace(asked.setting, model=model))
         if tried.fits == "fits":
             best, low = (middle, tried), middle + 1

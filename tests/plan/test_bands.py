@@ -103,7 +103,7 @@ def carried_out(config: RunConfig, request: Request) -> dict[str, Any]:
     return found
 
 
-@FEW
+@settings(FEW, max_examples=7)
 @given(
     CARDS,
     st.floats(0.05, 400),

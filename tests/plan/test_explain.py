@@ -1,0 +1,140 @@
+"""Every explanation is arithmetic that comes to the number that the plan shows."""
+
+import re
+from typing import Any
+
+import pytest
+
+from deskside.errors import UsageError
+from deskside.plan.explain import explain, items
+from deskside.plan.make import make_plan
+from deskside.plan.request import ask
+from deskside.plan.result import Plan
+from tests.plan import made
+
+MOE = {
+    "model": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "vocab_size": 50304},
+    "batch": {"tokens": 2**18},
+}
+WINDOW = {"model": {"sliding_window": 512, "window_pattern": "SSSL"}, "batch": {"tokens": 2**18}}
+
+
+def plans() -> dict[str, Plan]:
+    """Runs that between them take every branch of the memory and speed models."""
+    found: dict[str, Plan] = {
+        "open": make_plan(made.request(value=24.0, price_kwh=0.3)),
+        "open, four GPUs": make_plan(made.request(value=24.0, gpus=4)),
+        "repeated": make_plan(made.request(value=24.0, unique_tokens=10**8)),
+        "flops": make_plan(made.request("flops", 1e19)),
+        "tokens": make_plan(made.request("tokens", 1e9)),
+        "loss": make_plan(made.request("loss", 0.95)),
+        "one pass": make_plan(
+            made.request(
+                "tokens",
+                1e9,
+                memory_gib=80.0,
+                given=made.given("d12", batch={"tokens": 16384}),
+            )
+        ),
+        "sharded": make_plan(made.request("tokens", 1e9, gpus=4, given=made.given("d38"))),
+        "tied": make_plan(made.request("tokens", 1e9, given=made.given("gpt2"))),
+        "whole": make_plan(made.request(None, given=made.given("124m"))),
+        "does not fit": make_plan(made.request("tokens", 1e9, memory_gib=8.0, given=made.given("d30"))),
+        "cpu precision": make_plan(made.request("tokens", 1e9, given=made.given("d12"), precision="fp32")),
+        "eager": make_plan(made.request("tokens", 1e9, given=made.given("d12", compute={"compile": "off"}))),
+        "small batch": make_plan(
+            made.request("tokens", 1e9, given=made.given("d24", batch={"tokens": 2048}))
+        ),
+    }
+    for name, layer in (("moe", MOE), ("window", WINDOW)):
+        found[name] = make_plan(made.request("tokens", 1e9, given=made.given("124m", **layer)))
+    for rung in ("attention", "mlp", "block"):
+        for optimizer in ("muon", "adamw"):
+            layer = {
+                "compute": {"activation_checkpointing": rung},
+                "optim": {"name": optimizer},
+                "batch": {"tokens": 2**17},
+            }
+            found[f"{rung} {optimizer}"] = make_plan(
+                made.request("tokens", 1e9, given=made.given("d16", **layer))
+            )
+    return found
+
+
+PLANS = plans()
+
+
+def computed(filled: str) -> float:
+    """What the filled-in arithmetic comes to."""
+    text = filled.replace(",", "").replace(" x ", " * ").replace("^", "**")
+    assert re.fullmatch(r"[\d.e+\-*/() ]+", text), filled
+    return float(eval(text, {"__builtins__": {}}))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_line_comes_to_its_value(name: str) -> None:
+    plan = PLANS[name]
+    for item in items(plan):
+        for line in explain(plan, item).lines:
+            assert computed(line.filled) == pytest.approx(line.value, rel=2e-4, abs=1e-9), (item, line.what)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_last_line_is_what_the_plan_shows(name: str) -> None:
+    plan = PLANS[name]
+    shown = plan.shown
+    assert shown is not None
+    wanted: dict[str, Any] = {f"memory.{key}": value for key, value in shown.memory.items.items()}
+    wanted |= {f"speed.{key}": value for key, value in shown.step.items()}
+    wanted["speed.flops_per_token"] = shown.setting.flops_per_token
+    for item, value in wanted.items():
+        assert explain(plan, item).lines[-1].value == pytest.approx(value, rel=1e-9), item
+    by_what = {line.what: line.value for line in explain(plan, "memory.needed").lines}
+    assert (by_what["low"], by_what["needed"], by_what["high"]) == shown.memory_bytes
+    rates = {line.what: line.value for line in explain(plan, "speed.tokens_per_second").lines}
+    assert (rates["low"], rates["tokens/s"], rates["high"]) == shown.tokens_per_second
+    best = plan.best
+    if best is not None:
+        assert explain(plan, "tokens").lines[-1].value == best.candidate.tokens[1]
+        assert {line.value for line in explain(plan, "loss").lines} >= set(best.loss)
+
+
+def test_all_instants_and_parts_were_explained() -> None:
+    """The plans above are no test of the explanations unless they reach every instant of the memory model."""
+    instants = {plan.shown.memory.instant for plan in PLANS.values() if plan.shown is not None}
+    assert instants >= {"loss", "gradients", "update"} or instants >= {"loss", "backward"}
+    steps = [plan.shown.step for plan in PLANS.values() if plan.shown is not None]
+    for item in steps[0]:
+        assert any(step[item] > 0 for step in steps), item
+
+
+def test_money_is_explained_with_the_source_of_its_price() -> None:
+    plan = PLANS["open"]
+    assert plan.best is not None and plan.best.cost.electricity is not None
+    found = explain(plan, "cost.electricity")
+    assert found.lines[-1].value == pytest.approx(plan.best.cost.electricity.amount[1])
+    assert "given" in found.source
+    assert "published" in explain(plan, "cost.rent").source
+
+
+def test_text_and_json_say_the_same() -> None:
+    found = explain(PLANS["open"], "activations")
+    assert found.item == "memory.activations"
+    text, data = found.text(), found.to_json()
+    for line in data["lines"]:
+        assert line["formula"] in text and line["filled"] in text
+    assert data["source"] in text and "modelled" in data["source"]
+
+
+def test_an_unknown_item_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"memory\.weights") as error:
+        explain(PLANS["open"], "colour")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError):
+        explain(PLANS["open"], "loss.speed")
+
+
+def test_of_a_real_card(tmp_path: Any) -> None:
+    plan = make_plan(ask(gpu="rtx3090", hours=24, probes=str(tmp_path)))
+    for item in items(plan):
+        assert explain(plan, item).source

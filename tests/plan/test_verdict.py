@@ -1,0 +1,167 @@
+"""A given model: yes, yes-if, no, and what each remedy saves and costs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deskside.budget.memory import training_memory
+from deskside.budget.shape import num_params
+from deskside.config import merge
+from deskside.plan.make import make_plan
+from deskside.plan.request import trainable
+from deskside.plan.verdict import judge
+from tests.plan import made
+
+GIB = 2**30
+
+
+def test_what_fits_is_a_yes_and_needs_no_remedy() -> None:
+    plan = make_plan(made.request("tokens", 1e9, given=made.given("124m")))
+    assert plan.verdict == "yes"
+    assert plan.asked is not None and plan.asked.fits == "fits"
+    assert plan.remedies == ()
+    best = plan.best
+    assert best is not None and len(plan.bands) == 1
+    assert best.tokens == 1_000_000_000
+    assert merge.build([best.config]).schedule.length is not None
+
+
+def test_yes_if_names_the_change_and_carries_it_out() -> None:
+    """d24 does not fit on 16 GiB as it is, and does with more recomputation."""
+    request = made.request("tokens", 1e9, memory_gib=16.0, given=made.given("d24"))
+    plan = make_plan(request)
+    assert plan.verdict == "yes-if"
+    assert plan.asked is not None and plan.asked.fits != "fits"
+    best = plan.best
+    assert best is not None
+    config = merge.build([best.config])
+    assert config.compute.activation_checkpointing != "none"
+    assert any(config.compute.activation_checkpointing in reason for reason in plan.reasons)
+    *_, (_, shape, work) = best.candidate.setting.works()
+    needed = training_memory(shape, work).reserved * (1 + request.calibration.memory_spread)
+    assert needed + request.calibration.overhead_bytes <= request.card.memory_bytes
+
+
+def test_no_says_what_would_be_needed() -> None:
+    plan = make_plan(made.request("tokens", 1e9, memory_gib=24.0, given=made.given("d38")))
+    assert plan.verdict == "no" and plan.best is None
+    # States alone: 4 + 4 + 4 bytes per weight, whatever is recomputed.
+    assert plan.asked is not None
+    assert 12 * num_params(plan.asked.setting.model) > 24 * GIB
+    would = " ".join(plan.reasons)
+    assert "of this card, sharded" in would and "d" in would
+    kinds = {remedy.kind for remedy in plan.remedies}
+    assert kinds == {"change", "hardware", "other model", "elsewhere"}
+
+
+def test_sharding_over_the_named_gpus_is_a_change() -> None:
+    one = make_plan(made.request("tokens", 1e9, given=made.given("d38")))
+    four = make_plan(made.request("tokens", 1e9, gpus=4, given=made.given("d38")))
+    assert (one.verdict, four.verdict) == ("no", "yes-if")
+    assert four.best is not None
+    assert merge.build([four.best.config]).parallel.mode == "shard"
+    assert four.best.command.startswith("torchrun --nproc-per-node 4 -m deskside train d38 ")
+
+
+def test_every_change_saves_memory_and_only_changes_are_executable() -> None:
+    request = made.request("tokens", 1e9, given=made.given("d38", optim={"name": "adamw"}))
+    asked = judge(request).asked
+    found = judge(request).remedies
+    changes = [remedy for remedy in found if remedy.kind == "change"]
+    assert {"Muon instead of AdamW", "activation checkpointing of whole blocks"} <= {r.what for r in changes}
+    for remedy in changes:
+        assert remedy.saves_bytes > 0
+        assert remedy.speed is not None and remedy.speed > 0
+        if "context" not in remedy.costs:  # shorter rows need other positions of nothing
+            config = merge.build([*request.given.layers, remedy.options])  # type: ignore[union-attr]
+            assert config.model.num_hidden_layers == 38
+    # The ladder: each rung saves more than the one before, and whole blocks cost the most speed.
+    rungs = [r for r in changes if r.what.startswith("activation checkpointing")]
+    assert [r.saves_bytes for r in rungs] == sorted(r.saves_bytes for r in rungs)
+    assert min(rungs, key=lambda r: r.speed or 0).what.endswith("whole blocks")
+    for remedy in found:
+        if remedy.kind == "elsewhere":
+            assert remedy.options == {} and "deskside" in remedy.costs
+    muon = next(r for r in changes if r.what.startswith("Muon"))
+    matrices = 4 * (num_params(asked.setting.model) - 2 * 2432 * 32768)
+    assert muon.saves_bytes == pytest.approx(matrices * 1.05, rel=0.02)  # with the allocator's share
+
+
+def test_a_micro_batch_by_hand_that_is_too_large_is_a_yes_if() -> None:
+    by_hand = {"batch": {"tokens": 2**18, "micro_tokens": 2**18}}
+    plan = make_plan(made.request("tokens", 1e9, given=made.given("124m", **by_hand), overrides=by_hand))
+    assert plan.verdict == "yes-if"
+    assert plan.best is not None and plan.best.candidate.setting.micro_tokens < 2**18
+    assert any(remedy.what.startswith("micro-batch") for remedy in plan.remedies)
+
+
+def test_a_model_that_is_too_large_for_the_hours_is_told_so() -> None:
+    plan = make_plan(made.request(value=5.0, memory_gib=80.0, given=made.given("d30")))
+    assert plan.verdict == "yes-if"
+    assert any("tokens per parameter" in reason for reason in plan.reasons)
+    # With the time that the reason asks for it is a plain yes.
+    assert make_plan(made.request(value=5000.0, memory_gib=80.0, given=made.given("d30"))).verdict == "yes"
+
+
+def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
+    short = make_plan(made.request(value=0.02, given=made.given("124m")))
+    assert short.verdict == "no" and "time is too short" in short.reasons[-1]
+    deep = make_plan(made.request("loss", 0.70, given=made.given("124m")))
+    assert deep.verdict == "no" and "out of reach" in deep.reasons[-1]
+
+
+def test_fp8_is_compared_and_never_planned_until_training_takes_it() -> None:
+    plan = make_plan(made.request("tokens", 1e9, given=made.given("355m"), precision="fp8"))
+    assert plan.best is not None
+    if trainable("fp8"):
+        assert plan.best.candidate.setting.precision == "fp8"
+        return
+    assert plan.best.candidate.setting.precision == "bf16"
+    assert plan.verdict == "yes-if" and any("cannot train in fp8" in reason for reason in plan.reasons)
+    assert [(a["precision"], a["deskside_can"]) for a in plan.alternatives] == [("fp8", False)]
+    assert plan.alternatives[0]["speed"] > 1
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(["124m", "355m", "774m", "1.5b", "gpt2", "d12", "d20", "d30"]),
+    st.floats(4, 100),
+    st.floats(1.0, 4.0),
+    st.sampled_from(["muon", "adamw"]),
+)
+def test_more_memory_never_turns_yes_into_no(preset: str, gib: float, more: float, optimizer: str) -> None:
+    order = ("no", "yes-if", "yes")
+    answers = []
+    for memory in (gib, gib * more):
+        model = made.given(preset, optim={"name": optimizer})
+        plan = make_plan(made.request("tokens", 1e8, memory_gib=memory, given=model))
+        answers.append(order.index(plan.verdict))
+        if plan.best is not None:
+            merge.build([plan.best.config])
+            assert plan.best.estimate.memory_bytes[1] <= plan.request.card.memory_bytes
+    assert answers[0] <= answers[1]
+
+
+@pytest.mark.parametrize("sequence", [512, 2048, 16384, 131072])
+def test_a_long_sequence_needs_more(sequence: int) -> None:
+    layer = {
+        "batch": {"sequence_length": sequence, "tokens": 2**19},
+        "model": {"max_position_embeddings": sequence},
+    }
+    plan = make_plan(made.request("tokens", 1e9, given=made.given("124m", **layer), overrides=layer))
+    assert plan.asked is not None
+    assert plan.asked.setting.sequence_length == sequence
+    assert plan.asked.accumulation * plan.asked.setting.micro_tokens == 2**19
+
+
+def test_the_spread_of_the_calibration_is_the_range() -> None:
+    for spread in (0.08, 0.3):
+        known = replace(made.calibration(), speed_spread=spread)
+        plan = make_plan(made.request("tokens", 1e9, calibration=known, given=made.given("124m")))
+        assert plan.best is not None
+        low, expected, high = plan.best.estimate.tokens_per_second
+        assert (low / expected, high / expected) == (pytest.approx(1 - spread), pytest.approx(1 + spread))
+        fastest, _, slowest = plan.best.candidate.seconds
+        assert slowest > fastest
