@@ -90,8 +90,7 @@ NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; inst
 
 def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     """The checks for this machine. quick: plain matmuls, memory, the choice of attention, eager training steps."""
-    device = facts["device"]
-    on = {"device": device}
+    on = {"device": _device(facts)}
     together = "quick" if quick else "plain"
     checks = [
         Check("bf16", "matmul", "BF16", f"{GEMM}:plain", {"dtype": "bf16"} | on, together),
@@ -127,8 +126,13 @@ def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
         for shared in ("quick" if quick else "step",)
     ]
     if not quick:
-        checks += [_compile(facts), *_libraries(device)]
+        checks += [_compile(facts), *_libraries(_device(facts))]
     return checks
+
+
+def _device(facts: Mapping[str, Any]) -> str:
+    """The first card with its number, which some of torch's questions insist on."""
+    return "cuda:0" if facts["device"] == "cuda" else "cpu"
 
 
 def _attention(facts: Mapping[str, Any]) -> list[Check]:
@@ -144,7 +148,7 @@ def _attention(facts: Mapping[str, Any]) -> list[Check]:
                     "attention",
                     name + (", window" if kind == "window" else ""),
                     f"{ATTENTION}:check",
-                    {"backend": name, "window": kind == "window", "device": facts["device"]},
+                    {"backend": name, "window": kind == "window", "device": _device(facts)},
                     f"attention {name}",
                     5 * MINUTE,
                     None
@@ -163,7 +167,7 @@ def _compile(facts: Mapping[str, Any]) -> Check:
         "training",
         f"torch.compile, {precision.upper()}",
         f"{TRAIN}:compiled",
-        {"precision": precision, "device": facts["device"]},
+        {"precision": precision, "device": _device(facts)},
         "compile",
         5 * MINUTE,
         {"verdict": "unsupported", "reason": NO_COMPILER} if missing else None,

@@ -33,6 +33,7 @@ REFUSALS = (
     RunError,
 )
 TIMED_RUNS = {"cuda": 20, "cpu": 3}
+WARM_SECONDS = {"cuda": 0.3, "cpu": 0.0}  # a card at rest first has to raise its clocks
 LONGEST_REASON = 300
 
 
@@ -100,8 +101,8 @@ def wrong(result: Result, reason: str) -> Result:
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, runs: int | None = None) -> float:
-    """Median seconds of a call after one to warm up."""
-    call()
+    """Median seconds of a call, after at least one to warm up."""
+    warm_up(call, device)
     times = []
     for _ in range(runs or TIMED_RUNS[device.type]):
         if device.type == "cuda":
@@ -116,6 +117,17 @@ def median_seconds(call: Callable[[], object], device: torch.device, runs: int |
             call()
             times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def warm_up(call: Callable[[], object], device: torch.device) -> None:
+    """Call once, and again until the device is at work and no longer at rest."""
+    began = time.perf_counter()
+    while True:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if time.perf_counter() - began >= WARM_SECONDS[device.type]:
+            return
 
 
 def speed(value: float, unit: str) -> dict[str, Any]:

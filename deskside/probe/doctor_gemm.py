@@ -16,7 +16,7 @@ from torch import Tensor
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
 from deskside.precision.recipes import recipe_named
 from deskside.precision.selfcheck import check_gemm
-from deskside.probe.doctor_child import Result, compare, median_seconds, speed, wrong
+from deskside.probe.doctor_child import Result, compare, median_seconds, speed, warm_up, wrong
 from deskside.probe.doctor_formats import FORMATS, Format, Operand
 from deskside.probe.doctor_nvml import Card
 from deskside.train.machine import Sensors
@@ -47,6 +47,7 @@ def plain(dtype: str, device: str) -> Result:
     errors = {name: _finite(error) for name, error in found.errors.items()}
     verdict = "works" if found.ok else "wrong numbers"
     result = {"verdict": verdict, "reason": found.reason, "errors": errors, "tolerance": tolerance}
+    warm_up(lambda: measure_matmul_peak(device, kind), torch.device(device))
     rate = measure_matmul_peak(device, kind)
     if torch.device(device).type == "cuda" and dtype == "bf16":
         result["details"] = at_work(torch.device(device), rate)
