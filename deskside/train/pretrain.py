@@ -37,7 +37,7 @@ from deskside.train.planning import (
     recorded_plan,
 )
 from deskside.train.ready import check_start
-from deskside.train.rundir import RunDirectory
+from deskside.train.rundir import RunDirectory, write_atomically
 from deskside.train.settle import Settler
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
@@ -205,7 +205,7 @@ class _Run:
                     f"the data with it: deskside data prepare ... --tokenizer {initial.source}"
                 )
         if self.world.first and not self.run.tokenizer.exists():
-            shutil.copyfile(data / "tokenizer.json", self.run.tokenizer)
+            write_atomically(self.run.tokenizer, (data / "tokenizer.json").read_bytes().decode())
 
     # The run
 

@@ -385,6 +385,15 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
     assert curve(run) == curve(straight)
 
 
+def test_a_disk_that_is_full_before_the_first_step(data: Path, small_disk: Path) -> None:
+    """The tokenizer is the first large file of a run. Nothing of the run is left, and the line names the copy."""
+    size = (data / "tokenizer.json").stat().st_size
+    fill(small_disk, size // 2 + 8192)
+    with pytest.raises(RunError, match=r"disk/run/tokenizer\.json: cannot be written: No space left"):
+        tiny_run.train(small_disk, tiny_run.config(data))
+    assert [p.name for p in small_disk.iterdir()] == ["filler"]
+
+
 def command_like(root: Path, config: object) -> None:
     """A run with the command line's handling of errors."""
     from deskside import cli
