@@ -1,0 +1,326 @@
+"""Predicted against published: what others measured with their own trainers, half of it kept out of calibration.
+
+    python -m benchmarks.planner_published         the summary; the whole is in what `planner_accuracy compare` writes
+
+Speed: modelled speed x trainer x architecture, both parts fitted to the other half (`deskside/plan/published.py`).
+Memory: our own step on their shape, changed only in what is known to differ in their code, and said with each row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.planner_tables import HEADINGS, Errors, formula, off, prose, summary, table
+from deskside.budget.memory import instants
+from deskside.budget.shape import num_params
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
+from deskside.facts.measurements import Measurement, published
+from deskside.plan.published import fitted, modelled, shape_of, split, usable, work_of
+
+SPEED, MEMORY = 0.30, 0.15  # issue 3: nine in ten, without a probe
+# Bytes per logit that a stack keeps which does not split them, compiled and eager: read from torch's partitioner and
+# from autograd on a CPU, for nanochat's loss.
+LOGIT_BYTES = {True: 2.09, False: 4.23}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A published run and its prediction, in tokens per second of the whole run.
+
+    known: rows that calibrate have this trainer; else its part is taken as 1, deskside's own.
+    """
+
+    row: Measurement
+    architecture: str
+    known: bool
+    model: float
+    predicted: float
+    formula: float
+
+    @property
+    def measured(self) -> float:
+        assert self.row.tokens_per_second is not None
+        return self.row.tokens_per_second
+
+
+def speeds(rows: Sequence[Measurement]) -> list[Speed]:
+    """Predictions for usable rows."""
+    parts, found = fitted(), []
+    for row in rows:
+        gpu = row.data_sheet()
+        assert gpu is not None
+        model = modelled(row)
+        predicted = model * parts.trainers.get(row.framework, 1.0) * parts.architectures[gpu.architecture]
+        plain = row.gpus * formula(shape_of(row), work_of(row).sequence_length, gpu)
+        known = row.framework in parts.trainers
+        found.append(Speed(row, gpu.architecture, known, model, predicted, plain))
+    return found
+
+
+def _errors(rows: Sequence[Speed], which: Callable[[Speed], float] = lambda s: s.predicted) -> Errors:
+    return Errors((which(s), s.measured) for s in rows)
+
+
+def kept_out() -> list[Speed]:
+    """Rows of the kept-out half whose trainer has a calibrating row, BF16 and FP8."""
+    return [s for s in speeds(split()[1]) if s.known]
+
+
+def glance() -> list[tuple[str, float, Errors]]:
+    """(what, target, errors) of what issue 3 asks for."""
+    kept = kept_out()
+    comparable = [(m.modelled, m.measured) for m in memories() if m.modelled is not None]
+    return [
+        ("Published BF16 runs, tokens/s", SPEED, _errors([s for s in kept if s.row.precision == "bf16"])),
+        ("Published FP8 runs, tokens/s", SPEED, _errors([s for s in kept if s.row.precision == "fp8"])),
+        ("Published runs, peak memory", MEMORY, Errors(comparable)),
+    ]
+
+
+def section() -> list[str]:
+    """The part of docs/planner-accuracy.md on published measurements."""
+    parts = fitted()
+    calibrating, kept = speeds(split()[0]), speeds(split()[1])
+    known, foreign = [s for s in kept if s.known], [s for s in kept if not s.known]
+    lines = []
+    for name, rows in (("calibrating", calibrating), ("kept out", known)):
+        for precision in ("bf16", "fp8"):
+            chosen = [s for s in rows if s.row.precision == precision]
+            lines.append(summary(f"{precision.upper()}, {name} half", _errors(chosen)))
+    bf16 = [s for s in known if s.row.precision == "bf16"]
+    lines.append(summary("BF16, kept out, trainers that no calibrating row has", _errors(foreign)))
+    lines.append(summary("BF16, kept out, our step without both parts", _errors(bf16, lambda s: s.model)))
+    lines.append(summary("BF16, kept out, published formula", _errors(bf16, lambda s: s.formula)))
+    by_architecture = []
+    for architecture in sorted(parts.architectures):
+        for precision in ("bf16", "fp8"):
+            chosen = [s for s in known if s.architecture == architecture and s.row.precision == precision]
+            if chosen:
+                by_architecture.append(summary(f"{architecture}, {precision.upper()}", _errors(chosen)))
+    factors = [
+        [name, f"{value:.2f}", str(parts.rows[name])] for name, value in sorted(parts.architectures.items())
+    ]
+    trainers = [[name, f"{value:.2f}"] for name, value in sorted(parts.trainers.items(), key=lambda t: -t[1])]
+    used = sum(usable(row) for row in published())
+    return [
+        "## Published measurements: speed",
+        "",
+        *prose(
+            f"{len(published())} published runs are in `deskside/facts/measurements.csv`; {used} of them "
+            "are complete",
+            "enough, on a card of our table, recompute and offload nothing, and have sequences of at "
+            "most 8,192. Of each",
+            "architecture and precision every second row, in the table's order, is kept out. A "
+            "prediction is the speed of",
+            "our own step on that card and shape, times a part of the trainer and a part of the "
+            "architecture, which come",
+            "from the BF16 rows of the calibrating half.",
+        ),
+        "",
+        *table(HEADINGS, lines),
+        "",
+        *prose(
+            "What is not independent: rows of both halves come from the same authors and often from one "
+            "sweep, so a",
+            "trainer that is in both has an easy task. The form of the model and its efficiencies are "
+            "from our own H200",
+            "alone. The cost of FP8's traffic (1.47) came from a fit to published llmq rows of both "
+            "halves. The published",
+            "formula was fitted to 28 of these rows, of both halves, and has no part for trainers.",
+        ),
+        "",
+        "### By architecture, kept-out half",
+        "",
+        *table(HEADINGS, by_architecture),
+        "",
+        "### Parts that were fitted",
+        "",
+        "How many times the model's speed; Hopper is 1 by definition, trainers are relative to deskside "
+        "on Hopper.",
+        "",
+        *table(("Architecture", "Times", "Rows"), factors),
+        "",
+        *table(("Trainer", "Times"), trainers),
+        "",
+        "### Every kept-out row",
+        "",
+        *prose(
+            f"Bold errors are beyond {SPEED:.0%}; {sum(_missed(s) for s in kept)} of {len(kept)} rows are "
+            "misses. A",
+            "trainer with a star has no calibrating row, and is taken to be as fast as deskside.",
+        ),
+        "",
+        *_all_speeds(kept),
+        "",
+        *_memory_section(),
+    ]
+
+
+def _missed(s: Speed) -> bool:
+    return abs(s.predicted / s.measured - 1) > SPEED
+
+
+def _all_speeds(rows: Sequence[Speed]) -> list[str]:
+    headings = (
+        "card", "trainer", "model", "precision", "T", "rows", "tok/s measured", "predicted", "error",
+        "formula", "",
+    )  # fmt: skip
+    lines = []
+    for s in rows:
+        r = s.row
+        lines.append(
+            [
+                f"{r.gpus} x {r.card}" if r.gpus > 1 else r.card,
+                r.framework + ("" if s.known else " *"),
+                r.model,
+                r.precision,
+                str(r.sequence_length),
+                str(r.rows),
+                f"{s.measured:,.0f}",
+                f"{s.predicted:,.0f}",
+                off(s.predicted, s.measured, SPEED),
+                off(s.formula, s.measured) if r.precision == "bf16" else "-",
+                "miss" if _missed(s) else "",
+            ]
+        )
+    return table(headings, lines, left=4)
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """A published peak in bytes; modelled: None where their step does what ours cannot; said: what "
+    "differs, or why."""
+
+    row: Measurement
+    modelled: float | None
+    said: str
+
+    @property
+    def measured(self) -> float:
+        assert self.row.peak_memory_bytes is not None
+        return self.row.peak_memory_bytes
+
+
+def memories() -> list[PeakMemory]:
+    """Every row that is complete for memory."""
+    return [_memory(row) for row in published() if row.complete_for_memory]
+
+
+def _memory(row: Measurement) -> PeakMemory:
+    for words, why in (
+        ("selective", "recomputes chosen operators, we recompute parts of blocks"),
+        ("offload", "activations live on the host"),
+        ("activation ckpt", "which parts are recomputed is not said"),
+    ):
+        if words in row.saving:
+            return PeakMemory(row, None, why)
+    if "opt-in-bwd" in row.workload:
+        return PeakMemory(row, None, "the optimizer works inside of the backward pass")
+    shape, said = shape_of(row), []
+    params = row.params or 0.0
+    tied = shape.model_copy(update={"tie_word_embeddings": True})
+    if abs(num_params(tied) - params) < abs(num_params(shape) - params):
+        shape = tied
+    pure = row.framework == "torchtune"
+    if pure:
+        shape = shape.model_copy(update={"qk_norm": False})
+        said.append("weights, gradients and Adam in BF16")
+    if row.framework == "parameter-golf":
+        said.append("its skip connections between blocks are not in our shapes")
+    split_logits = "chunked CE" in row.workload or "act ckpt" in row.workload
+    extra = params - num_params(shape)
+    bytes_ = _peak(row, shape, pure, split_logits)
+    if extra > 0.02 * params:
+        bytes_ += 8 * extra
+        said.append(f"{extra / 1e6:.0f}M weights that our shapes lack, taken as BF16 under Adam")
+    if not split_logits:
+        said.append("logits not split")
+    return PeakMemory(row, bytes_, "; ".join(said))
+
+
+def _peak(row: Measurement, shape: ModelConfig, pure: bool, split_logits: bool) -> float:
+    """Allocated bytes of our step, with their logits and their states."""
+    assert row.sequence_length and row.rows
+    micro = row.sequence_length * row.rows
+    step = work_of(row)
+    work = Work(
+        row.sequence_length,
+        micro * row.gpus if pure else step.tokens,
+        micro,
+        row.gpus,
+        optimizer=step.optimizer,
+        activation_checkpointing="block" if row.saving == "AC" else "none",
+        compiled=bool(row.compiled),
+        loss_chunk_tokens=micro // 8 if split_logits else micro,
+    )
+    peaks = []
+    for name, memory in instants(shape, work).items():
+        items = dict[str, float](memory.items)
+        if name == "loss" and not split_logits:
+            # torchtune compiles each layer, and its head and loss not together.
+            items["logits"] = LOGIT_BYTES[bool(row.compiled) and not pure] * micro * shape.vocab_size
+        if pure:
+            items["copies"] = 0
+            for state in ("weights", "gradients", "optimizer"):
+                items[state] /= 2
+        peaks.append(sum(items.values()))
+    return max(peaks)
+
+
+def _memory_section() -> list[str]:
+    rows = memories()
+    errors = Errors((m.modelled, m.measured) for m in rows if m.modelled is not None)
+    lines = []
+    for m in rows:
+        r = m.row
+        missed = m.modelled is not None and abs(m.modelled / m.measured - 1) > MEMORY
+        lines.append(
+            [
+                r.gpu,
+                f"{r.framework} {r.workload}".strip(),
+                r.model,
+                f"{r.sequence_length} x {r.rows}",
+                m.said,
+                f"{m.measured / 2**30:.2f}",
+                "-" if m.modelled is None else f"{m.modelled / 2**30:.2f}",
+                "-" if m.modelled is None else off(m.modelled, m.measured, MEMORY),
+                "miss" if missed else "",
+            ]
+        )
+    return [
+        "## Published measurements: memory",
+        "",
+        *prose(
+            f"{len(rows)} published runs say their shape, their micro-batch and how they counted. None of "
+            "them was used",
+            "for a constant of `budget/memory.py`. Their steps are not ours: what differs is said in "
+            "each row, and only",
+            f"what is known was changed (logits that are not split: {LOGIT_BYTES[True]} bytes each compiled,",
+            f"{LOGIT_BYTES[False]} eager, as torch keeps them). This checks sizes, no more.",
+        ),
+        "",
+        *table(HEADINGS, [summary("Comparable rows", errors)]),
+        "",
+        *table(
+            (
+                "card",
+                "trainer",
+                "model",
+                "T x rows",
+                "what differs, or why not",
+                "GiB measured",
+                "modelled",
+                "error",
+                "",
+            ),
+            lines,
+            left=5,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    for what, target, errors in glance():
+        print(
+            f"{what:32} {len(errors):3} rows, nine in ten within {errors.nine_in_ten:.1%} (target {target:.0%})"
+        )
