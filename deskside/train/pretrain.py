@@ -236,7 +236,7 @@ class _Run:
             for plan, fitted, seconds in zip(self.stage_plans, fits, dry_seconds, strict=True)
         ]
         self.evaluation_rows = fits[-1].micro_rows
-        self.evaluation_seconds = self.time_evaluation()
+        self.time_evaluation()
 
         self.save_seconds = float(self.recorded.get("save_seconds", 0.0))
         plan = self.first_plan(stages)
@@ -369,15 +369,10 @@ class _Run:
         scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
         return build(self.model, self.config.optim, scaling)
 
-    def time_evaluation(self) -> float:
-        """Seconds that the final evaluation will take, from the second of two short ones (the first compiles)."""
-        tokens = self.evaluation_rows * self.config.batch.sequence_length * self.world.size
-        seconds = 0.0
+    def time_evaluation(self) -> None:
+        """Two short evaluations, of which the first compiles: the second shows what the final one will take."""
         for _ in range(2):
-            began = time.perf_counter()
-            measured = self.evaluate(tokens)
-            seconds = time.perf_counter() - began
-        return seconds * max(1.0, self.validation.num_tokens / max(1, measured.tokens))
+            self.evaluate(self.evaluation_rows * self.config.batch.sequence_length * self.world.size)
 
     def reserve(self) -> float:
         """Seconds to keep for what follows the last step: checkpoint, evaluation, export."""
@@ -430,6 +425,7 @@ class _Run:
 
     def evaluate(self, max_tokens: int | None) -> BitsPerByte:
         """Bits per byte of the validation split, shared among the processes."""
+        began = time.perf_counter()
         result = evaluate_dataset(
             self.model,
             self.validation,
@@ -443,4 +439,7 @@ class _Run:
             reduce=self.world.summed,
         )
         parallel.reshard(self.model)
+        # What the final one will take, by the newest that there was: the machine may have become slower since.
+        share = max(1.0, self.validation.num_tokens / max(1, result.tokens))
+        self.evaluation_seconds = (time.perf_counter() - began) * share
         return result

@@ -106,3 +106,24 @@ def test_into_a_directory_that_was_made_for_it(data: Path, tmp_path: Path) -> No
     with pytest.raises(Exception, match="vocab_size"):
         pretrain.start(impossible, tmp_path, None, "other", "a test", into=failing)
     assert failing.path.is_dir()
+
+
+def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine of half the speed evaluates at half the speed too, and the run still ends inside its length."""
+    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05 * (1 + (virtual.now > 10)))
+    original = pretrain.evaluate_dataset
+    took: list[float] = []
+
+    def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
+        result = original(*arguments, **given)
+        took.append(0.0005 * result.tokens * (1 + (virtual.now > 10)))
+        virtual.now += took[-1]
+        return result
+
+    monkeypatch.setattr(pretrain, "evaluate_dataset", evaluate_dataset)
+    config = tiny_run.config(data, schedule={"length": "20s"}, evaluate={"every": "4s", "tokens": 200})
+    summary = start(tmp_path, config, Notes()).summary
+    assert took[-1] > 1.0  # the final one; it would not fit into what the first ones had shown
+    assert 0.95 * 20 <= summary["seconds"] <= 20
