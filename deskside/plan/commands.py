@@ -21,17 +21,18 @@ CONFIGURATION = re.compile(r"--(\w[\w-]*)\.")
 class PlanOptions:
     """Plan before training: the best model for a budget, or the verdict on a model.
 
-    Give a card and a budget, and it answers with three bands: safe, target, stretch.
-    Give a model too, and it answers yes, yes-if (what to change) or no (what is needed).
-    Options of deskside train (--model.*, --batch.*, --compute.*, ...) are taken as well.
+    What it answers:
+      with a budget   three bands: safe, target, stretch
+      with a model    yes, yes-if (what to change) or no (what is needed)
+      --model.*, --batch.*, ...   options of deskside train are taken as well
 
     Examples:
       deskside plan --gpu rtx4090 --hours 24
       deskside plan --here --hours 8 --price-kwh 0.30
       deskside plan --gpu rtx5090 --preset 774m --sequence 4096
-      deskside plan --gpu rtx4090 --params 3B --gpus 4 --compute.activation_checkpointing block
+      deskside plan --gpu rtx4090 --params 3B --gpus 4 --optim.name adamw
       deskside plan --gpu rtx4090 --hours 24 --explain memory.activations
-      deskside plan --gpu rtx5090 --depth 24 --claim-step-seconds 1 --claim-memory-gib 28
+      deskside plan --gpu rtx5090 --depth 24 --claim-step-seconds 1
     """
 
     gpu: Annotated[str | None, tyro.conf.arg(metavar="NAME", help="a card of the table, such as rtx4090")] = (
@@ -98,6 +99,10 @@ def run(argv: Sequence[str]) -> int:
     if options.explain is not None:
         from deskside.plan import explain
 
+        if options.explain == "list":
+            names = explain.items(plan)
+            print(json.dumps(names) if options.json else "\n".join(names))
+            return 0
         found = explain.explain(plan, options.explain)
         print(json.dumps(found.to_json(), indent=1) if options.json else found.text())
         return 0

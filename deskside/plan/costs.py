@@ -133,8 +133,8 @@ def _own(
         return None, ""
     card = Ownership(gpu.msrp_usd)
     basis = (
-        f"published price of ${gpu.msrp_usd:,.0f}, nothing for it afterwards, {card.life_hours:,.0f} hours of use "
-        f"assumed; electricity {electricity.source}; rent {rent.source}"
+        f"published price of ${gpu.msrp_usd:,.0f} and nothing for it afterwards; electricity and rent as above; "
+        f"{card.life_hours:,.0f} hours of use assumed"
     )
     return own_or_rent(request.gpus, card, wall.expected, electricity.price, rent.price), basis
 

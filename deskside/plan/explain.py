@@ -64,7 +64,7 @@ def explain(plan: Plan, item: str) -> Explanation:
     if wanted not in known:
         by_last = [name for name in known if name.split(".")[-1] == wanted]
         if len(by_last) != 1:
-            raise UsageError(f"--explain: {item} is none of {', '.join(known)}")
+            raise UsageError(f"--explain: {item} is none of {', '.join(known)}; --explain list lists them")
         wanted = by_last[0]
     lines, source = known[wanted]()
     of = plan.best.name if plan.best else "the run as it was asked for"

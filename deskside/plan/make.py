@@ -1,14 +1,15 @@
 """From a request to a plan: the open search, or the verdict on a given model, then costs and claims."""
 
-from dataclasses import replace
 from typing import Any
 
+from deskside.budget.shape import num_params
 from deskside.plan import bands as choice
 from deskside.plan.bands import Band
 from deskside.plan.candidates import LONGEST_SECONDS, TOO_LONG, pretrain_seconds, setup_seconds
 from deskside.plan.claims import Claims, check
 from deskside.plan.costs import cost
-from deskside.plan.estimate import Estimate, estimate
+from deskside.plan.estimate import Estimate
+from deskside.plan.fp8 import gain
 from deskside.plan.request import Request, trainable
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
@@ -108,17 +109,21 @@ def _nothing(request: Request) -> str:
 
 
 def _alternatives(request: Request, shown: Estimate | None) -> list[dict[str, Any]]:
-    """FP8 where the card has it and training does not: what it would bring, by published numbers."""
-    if shown is None or request.calibration.rates.low_precision_flops is None or trainable("fp8"):
+    """FP8 where the card has it and training does not: what it would bring, by published pairs of runs."""
+    gpu = request.card.gpu
+    if shown is None or gpu is None or trainable("fp8"):
         return []
-    tried = estimate(replace(shown.setting, precision="fp8"), request.calibration, request.card.memory_bytes)
+    params = num_params(shown.setting.model)
+    found = gain(gpu, params)
+    if found is None:
+        return []
     return [
         {
             "precision": "fp8",
             "deskside_can": False,
-            "tokens_per_second": tried.tokens_per_second[1],
-            "speed": tried.tokens_per_second[1] / shown.tokens_per_second[1],
-            "source": "modelled from published FP8 runs",
+            "tokens_per_second": shown.tokens_per_second[1] * found.speed,
+            "speed": found.speed,
+            "source": found.source,
             "note": "deskside cannot train in FP8 yet; it is never what is recommended until it can",
         }
     ]
