@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from deskside.errors import RunError
+from deskside.errors import RunError, UsageError
 
 
 def strangers(folder: Path, own: Collection[str]) -> list[str]:
@@ -16,6 +16,17 @@ def strangers(folder: Path, own: Collection[str]) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in own or not entry.is_file())
+
+
+def refuse_fixed(out: Path) -> None:
+    """Raises UsageError for a folder that cannot be renamed, or from which somebody would be left behind."""
+    target = out.resolve()
+    for fixed, what in (
+        (target.is_mount(), "a mount point"),
+        (Path.cwd().is_relative_to(target), "where you are"),
+    ):
+        if fixed:
+            raise UsageError(f"--out {out}: is {what}, and so cannot be replaced. Give another directory.")
 
 
 def replace(target: Path, new: Path, own: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,7 @@ def refuse_strangers(out: Path, state: State) -> None:
             f"--out {out}: holds {left[0]}, which `deskside data prepare` did not write and which --no-resume would "
             "delete. Move it away, or give another --out."
         )
-    if os.path.ismount(out):
-        raise UsageError(
-            f"--out {out}: is a mount point, which cannot be replaced. Give a directory inside it."
-        )
+    folder.refuse_fixed(out)
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:

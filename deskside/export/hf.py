@@ -98,6 +98,7 @@ def check_out(out_dir: Path) -> set[str]:
         raise UsageError(f"--out {out_dir}: is a file; choose a directory")
     if not out_dir.exists():
         return set()
+    folders.refuse_fixed(out_dir)
     listed = read_json(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
     seen = listed if isinstance(listed, dict) else {}
     own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
@@ -236,6 +237,8 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> int:
 @contextmanager
 def _replaced_when_complete(out_dir: Path) -> Iterator[Path]:
     """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails."""
+    if out_dir.exists():
+        folders.refuse_fixed(out_dir)
     out_dir = out_dir.resolve()  # where it is a link, what it leads to is replaced
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))

@@ -276,6 +276,16 @@ def test_the_old_data_stays_until_the_new_is_whole(
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
+def test_the_working_directory_is_not_replaced(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare([str(corpus)], tmp_path / "out", **SMALL)
+    monkeypatch.chdir(tmp_path / "out")
+    assert prepare([str(corpus)], ".", **SMALL).made == 0
+    with pytest.raises(UsageError, match=r"--out \.: is where you are, and so cannot be replaced"):
+        prepare([str(corpus)], ".", resume=False, **SMALL)
+
+
 def test_other_arguments_for_a_broken_off_replacement(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

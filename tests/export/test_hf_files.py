@@ -220,6 +220,18 @@ def test_export_into_a_link(tmp_path: Path) -> None:
         assert [p.name for p in (tmp_path / "disk").iterdir()] == ["hf"], made
 
 
+@pytest.mark.parametrize("out", [".", "..", "/proc"])
+def test_a_directory_that_cannot_be_renamed(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model()
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    with pytest.raises(UsageError, match=r"is (where you are|a mount point), and so cannot be replaced"):
+        save_hf(model, model.config, None, Path(out))
+    assert list(tmp_path.rglob("*")) == [tmp_path / "in"]
+
+
 @pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
 def test_the_files_follow_the_umask(mask: int, mode: int, tmp_path: Path) -> None:
     model = random_model()
