@@ -11,6 +11,7 @@ measured.
 
 import argparse
 import json
+import os
 import queue
 import subprocess
 import threading
@@ -46,14 +47,15 @@ def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> 
     """Run every point in a process of its own, on all GPUs at once; append each result as it comes."""
     machine = this_machine().key()
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    gpus = len(listed.strip().splitlines())
+    every = ",".join(str(number) for number in range(len(listed.strip().splitlines())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
     work: queue.Queue[dict[str, Any]] = queue.Queue()
     for spec in specs:
         work.put(spec)
     lock, began = threading.Lock(), time.monotonic()
 
-    def worker(gpu: int) -> None:
-        environment = {"CUDA_VISIBLE_DEVICES": str(gpu), "TORCHINDUCTOR_COMPILE_THREADS": "8"}
+    def worker(gpu: str) -> None:
+        environment = {"CUDA_VISIBLE_DEVICES": gpu, "TORCHINDUCTOR_COMPILE_THREADS": "8"}
         while time.monotonic() - began < limit:
             try:
                 spec = work.get_nowait()
@@ -87,7 +89,7 @@ def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> 
                 if outcome.status == "failed":
                     print(outcome.stderr[-800:], flush=True)
 
-    threads = [threading.Thread(target=worker, args=(gpu,)) for gpu in range(gpus)]
+    threads = [threading.Thread(target=worker, args=(gpu,)) for gpu in gpus]
     for thread in threads:
         thread.start()
     for thread in threads:
