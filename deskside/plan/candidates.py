@@ -19,7 +19,7 @@ from typing import Any
 from deskside.budget.loss import LossLaw, expected_bpb
 from deskside.budget.scaling import best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
-from deskside.budget.work import OptimizerName, Precision
+from deskside.budget.work import Checkpointing, OptimizerName, Precision
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
@@ -40,15 +40,22 @@ from deskside.plan.request import DEEPEST, Request, longer, trainable
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
 SHORTEST_STAGE = 256
 FEWEST_STEPS = 200  # a larger batch than leaves this many steps is not chosen
-LADDER = (("none", 8192), ("none", 2048), ("attention", 2048), ("mlp", 2048), ("block", 2048))
+LADDER: tuple[tuple[Checkpointing, int], ...] = (
+    ("none", 8192),
+    ("none", 2048),
+    ("attention", 2048),
+    ("mlp", 2048),
+    ("block", 2048),
+)
 ENOUGH_PASS_TOKENS = 16384  # with this many tokens per pass, recomputing to fit more makes nothing faster
 LONGEST_SECONDS = 365 * 86400.0  # a run that takes longer is no answer
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
 AT_MOST = 3.0  # times the target's size: no band is larger
 MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))
-# Compile, micro-batch fitting and the first checkpoint, when nothing was measured here: our runs of 124m on an H200
-# took 60 to 120 s, stages and cold caches included.
-SETUP_SECONDS = 120.0
+BYTES_PER_TOKEN = 4.3  # of the law's tokenizer: an untrained model is at log2(vocabulary) bits per token
+# Before the first step, when nothing was measured here. On an H200 machine it was 20 to 48 s for one stage
+# (docs/log.md); a desktop's processor compiles more slowly, and three stages compile three times.
+SETUP_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,14 @@ def _merit(request: Request, found: Candidate) -> float:
     return found.loss[1]
 
 
+def fits_at_all(request: Request) -> bool:
+    """Whether the smallest shape fits in any way."""
+    smallest = of_config(shapes(request)[0].config, request.gpus, precision(request), request.card.is_cpu)
+    one_row = stages(request.sequence, request.sequence * request.gpus)[-1]
+    row = replace(smallest, stages=(replace(one_row, share=1.0),), micro_tokens=request.sequence)
+    return fastest(request, row).fits != "no"
+
+
 def precision(request: Request) -> Precision:
     """What the bands train in: what was asked for if training can do it, else what a card of this kind uses."""
     if request.precision is not None and trainable(request.precision):
@@ -239,12 +254,14 @@ def length(request: Request, found: Estimate, end: int = 1) -> tuple[Range, Rang
 
 
 def candidate(request: Request, shape: Shape, found: Estimate, end: int = 1) -> Candidate | None:
-    """A shape and its estimate, carried through the budget."""
+    """A shape and its estimate, carried through the budget; None when it comes to nothing, or nothing is learned."""
     reached = length(request, found, end)
     if reached is None:
         return None
     tokens, seconds = reached
-    return Candidate(shape, found, tokens, seconds, bpb(request, found.setting, tokens[1]))
+    loss = bpb(request, found.setting, tokens[1])
+    untrained = math.log2(max(2, found.setting.model.vocab_size)) / BYTES_PER_TOKEN
+    return Candidate(shape, found, tokens, seconds, loss) if loss[1] < untrained else None
 
 
 def fastest(request: Request, base: Setting, free: bool = True) -> Estimate:
@@ -273,15 +290,17 @@ def _rank(found: Estimate) -> tuple[int, float]:
 
 
 def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
+    """Ways to do a step, the fastest first; what was decided by hand stays."""
     own = request.overrides.get("compute", {})
-    for sharded in (
-        (False, True) if base.gpus > 1 and "parallel" not in request.overrides else (base.sharded,)
-    ):
+    both = base.gpus > 1 and "parallel" not in request.overrides
+    for sharded in (False, True) if both else (base.sharded,):
         for rung, chunk in LADDER:
             if "activation_checkpointing" in own and rung != own["activation_checkpointing"]:
                 continue
-            chunk = min(chunk, base.loss_chunk_tokens)
-            yield replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)  # type: ignore[arg-type]
+            chunk = (
+                base.loss_chunk_tokens if "loss_chunk_tokens" in own else min(chunk, base.loss_chunk_tokens)
+            )
+            yield replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
 
 
 def _ways(request: Request, shape: Shape, end: int) -> Iterator[Candidate | None]:

@@ -5,7 +5,7 @@ from typing import Any
 from deskside.budget.shape import num_params
 from deskside.plan import bands as choice
 from deskside.plan.bands import Band
-from deskside.plan.candidates import LONGEST_SECONDS, TOO_LONG, pretrain_seconds, setup_seconds
+from deskside.plan.candidates import LONGEST_SECONDS, TOO_LONG, fits_at_all, pretrain_seconds, setup_seconds
 from deskside.plan.claims import Claims, check
 from deskside.plan.costs import cost
 from deskside.plan.estimate import Estimate
@@ -94,18 +94,20 @@ def _open(request: Request, found: list[Band], chosen: Band | None) -> tuple[Ans
 
 def _nothing(request: Request) -> str:
     budget = request.budget
+    if not fits_at_all(request):
+        return f"not even the smallest model fits on {request.card.name} with rows of {request.sequence:,} tokens"
     if budget is not None and budget.kind == "loss":
         return (
             f"{budget.value:g} bits per byte is out of reach for every model that fits on {request.card.name}; "
             f"the law's floor is {request.law.E + request.law.offset:.3f} for a model of any size"
         )
     seconds = pretrain_seconds(request)
-    if seconds is not None:
+    if seconds is not None and (request.unique_tokens is None or seconds < 2 * setup_seconds(request)):
         return (
             f"nothing can be trained in this time: {duration(seconds)} of pretraining, of which setting up takes "
             f"about {duration(setup_seconds(request))}"
         )
-    return f"not even the smallest model fits on {request.card.name} with rows of {request.sequence:,} tokens"
+    return "the budget is too small: nothing would be learned from so few tokens"
 
 
 def _alternatives(request: Request, shown: Estimate | None) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.shape import num_params
+from deskside.budget.work import Checkpointing
 from deskside.config import presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
@@ -31,6 +32,12 @@ from deskside.plan.words import count
 
 Kind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)
+RUNGS: tuple[tuple[Checkpointing, str], ...] = (
+    ("none", "nothing"),
+    ("attention", "attention"),
+    ("mlp", "the MLP"),
+    ("block", "whole blocks"),
+)
 SHORTEST = 512  # tokens; rows are not cut shorter than this to make something fit
 MOST_CUTS = 3  # times half the length
 NAMED_CARDS = 3
@@ -96,13 +103,9 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
             replace(asked, micro_tokens=smallest),
             "more passes per step; the batch and what is learned stay the same",
         )
-    for rung, what in (
-        ("attention", "activation checkpointing of attention"),
-        ("mlp", "activation checkpointing of the MLP"),
-        ("block", "activation checkpointing of whole blocks"),
-    ):
-        if asked.activation_checkpointing == "none":
-            yield what, replace(asked, activation_checkpointing=rung), "recomputed in the backward pass"  # type: ignore[arg-type]
+    for rung, what in RUNGS[[name for name, _ in RUNGS].index(asked.activation_checkpointing) + 1 :]:
+        cost = "recomputed in the backward pass"
+        yield f"activation checkpointing of {what}", replace(asked, activation_checkpointing=rung), cost
     for chunk in (2048, 512):
         if chunk < min(asked.loss_chunk_tokens, asked.micro_tokens):
             yield (

@@ -29,6 +29,7 @@ SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 DRIVER_SHARE = 0.02
 DEEPEST = 128  # of the depth dial: 8192 wide, 104 billion parameters
 SMALLEST_SEQUENCE = 16
+MOST_GPUS = 64
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,8 @@ def ask(
         given_value = budgets[kind]
         value = count(f"--{kind}", given_value) if kind == "tokens" else positive(f"--{kind}", given_value)
         budget = Budget(kind, value)
-    if gpus_count < 1:
-        raise UsageError(f"--gpus: {gpus_count} GPUs cannot train; give 1 or more")
+    if not 1 <= gpus_count <= MOST_GPUS:
+        raise UsageError(f"--gpus: {gpus_count} cannot be planned; give 1 to {MOST_GPUS}, all in one machine")
     if sequence is not None and sequence < SMALLEST_SEQUENCE:
         raise UsageError(
             f"--sequence: rows of {sequence} tokens are too short; give {SMALLEST_SEQUENCE} or more"

@@ -53,7 +53,7 @@ def judge(request: Request) -> Verdict:
     shape = Shape(request.given.preset, request.given.layers, request.given.config)
     asked = _asked(request, shape)
     found, answer, reasons = _memory(request, asked)
-    needed = tuple(remedies(request, asked)) if asked.fits != "fits" else ()
+    needed = tuple(remedies(replace(request, overrides={}), asked)) if asked.fits != "fits" else ()
     if found is None:
         would = [remedy.what for remedy in needed if remedy.kind in ("hardware", "other model")]
         return Verdict("no", (*reasons, f"what would do: {'; or '.join(would)}"), asked, None, needed)
@@ -106,6 +106,8 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
     told = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"
     if asked.fits == "fits":
         return asked, "yes", [f"it fits: {told}, {asked.setting.micro_tokens:,} tokens per pass"]
+    # What was asked for by hand does not fit, so it may be changed too.
+    request = replace(request, overrides={})
     changed = fastest(request, replace(asked.setting, optimizer="muon"))
     same_optimizer = fastest(request, asked.setting)
     for found in (same_optimizer, changed):
@@ -172,7 +174,9 @@ def _out_of_reach(request: Request, found: Estimate) -> str:
             f"{budget.value:g} bits per byte is out of reach: a model of this size is expected to end above "
             f"{floor:.3f} whatever it reads"
         )
-    seconds = pretrain_seconds(request) or 0.0
+    seconds = pretrain_seconds(request)
+    if seconds is None or length(request, found) is not None:
+        return "the budget is too small: nothing would be learned from so few tokens"
     return (
         f"the time is too short: {duration(seconds)} of pretraining, of which setting up takes about "
         f"{duration(setup_seconds(request))}, and a step {duration(found.step_seconds)}"

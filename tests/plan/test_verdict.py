@@ -44,6 +44,16 @@ def test_yes_if_names_the_change_and_carries_it_out() -> None:
     assert needed + request.calibration.overhead_bytes <= request.card.memory_bytes
 
 
+def test_what_was_asked_by_hand_may_be_what_has_to_change() -> None:
+    by_hand = {"compute": {"activation_checkpointing": "attention"}}
+    model = made.given("d24", **by_hand)
+    plan = make_plan(made.request("tokens", 1e9, memory_gib=15.0, given=model, overrides=by_hand))
+    assert plan.verdict == "yes-if" and plan.best is not None
+    assert merge.build([plan.best.config]).compute.activation_checkpointing in ("mlp", "block")
+    rungs = [r.what for r in plan.remedies if r.what.startswith("activation checkpointing")]
+    assert rungs == ["activation checkpointing of the MLP", "activation checkpointing of whole blocks"]
+
+
 def test_no_says_what_would_be_needed() -> None:
     plan = make_plan(made.request("tokens", 1e9, memory_gib=24.0, given=made.given("d38")))
     assert plan.verdict == "no" and plan.best is None
