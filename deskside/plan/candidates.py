@@ -52,7 +52,7 @@ LONGEST_SECONDS = 365 * 86400.0  # a run that takes longer is no answer
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
 AT_MOST = 3.0  # times the target's size: no band is larger
 MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))
-BYTES_PER_TOKEN = 4.3  # of the law's tokenizer: an untrained model is at log2(vocabulary) bits per token
+NOTHING_LEARNED = 8.0  # bits per byte, when every byte is as likely as any other
 # Before the first step, when nothing was measured here. On an H200 machine it was 20 to 48 s for one stage
 # (docs/log.md); a desktop's processor compiles more slowly, and three stages compile three times.
 SETUP_SECONDS = 90.0
@@ -260,8 +260,7 @@ def candidate(request: Request, shape: Shape, found: Estimate, end: int = 1) -> 
         return None
     tokens, seconds = reached
     loss = bpb(request, found.setting, tokens[1])
-    untrained = math.log2(max(2, found.setting.model.vocab_size)) / BYTES_PER_TOKEN
-    return Candidate(shape, found, tokens, seconds, loss) if loss[1] < untrained else None
+    return Candidate(shape, found, tokens, seconds, loss) if loss[1] < NOTHING_LEARNED else None
 
 
 def fastest(request: Request, base: Setting, free: bool = True) -> Estimate:

@@ -147,6 +147,8 @@ def _range(interval: Range) -> str:
 
 
 def _gib_range(interval: Range) -> str:
+    if interval[2] < 2**30:
+        return f"{interval[0] / 2**20:.0f} to {interval[2] / 2**20:.0f}"
     return f"{interval[0] / 2**30:.1f} to {interval[2] / 2**30:.1f}"
 
 
