@@ -194,7 +194,7 @@ class Road:
             if outcome.status == RECENTRE:
                 assert pilot.better is not None
                 del outcome
-                gc.collect()
+                _forget()
                 self._start_anew(plan, pilot.better.band)
             elif outcome.status != "finished":
                 return False
@@ -296,6 +296,11 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
         from deskside.train.ready import check_start
 
         check_start(config)
+    if options.gpu_budget is not None:
+        from deskside.probe.identity import this_machine
+
+        if this_machine().device == "cpu":
+            raise UsageError("--gpu_budget: there is no GPU here; leave it out")
     if not options.yes and not sys.stdin.isatty():
         raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
     default = (
@@ -336,6 +341,16 @@ def _resumed(options: GoOptions, given: dict[str, Any]) -> Journal:
     if journal.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():
         raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
     return journal
+
+
+def _forget() -> None:
+    """Free what a run that is given up holds of the device and of compiled code."""
+    import torch
+
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _agreed() -> bool:

@@ -217,8 +217,6 @@ def _request(wish: Wish, pretrain_seconds: float) -> Request:
     if wish.preset is None:
         request = replace(request, overrides=by_hand(wish))
     if wish.memory_gib is not None:
-        if request.card.is_cpu:
-            raise UsageError("--gpu_budget: there is no GPU here; leave it out")
         least = min(request.card.memory_bytes, int(wish.memory_gib * 2**30))
         request = replace(request, card=replace(request.card, memory_bytes=least))
     return request

@@ -1,6 +1,7 @@
 """`deskside go` as a whole: what it refuses, the road to its end, kills in every phase, another band, a target."""
 
 import json
+import random
 import signal
 import sys
 import time
@@ -104,6 +105,7 @@ def state(run: Path) -> dict[str, Any]:
             ["--hours", "1", "--preset", "demo", "--gpu-budget", "-4"],
             "--gpu_budget: must be a number above zero",
         ),
+        (["--hours", "1", "--preset", "demo", "--gpu-budget", "4"], "--gpu_budget: there is no GPU here"),
         (
             ["--hours", "1", "--preset", "demo", "--schedule.steps", "5"],
             "--schedule.steps: the length of the run is",
@@ -289,6 +291,31 @@ def test_kills_during_training(seed: int, here: Path, data: Path) -> None:
     assert len(steps) < (LIMIT - TAIL) / STEP - 10
     lrs = [row["lr"] for row in rows(run)]
     assert lrs[-1] <= 0.1 * max(lrs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_moments(seed: int, here: Path, data: Path) -> None:
+    """Ten kills, whatever it is doing: it always goes on, and comes to its end inside its hours."""
+    rng, run = random.Random(seed), here / "runs" / "tiny"
+    child = tiny_run.call(go, argv(data), log=here / "log")
+    kills = 0
+    while kills < 10:
+        wait_for((run / "go.json").exists, child)
+        time.sleep(rng.uniform(0.0, 1.2))
+        if not child.alive():
+            break
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        kills += 1
+        if state(run)["phase"] == "done":
+            break
+        child = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "log")
+    assert child.wait() in (0, -signal.SIGKILL) and "Traceback" not in child.text(), child.text()
+    steps = [row["step"] for row in rows(run)]
+    assert kills >= 3 and steps == list(range(1, len(steps) + 1))
+    assert state(run)["phase"] == "done" and state(run)["spent_seconds"] <= 1.02 * LIMIT
+    assert (run / "report.html").exists() and (run / "model" / "model.safetensors").exists()
 
 
 def test_a_stop_by_a_signal_is_no_failure(here: Path, data: Path) -> None:
