@@ -125,7 +125,8 @@ def compare(files: list[Path], gpu_name: str, probes: Path | None) -> Comparison
         for row in stored
         if row["kind"] == "point"
     }
-    rows, left_out, did_not_run = [], Counter[str](), []
+    rows: list[Compared] = []
+    left_out, did_not_run = Counter[str](), list[Mapping[str, Any]]()
     constants = {
         _identity(row["spec"], row["spec"]["micro_tokens"]) for row in measured(files) if gave_constants(row)
     }
