@@ -340,6 +340,7 @@ def test_a_run_from_given_weights_without_a_checkpoint_does_not_start_from_other
     run.write_json("run.json", {**run.read_json("run.json"), "init": "runs/base"})
     (run.path / "summary.json").unlink()
     shutil.rmtree(run.checkpoints)
+    run.metrics.unlink()
     with pytest.raises(RunError, match=r"before its first checkpoint; start it again with --init runs/base"):
         tiny_run.resume(tmp_path / "run")
 
