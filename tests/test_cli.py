@@ -56,7 +56,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 WRONG = [
     (["trian"], "trian: there is no such command; did you mean train?"),
-    (["zzz"], "zzz: there is no such command; commands are train, data"),
+    (["zzz"], "zzz: there is no such command; commands are doctor, probe, plan, go, train, data"),
     (["--verbose"], "--verbose: there is no such command"),
     (["data"], "data: which command? one of prepare, verify, show"),
     (["data", "shwo"], "data shwo: there is no such command; did you mean show?"),
