@@ -13,6 +13,8 @@ from deskside.train.clock import Revision, StepPlan, remaining_steps
 from deskside.train.rundir import RunDirectory
 from deskside.train.trainer import StageWork
 
+FINAL_SHARE = 0.05  # of a run's wall-clock time that its final evaluation may take
+
 
 def first_plan(
     length: Duration,
@@ -68,6 +70,17 @@ def recorded_plan(run: RunDirectory) -> dict[str, Any]:
             f"{run.path / 'plan.json'}: is damaged; restore it, or start another run with --init {run.path}"
         )
     return plan
+
+
+def final_evaluation(
+    length: Duration, clock: str, whole_seconds: float, whole_tokens: int
+) -> tuple[float, int | None]:
+    """(seconds, tokens at most) of the final evaluation: the whole validation split, unless that would take more than
+    `FINAL_SHARE` of a length in wall-clock time."""
+    most = FINAL_SHARE * length.value if length.unit == "seconds" and clock == "wall" else math.inf
+    if whole_seconds <= most:
+        return whole_seconds, None
+    return most, max(1, int(whole_tokens * most / whole_seconds))
 
 
 def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:

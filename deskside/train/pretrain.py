@@ -29,6 +29,7 @@ from deskside.train.hooks import MetricsFile, Terminal, check_trackers, trackers
 from deskside.train.keeper import CheckpointKeeper
 from deskside.train.parallel import World
 from deskside.train.planning import (
+    final_evaluation,
     first_plan,
     mean_over_run,
     mean_tokens,
@@ -236,7 +237,8 @@ class _Run:
             for plan, fitted, seconds in zip(self.stage_plans, fits, dry_seconds, strict=True)
         ]
         self.evaluation_rows = fits[-1].micro_rows
-        self.time_evaluation()
+        for _ in range(2):  # the first one compiles, the second shows what the final one will take
+            self.evaluate(self.evaluation_rows * self.config.batch.sequence_length * self.world.size)
 
         self.save_seconds = float(self.recorded.get("save_seconds", 0.0))
         plan = self.first_plan(stages)
@@ -311,14 +313,14 @@ class _Run:
             return Outcome(self.run, status, {}, self.world.first)
         if trainer.progress.step != restored:  # else it was stopped while finishing: that checkpoint is there
             keeper.save(trainer.progress, self.clock.seconds())
-        self.stepper.set_window(
-            None
-        )  # what is evaluated and exported is the configuration's model, not a stage's
+        # What is evaluated and exported is the configuration's model, not a stage's.
+        self.stepper.set_window(None)
         return Outcome(self.run, status, self.finish(trainer), self.world.first)
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
         """Evaluate on everything, sample, export, and write the summary. Every rank calls this."""
-        result = self.evaluate(None)
+        result = self.evaluate(self.final_evaluation()[1])
+        self.event(f"final evaluation: {result.tokens:,} of {self.validation.num_tokens:,} validation tokens")
         speed, flops = trainer.tokens_per_second(), trainer.flops_per_second()
         totals = finish.Totals(
             steps=trainer.progress.step,
@@ -369,16 +371,16 @@ class _Run:
         scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
         return build(self.model, self.config.optim, scaling)
 
-    def time_evaluation(self) -> None:
-        """Two short evaluations, of which the first compiles: the second shows what the final one will take."""
-        for _ in range(2):
-            self.evaluate(self.evaluation_rows * self.config.batch.sequence_length * self.world.size)
-
     def reserve(self) -> float:
         """Seconds to keep for what follows the last step: checkpoint, evaluation, export."""
         if self.clock.kind != "wall":
             return 0.0
-        return self.evaluation_seconds + 2 * self.save_seconds + self.watch.reserve()
+        return self.final_evaluation()[0] + 2 * self.save_seconds + self.watch.reserve()
+
+    def final_evaluation(self) -> tuple[float, int | None]:
+        """Its seconds, and its tokens where the run is too short for all of them."""
+        tokens = self.validation.num_tokens
+        return final_evaluation(self.length, self.clock.kind, self.evaluation_seconds, tokens)
 
     def first_plan(self, stages: list[StageWork]) -> StepPlan:
         """The recorded plan of a resumed run, else the first estimate, the same on every process."""

@@ -118,12 +118,41 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
         result = original(*arguments, **given)
-        took.append(0.0005 * result.tokens * (1 + (virtual.now > 10)))
+        took.append(0.0002 * result.tokens * (1 + (virtual.now > 10)))
         virtual.now += took[-1]
         return result
 
     monkeypatch.setattr(pretrain, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s"}, evaluate={"every": "4s", "tokens": 200})
     summary = start(tmp_path, config, Notes()).summary
-    assert took[-1] > 1.0  # the final one; it would not fit into what the first ones had shown
+    assert (
+        0.3 < took[-1] < 1.0
+    )  # the final one, twice what the first ones had shown; no more than a twentieth
     assert 0.95 * 20 <= summary["seconds"] <= 20
+
+
+@pytest.mark.parametrize("clock", ["wall", "training"])
+def test_a_short_run_evaluates_what_there_is_time_for(
+    clock: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation text that would take half of the run gets a twentieth; on the training clock it is free."""
+    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
+    original = pretrain.evaluate_dataset
+    evaluated: list[int] = []
+
+    def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
+        result = original(*arguments, **given)
+        virtual.now += 10.0 * result.tokens / arguments[1].num_tokens
+        evaluated.append(result.tokens)
+        return result
+
+    monkeypatch.setattr(pretrain, "evaluate_dataset", evaluate_dataset)
+    config = tiny_run.config(data, schedule={"length": "20s", "clock": clock})
+    summary = start(tmp_path, config, Notes()).summary
+    whole = PackedDataset.open(data, split="val", sequence_length=32).num_tokens
+    if clock == "wall":
+        assert evaluated[-1] == pytest.approx(0.1 * whole, rel=0.2)  # a twentieth of 20 s, at 10 s for all
+        assert 0.95 * 20 <= summary["seconds"] <= 20
+    else:
+        assert evaluated[-1] >= 0.99 * whole and 0.97 * 20 <= summary["seconds"] <= 20
+    assert f"final evaluation: {evaluated[-1]:,} of {whole:,}" in tiny_run.events(tmp_path / "run")
