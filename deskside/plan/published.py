@@ -141,7 +141,7 @@ def fitted() -> Fitted:
 
 
 def fit(rows: Iterable[Measurement]) -> Fitted:
-    """Median polish of log(measured / modelled), with the architecture `ANCHOR` held at zero."""
+    """Median polish of log(measured / modelled), with the architecture `ANCHOR` moved to zero afterwards."""
     table = []
     for row in rows:
         gpu = row.data_sheet()
@@ -154,10 +154,13 @@ def fit(rows: Iterable[Measurement]) -> Fitted:
         for trainer in trainers:
             trainers[trainer] = statistics.median(v - architectures[a] for t, a, v in table if t == trainer)
         for architecture in architectures:
-            if architecture != ANCHOR:
-                architectures[architecture] = statistics.median(
-                    v - trainers[t] for t, a, v in table if a == architecture
-                )
+            architectures[architecture] = statistics.median(
+                v - trainers[t] for t, a, v in table if a == architecture
+            )
+    # Not held at zero while fitting: the medians of the others would settle beside it and never come back.
+    shift = architectures.get(ANCHOR, 0.0)
+    architectures = {a: v - shift for a, v in architectures.items()}
+    trainers = {t: v + shift for t, v in trainers.items()}
     left = sorted(abs(math.expm1(v - trainers[t] - architectures[a])) for t, a, v in table)
     return Fitted(
         trainers={t: math.exp(v) for t, v in trainers.items()},

@@ -1,0 +1,194 @@
+"""What published runs say of a card: the split, the two-way fit, and how well it does on the half that was kept out."""
+
+import dataclasses
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planner_published import kept_out, memories, section
+from deskside.budget.shape import num_params
+from deskside.budget.speed import tokens_per_second
+from deskside.facts.gpus import find
+from deskside.facts.measurements import Measurement, published
+from deskside.plan.calibrate import calibrate
+from deskside.plan.published import (
+    LONGEST,
+    architecture_factor,
+    fit,
+    fitted,
+    matmul_rate,
+    modelled,
+    shape_of,
+    sheet_rates,
+    split,
+    usable,
+    work_of,
+)
+
+CARDS = ("H100 SXM", "RTX 4090", "A100 80GB SXM", "RTX 5090")
+TRAINERS = ("one", "two", "three")
+
+
+def made(card: str, trainer: str, speed: float) -> Measurement:
+    """A usable row of another card and trainer that ran `speed` times as fast as the model says."""
+    row, model = template(card)
+    return dataclasses.replace(row, framework=trainer, tokens_per_second=speed * model)
+
+
+@cache
+def template(card: str) -> tuple[Measurement, float]:
+    """A usable row with its card exchanged, and its modelled speed there."""
+    row = next(row for row in split()[0] if row.gpus == 1 and row.precision == "bf16")
+    row = dataclasses.replace(row, card=card)
+    return row, modelled(row)
+
+
+def test_hopper_is_the_anchor() -> None:
+    """deskside was measured there, so nothing published may move it."""
+    assert fitted().architectures["Hopper"] == 1.0
+    for card in ("h200", "h100 sxm", "h100 pcie"):
+        assert architecture_factor(find(card))[0] == 1.0
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3),
+    st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3),
+    st.data(),
+)
+def test_planted_parts_are_found(
+    trainers: list[float], architectures: list[float], data: st.DataObject
+) -> None:
+    """Any table of trainers x architectures, some cells missing but the anchor's: one bad row in each does no harm."""
+    of_trainer = dict(zip(TRAINERS, trainers, strict=True))
+    of_card = dict(zip(CARDS, [1.0, *architectures], strict=True))
+    spoiled = data.draw(st.sampled_from(CARDS))
+    rows = [
+        made(card, trainer, of_trainer[trainer] * of_card[card])
+        for card in CARDS
+        for trainer in TRAINERS
+        for _ in range(2)
+    ]
+    rows.append(made(spoiled, "one", 10 * of_trainer["one"] * of_card[spoiled]))
+    found = fit(rows)
+    for trainer, part in of_trainer.items():
+        assert found.trainers[trainer] == pytest.approx(part, rel=1e-6)
+    for card, part in of_card.items():
+        assert found.architectures[find(card).architecture] == pytest.approx(part, rel=1e-6)
+    assert found.rows["Hopper"] == (7 if spoiled == "H100 SXM" else 6)
+
+
+def test_the_split_is_by_place_alone() -> None:
+    """Every usable row is in one half; of each architecture and precision the halves alternate; twice is the same."""
+    calibrating, kept = split()
+    usable_rows = [row for row in published() if usable(row)]
+    assert len(calibrating) + len(kept) == len(usable_rows) > 100
+    assert split() == (calibrating, kept)
+    places: dict[tuple[str, str], list[bool]] = {}
+    ids = {id(row) for row in calibrating}
+    for row in usable_rows:
+        gpu = row.data_sheet()
+        assert gpu is not None
+        places.setdefault((gpu.architecture, row.precision), []).append(id(row) in ids)
+    for halves in places.values():
+        assert halves == [place % 2 == 0 for place in range(len(halves))]
+
+
+def test_no_kept_out_row_has_a_part_in_the_fit() -> None:
+    again = fit(row for row in split()[0] if row.precision == "bf16")
+    assert again == fitted()
+    assert fit(row for part in split() for row in part if row.precision == "bf16") != fitted()
+
+
+def test_usable_rows_are_plain_runs() -> None:
+    for row in published():
+        if usable(row):
+            assert not row.rejected
+            assert (row.sequence_length or 0) <= LONGEST
+            assert "offload" not in row.saving.lower()
+            assert "recompute" not in row.saving.lower()
+            work, shape = work_of(row), shape_of(row)
+            assert work.gpus == row.gpus
+            assert shape.num_hidden_layers == row.layers
+
+
+def test_shapes_have_the_published_parameters() -> None:
+    """Within 15 % where the published number counts what ours does; tied embeddings and value embeddings aside."""
+    compared = 0
+    for row in published():
+        if usable(row) and row.params and "Qwen2.5-7B" in row.model:
+            compared += 1
+            assert num_params(shape_of(row)) == pytest.approx(row.params, rel=0.01)
+    assert compared
+
+
+@pytest.mark.parametrize(("precision", "rows"), [("bf16", 46), ("fp8", 17)])
+def test_nine_in_ten_kept_out_rows_are_in_the_stated_range(precision: str, rows: int) -> None:
+    """The range that the planner states for each row's card, with the trainer's part; issue 3 allows 30 %."""
+    chosen = [s for s in kept_out() if s.row.precision == precision]
+    assert len(chosen) == rows
+    inside = 0
+    for speed in chosen:
+        gpu = speed.row.data_sheet()
+        assert gpu is not None
+        inside += abs(speed.predicted / speed.measured - 1) <= calibrate(gpu, []).speed_spread
+    assert inside >= 0.9 * rows
+    within = sum(abs(s.predicted / s.measured - 1) <= 0.30 for s in chosen)
+    assert within >= 0.9 * rows
+
+
+def test_both_parts_are_needed() -> None:
+    """Without them our own step's speed is a third off for one in ten."""
+    chosen = [s for s in kept_out() if s.row.precision == "bf16"]
+    bare = sorted(abs(s.model / s.measured - 1) for s in chosen)
+    fine = sorted(abs(s.predicted / s.measured - 1) for s in chosen)
+    assert bare[int(0.9 * len(bare))] > 1.3 * fine[int(0.9 * len(fine))]
+
+
+def test_a_calibration_is_a_factor_of_the_data_sheet() -> None:
+    """The planner's tokens per second on a 4090 are the architecture's part times the model's, but for the delays."""
+    row = next(r for r in split()[1] if r.card == "RTX 4090" and r.precision == "bf16")
+    gpu = find("rtx4090")
+    factor, basis = architecture_factor(gpu)
+    speed = tokens_per_second(shape_of(row), work_of(row), calibrate(gpu, []).rates)
+    assert speed == pytest.approx(factor * modelled(row), rel=0.03)
+    assert "published runs on Ada" in basis
+
+
+def test_rates_without_a_measurement_come_from_the_sheet() -> None:
+    known, unknown = find("rtx4090"), find("rtx 4060 ti 16gb")
+    assert matmul_rate(known) == known.measured_bf16_flops
+    other = dataclasses.replace(unknown, measured_bf16_flops=None)
+    assert 0.95 * other.bf16_flops < matmul_rate(other) < 1.1 * other.bf16_flops
+    data_centre = dataclasses.replace(find("h200"), measured_bf16_flops=None)
+    assert 0.7 * data_centre.bf16_flops < matmul_rate(data_centre) < 0.9 * data_centre.bf16_flops
+    assert sheet_rates(find("rtx 3090")).low_precision_flops is None
+
+
+def test_published_memory_is_of_the_right_size() -> None:
+    """Rows that our step can be compared with: all within 30 %, half of them within 10 %. Issue 3's 15 % is missed."""
+    rows = [m for m in memories() if m.modelled is not None]
+    errors = sorted(abs(m.modelled / m.measured - 1) for m in rows if m.modelled is not None)
+    assert len(errors) == 9
+    assert errors[-1] < 0.30
+    assert errors[4] < 0.10
+    assert all(m.said for m in memories() if m.modelled is None)
+
+
+def test_every_kept_out_row_is_in_the_report() -> None:
+    text = "\n".join(section())
+    table = text.split("### Every kept-out row")[1].split("## Published measurements: memory")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line]
+    assert len(lines) - 1 == len(split()[1])
+    for line in lines[1:]:
+        error = float(line.split("|")[9].strip(" *%")) / 100
+        assert ("miss" in line) == (abs(error) > 0.30)
+
+
+def test_no_torch() -> None:
+    code = "import sys, benchmarks.planner_published as p; p.section(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
