@@ -7,10 +7,12 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import tyro
@@ -71,17 +73,34 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError("deskside go runs on one GPU; for more of them use: torchrun -m deskside train")
     if options.resume is not None:
         journal = _resumed(options, given)
-        with journal.kept():
-            return Road(journal, options.yes, options.json).travel()
+        return _travel(journal, options)
     journal = _begun(options, given, argv)
     try:
-        with journal.kept():
-            return Road(journal, options.yes, options.json).travel()
+        return _travel(journal, options)
     except (UsageError, RunError):
         # What was refused before it trained left nothing worth keeping; what was measured is in the probe store.
         if journal.phase in BEFORE_TRAINING:
             shutil.rmtree(journal.run.path, ignore_errors=True)
         raise
+
+
+def _travel(journal: Journal, options: GoOptions) -> int:
+    """On the road until its end, or until someone stops it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    # Training saves at a step when it is told to stop. Before it, children must not outlive this process.
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with journal.kept():
+            return Road(journal, options.yes, options.json).travel()
+    except KeyboardInterrupt:
+        print(f"stopped; go on with: deskside go --resume {journal.run.path}", file=sys.stderr)
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class Road:

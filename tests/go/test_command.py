@@ -16,6 +16,7 @@ from deskside import cli
 from deskside.go import command, phases
 from deskside.go import journal as journals
 from deskside.go.journal import PHASES
+from deskside.probe import child as child_process
 from tests.train import tiny_run
 from tests.train.tiny_run import rows
 
@@ -316,6 +317,34 @@ def test_kills_at_random_moments(seed: int, here: Path, data: Path) -> None:
     assert kills >= 3 and steps == list(range(1, len(steps) + 1))
     assert state(run)["phase"] == "done" and state(run)["spent_seconds"] <= 1.02 * LIMIT
     assert (run / "report.html").exists() and (run / "model" / "model.safetensors").exists()
+
+
+def measuring(words: list[str], mark: str) -> None:
+    """`deskside go` whose doctor has a child that would run for ever."""
+
+    def doctor(*_: Any) -> dict[str, Any]:
+        lasting = ["sh", "-c", f"echo $$ > '{mark}'; exec sleep 600"]
+        child_process.run("subprocess:call", {"args": lasting}, 600)
+        return {}
+
+    phases.doctor = doctor  # type: ignore[assignment]
+    go(words)
+
+
+def test_a_stop_before_training_leaves_no_child_behind(here: Path, data: Path) -> None:
+    run, mark = here / "runs" / "tiny", here / "mark"
+    child = tiny_run.call(measuring, argv(data), str(mark), log=here / "log")
+    wait_for(lambda: mark.exists() and mark.read_text("utf-8") != "", child)
+    child.kill(signal.SIGTERM)
+    assert child.wait() == 130, child.text()
+    assert "stopped; go on with: deskside go --resume runs/tiny" in child.text()
+    stat = Path("/proc", mark.read_text("utf-8").strip(), "stat")
+    assert (
+        not stat.exists() or stat.read_text("utf-8").rsplit(")")[1].split()[0] == "Z"
+    )  # nobody reaps it here
+    assert state(run)["phase"] == "doctor"
+    again = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "log")
+    assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 
 
 def test_a_stop_by_a_signal_is_no_failure(here: Path, data: Path) -> None:

@@ -35,8 +35,11 @@ RESULT = {"tokens_per_second": 1e5, "step_seconds": {"median": 0.1}}
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """This machine is one with an RTX 4090, as far as the planner can tell."""
+    """This machine has an RTX 4090 and the data a billion tokens, as far as the planner can tell."""
     monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
+    monkeypatch.setattr(
+        phases, "unique_tokens", lambda data: 10**9
+    )  # of a few thousand nothing can be learnt
     return CARD
 
 
@@ -196,3 +199,12 @@ def test_a_vocabulary_that_is_too_small_for_the_data(data: Path, tmp_path: Path)
     assert "model" not in phases.by_hand(wish(data, tmp_path, preset="demo"))
     by_hand = phases.by_hand(wish(data, tmp_path, given={"model": {"vocab_size": "512"}}))
     assert by_hand["model"] == {"vocab_size": "512"}
+
+
+def test_too_little_data_is_said_before_anything_is_trained(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
+    assert phases.unique_tokens(str(data)) < 100_000
+    with pytest.raises(RunError, match="nothing would be learned from so few tokens"):
+        phases.plan(wish(data, tmp_path), 6900.0)
