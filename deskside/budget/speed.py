@@ -7,6 +7,9 @@ Every operator is priced alone and the times add up, because a GPU does one afte
     traffic     bytes / (bandwidth x efficiency)
     layers      a fixed delay for each in each pass: launches, and the tails of many small kernels
 
+Meanwhile the host prepares what comes next. A step of small passes ends when the host is done, not the device; the
+item `host` is what the device waits for.
+
 The large matmul rate is the one that a card sustains, measured, not the data sheet's: data-center cards hold half to
 four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and what they are worth
 was fitted to whole steps of this project (`benchmarks/planner_accuracy.py fit`, on an H200); a probe of a card corrects
@@ -20,7 +23,17 @@ from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import Shape
 from deskside.budget.work import Work
 
-ITEMS = ("matmul", "attention", "traffic", "loss", "optimizer", "recompute", "communication", "launches")
+ITEMS = (
+    "matmul",
+    "attention",
+    "traffic",
+    "loss",
+    "optimizer",
+    "recompute",
+    "communication",
+    "launches",
+    "host",
+)
 ITEM_OF = {
     "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
     "weights": "traffic", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
@@ -38,6 +51,8 @@ class Efficiency:
     """Shares of the large matmul rate and of the data sheet's bandwidth, and the delay of a layer in seconds.
 
     Fitted to 32 runs of this project on an H200, torch 2.11; they predict 31 others with a median error of 2 %.
+    host_attention_seconds: of the host, for a layer in a pass whose attention is recomputed (seen where the card drew
+    half of its power); without recomputation the host was never what a measured step waited for.
     """
 
     matmul: float = 0.867
@@ -49,6 +64,7 @@ class Efficiency:
     optimizer_matmul: float = 0.773
     optimizer_traffic: float = 0.619
     layer_seconds: float = 268e-6
+    host_attention_seconds: float = 2.3e-3
 
     def attention(self, head_dim: int) -> float:
         """Interpolated between head_dim 64 and 128, in proportion to head_dim below 64."""
@@ -114,7 +130,16 @@ def step_seconds(shape: Shape, work: Work, rates: Rates) -> dict[str, float]:
     for operator in step_operators(shape, work):
         item = "recompute" if operator.recompute else ITEM_OF[operator.group]
         seconds[item] += operator_seconds(operator, rates, work.precision)
+    seconds["host"] = max(0.0, host_seconds(shape, work, rates) - sum(seconds.values()))
     return seconds
+
+
+def host_seconds(shape: Shape, work: Work, rates: Rates) -> float:
+    """Seconds that the host needs for its part of a step, where it is known to matter."""
+    if work.activation_checkpointing != "attention":
+        return 0.0
+    layers = shape.num_hidden_layers * work.accumulation
+    return layers * rates.efficiency.host_attention_seconds
 
 
 def tokens_per_second(shape: Shape, work: Work, rates: Rates) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from deskside.budget.operators import step_operators
-from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
+from deskside.budget.speed import ITEM_OF, Rates, operator_seconds, step_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
@@ -123,6 +123,8 @@ def _fit(
     table, rest = [], []
     for row in points:
         parts = _parts(row, start)
+        if not parts.any():
+            continue
         seconds = float(row["result"]["step_seconds"]["median"])
         table.append(parts[:3] / seconds)
         rest.append(1 - parts[3] / seconds)
@@ -146,7 +148,9 @@ def _ridge(A: np.ndarray, b: np.ndarray, belief: np.ndarray) -> np.ndarray:
 
 
 def _parts(row: Mapping[str, Any], rates: Rates) -> np.ndarray:
-    """Modelled seconds of a point's step: products, traffic, delays, and what no factor touches."""
+    """Modelled seconds of a point's step: products, traffic, delays, and what no factor touches.
+
+    All zero where the device waits for the host: such a point says nothing about the device."""
     spec, result = row["key"]["spec"], row["result"]
     precision = result.get("precision", "bf16")
     work = Work(
@@ -159,7 +163,10 @@ def _parts(row: Mapping[str, Any], rates: Rates) -> np.ndarray:
         compiled=result.get("compile", "block") != "off",
     )
     parts = np.zeros(4)
-    for operator in step_operators(ModelConfig(**spec["model"]), work):
+    shape = ModelConfig(**spec["model"])
+    if step_seconds(shape, work, rates)["host"] > 0:
+        return parts
+    for operator in step_operators(shape, work):
         parts[_column(operator.group)] += operator_seconds(operator, rates, precision)
     return parts
 

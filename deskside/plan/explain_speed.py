@@ -3,10 +3,10 @@
 from deskside.budget import operators
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import attention_span, matmul_params, num_params
-from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
+from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds, step_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
-from deskside.plan.estimate import Estimate
+from deskside.plan.estimate import Estimate, StageSetting
 from deskside.plan.formula import Line, plain, product
 from deskside.plan.request import Request
 
@@ -15,6 +15,8 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
     """How an item of `step_seconds` comes about. Of a run with stages, the last stage, then the mean."""
     rates, stages = request.calibration.rates, list(found.setting.works())
     _, shape, work = stages[-1]
+    if item == "host":
+        return _host(rates, stages, found)
     result: list[Line] = []
     total = 0.0
     for operator in step_operators(shape, work):
@@ -44,6 +46,39 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
         result.append(
             Line(item, "mean over the stages, by their share of the steps", filled, found.step[item], "s")
         )
+    return result
+
+
+def _host(rates: Rates, stages: list[tuple[StageSetting, ModelConfig, Work]], found: Estimate) -> list[Line]:
+    """What the device waits for the host: the host's seconds less the device's, of every stage."""
+    result, parts = [], []
+    for stage, shape, work in stages:
+        needed = host_seconds(shape, work, rates)
+        if needed == 0:
+            continue
+        layers, each = shape.num_hidden_layers * work.accumulation, rates.efficiency.host_attention_seconds
+        busy = sum(s for name, s in step_seconds(shape, work, rates).items() if name != "host")
+        result.append(
+            Line(
+                f"host, rows of {stage.sequence_length}",
+                "layers x passes x seconds of the host",
+                product(layers, each),
+                needed,
+                "s",
+            )
+        )
+        waited = max(0.0, needed - busy)
+        words, filled = "what is beyond the device's seconds", f"{plain(needed)} - {plain(busy)}"
+        if waited == 0:
+            words, filled = f"the device is busy for longer, {plain(busy)} s", "0"
+        result.append(Line("  waited for", words, filled, waited, "s"))
+        parts.append((stage.share, waited))
+    if not result:
+        return [Line("host", "the device is not known to wait for the host here", "0", 0.0, "s")]
+    filled = " + ".join(product(share, seconds) for share, seconds in parts)
+    result.append(
+        Line("host", "mean over the stages, by their share of the steps", filled, found.step["host"], "s")
+    )
     return result
 
 
@@ -103,7 +138,6 @@ def amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str
             product(operators.WEIGHT_BYTES, parameters, work.accumulation),
         ),
         "layers": ("layers x passes", product(layers, work.accumulation)),
-        "passes": ("passes per step", plain(work.accumulation)),
         "Muon, Newton-Schulz": (
             "steps x (4 x long x short^2 + 2 x short^3), over all matrices",
             plain(operators.newton_schulz_flops(shape)),
@@ -153,12 +187,11 @@ def _price(operator: Operator, rates: Rates, work: Work, seconds: float) -> Line
     """seconds = correction x amount / (rate x efficiency)."""
     e, group = rates.efficiency, operator.group
     amounts = plain(operator.amount)
-    if group in ("layers", "passes"):
-        each = e.layer_seconds if group == "layers" else e.pass_seconds
+    if group == "layers":
         return Line(
             "  takes",
             "count x delay x correction",
-            f"{amounts} x {plain(each)} x {plain(rates.delay)}",
+            f"{amounts} x {plain(e.layer_seconds)} x {plain(rates.delay)}",
             seconds,
             "s",
         )
@@ -189,4 +222,4 @@ def _item(operator: Operator) -> str:
 def _unit(operator: Operator) -> str:
     if operator.group in ("matmul", "head", "optimizer_matmul", "attention"):
         return "FLOP"
-    return "times" if operator.group in ("layers", "passes") else "bytes"
+    return "times" if operator.group == "layers" else "bytes"
