@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import planner_compare, planner_published, planner_tables
+from benchmarks import planner_compare, planner_published, planner_section, planner_tables
 from benchmarks.planner_draw import (
     DRAWN,
     SEED,
@@ -202,7 +202,7 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
             "with `deskside probe --minutes 3`.",
         ),
         "",
-        *planner_compare.section(found),
+        *planner_section.section(found),
         "",
         *planner_published.section(),
     ]

@@ -7,16 +7,15 @@ predictor: `budget/memory.py` is not calibrated.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_draw import SEED, gave_constants, label, measured, shape_of, work_of
-from benchmarks.planner_tables import HEADINGS, Errors, formula, off, prose, summary, table
+from benchmarks.planner_draw import LOOKED_AT, SEED, gave_constants, measured, shape_of, work_of
+from benchmarks.planner_tables import Errors, formula
 from deskside.budget.memory import training_memory
-from deskside.budget.shape import num_params
-from deskside.budget.speed import tokens_per_second
+from deskside.budget.speed import Rates, tokens_per_second
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.facts.gpus import Gpu, find
@@ -35,7 +34,11 @@ FIRST_DRAW = (
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured configuration with what was predicted of it. Bytes, tokens per second."""
+    """One measured configuration with what was predicted of it. Bytes, tokens per second.
+
+    unseen: after a probe, or without one where there is none, and without the host's term, which was added to the model
+    when draws 7 and 8 had been looked at.
+    """
 
     row: Mapping[str, Any]
     shape: ModelConfig
@@ -44,6 +47,7 @@ class Compared:
     used: int
     unprobed: float
     probed: float | None
+    unseen: float
     formula: float
 
     @property
@@ -58,6 +62,10 @@ class Compared:
     @property
     def speed(self) -> float:
         return self.of("tokens_per_second")
+
+    @property
+    def name(self) -> str:
+        return f"{self.row['seed'] % 100:02}-{self.row['index']:02}"
 
     @property
     def noise(self) -> float:
@@ -107,7 +115,7 @@ class Comparison:
         return Errors((c.allocated, c.of("peak_allocated_bytes")) for c in chosen)
 
     def speed(self, predictor: str, rows: Sequence[Compared] | None = None) -> Errors:
-        """predictor: unprobed, probed or formula."""
+        """predictor: unprobed, probed, unseen or formula."""
         found = [(getattr(c, predictor), c.speed) for c in (self.rows if rows is None else rows)]
         return Errors((predicted, speed) for predicted, speed in found if predicted is not None)
 
@@ -144,6 +152,11 @@ def compare(files: list[Path], gpu_name: str, probes: Path | None) -> Comparison
     return Comparison(gpu, rows, left_out, did_not_run, unprobed, probed, stored)
 
 
+def without_host(rates: Rates) -> Rates:
+    """The rates as they were before draws 7 and 8."""
+    return replace(rates, efficiency=replace(rates.efficiency, host_attention_seconds=0.0))
+
+
 def _stored(probes: Path | None) -> list[Mapping[str, Any]]:
     if probes is None:
         return []
@@ -177,6 +190,7 @@ def _compared(
         memory.reserved + overhead,
         tokens_per_second(shape, work, unprobed.rates),
         tokens_per_second(shape, work, probed.rates) if probed is not None else None,
+        tokens_per_second(shape, work, without_host((probed or unprobed).rates)),
         formula(shape, work.sequence_length, gpu),
     )
 
@@ -191,233 +205,15 @@ def glance(found: Comparison) -> list[tuple[str, float, Errors]]:
         ]
     if found.independent:
         lines.append(("Peak memory, draws that gave no constant", MEMORY, found.memory(found.independent)))
-        if found.probed is not None:
-            errors = found.speed("probed", found.independent)
-            lines.append(("Tokens per second after a probe, the same draws", SPEED, errors))
+    looked_at = [c for c in found.rows if c.row["seed"] in LOOKED_AT]
+    fresh = [c for c in found.independent if c not in looked_at]
+    if looked_at and found.probed is not None:
+        errors = found.speed("unseen", looked_at)
+        lines.append(("Tokens per second, draws 7 and 8, before they taught the model", SPEED, errors))
+    if fresh and found.probed is not None:
+        lines.append(("Tokens per second, draws nobody had looked at", SPEED, found.speed("probed", fresh)))
     return [
         *lines,
         ("Peak memory, without a probe", MEMORY_UNPROBED, found.memory()),
         ("Tokens per second, without a probe", SPEED_UNPROBED, found.speed("unprobed")),
     ]
-
-
-def section(found: Comparison) -> list[str]:
-    """The part of docs/planner-accuracy.md on this project's own step."""
-    rows = [
-        summary("Peak memory allocated, with or without a probe", found.memory()),
-        summary("Peak memory reserved", _errors(found, "reserved", "peak_reserved_bytes")),
-        summary("Memory of the device in use", _errors(found, "used", "device_used_bytes")),
-        summary("Tokens/s after a probe", found.speed("probed")),
-        summary("Tokens/s without a probe", found.speed("unprobed")),
-        summary("Tokens/s by the published formula", found.speed("formula")),
-        summary("the same, runs without recomputation only", found.speed("formula", found.plain)),
-    ]
-    if len(found.seeds) > 1:
-        for seed in found.seeds:
-            chosen = found.of_seed(seed)
-            rows.append(summary(f"Draw {seed}: peak memory allocated", found.memory(chosen)))
-            rows.append(summary(f"Draw {seed}: tokens/s after a probe", found.speed("probed", chosen)))
-            rows.append(summary(f"Draw {seed}: tokens/s without a probe", found.speed("unprobed", chosen)))
-    return [
-        f"## Our own step on {found.gpu.name}",
-        "",
-        *prose(
-            f"{len(found.rows)} configurations that gave no constants and are not in the probe's store "
-            f"(issue 3 asks for {FEWEST}), {_range(found)}.",
-            "Bias is the median signed error, predicted / measured - 1.",
-        ),
-        "",
-        *table(HEADINGS, rows),
-        "",
-        *prose(
-            "Allocated memory is what torch's allocator gave out, by its own count. Reserved and device "
-            "memory hold",
-            "fragments, the CUDA context and libraries as well; issue 3 sets no bound for them. The "
-            "published formula",
-            "knows nothing of recomputation, of the optimizer and of deskside: sec/token = 1.007 F/P + "
-            "8.39 * 2E/BW.",
-        ),
-        "",
-        *_ranges(found),
-        "",
-        "### Where the errors of speed are",
-        "",
-        *_where(found),
-        "",
-        "### Where these numbers come from",
-        "",
-        *_origin(found),
-        "",
-        "### Every configuration",
-        "",
-        *prose(
-            f"Bold errors are misses: memory beyond {MEMORY:.0%}, speed beyond {SPEED:.0%} after a probe "
-            "and beyond",
-            f"{SPEED_UNPROBED:.0%} without. {sum(c.missed for c in found.rows)} of {len(found.rows)} rows "
-            "have one. `#` is",
-            "the end of the seed and the place in its draw; noise is half of what lies between the tenth "
-            "and the ninetieth",
-            "percentile of the measured step times, as a share of their median.",
-        ),
-        "",
-        *_all(found),
-    ]
-
-
-def _errors(found: Comparison, predicted: str, name: str) -> Errors:
-    return Errors((getattr(c, predicted), c.of(name)) for c in found.rows if c.row["result"].get(name))
-
-
-def _range(found: Comparison) -> str:
-    params = [num_params(c.shape) for c in found.rows]
-    lengths = [c.spec["sequence_length"] for c in found.rows]
-    return (
-        f"{_count(min(params))} to {_count(max(params))} parameters, sequences of {min(lengths)} to "
-        f"{max(lengths)}, "
-        f"micro-batches of {min(c.spec['micro_tokens'] for c in found.rows)} to "
-        f"{max(c.spec['micro_tokens'] for c in found.rows)} tokens, BF16"
-    )
-
-
-def _ranges(found: Comparison) -> list[str]:
-    """How often the planner's own ranges held."""
-    lines = ["The ranges that the planner states held for:", ""]
-    cases: list[tuple[str, Errors, float]] = [
-        ("tokens/s without a probe", found.speed("unprobed"), found.unprobed.speed_spread),
-        ("peak memory without a probe", found.memory(), found.unprobed.memory_spread),
-    ]
-    if found.probed is not None:
-        cases += [
-            ("tokens/s after a probe", found.speed("probed"), found.probed.speed_spread),
-            ("peak memory after a probe", found.memory(), found.probed.memory_spread),
-        ]
-    return lines + [
-        f"- {what}, ±{spread:.0%}: {errors.within(spread)} of {len(errors)}" for what, errors, spread in cases
-    ]
-
-
-GROUPS: tuple[tuple[str, Callable[[Compared], str]], ...] = (
-    ("checkpointing", lambda c: str(c.spec["activation_checkpointing"])),
-    ("optimizer", lambda c: str(c.spec["optimizer"])),
-    ("sequence", lambda c: f"{c.spec['sequence_length']:5}"),
-    ("micro-batch", lambda c: f"{c.spec['micro_tokens']:5}"),
-    ("parameters", lambda c: "1 below 200M" if num_params(c.shape) < 2e8 else _bucket(num_params(c.shape))),
-)
-
-
-def _bucket(params: int) -> str:
-    return "2 200M to 1B" if params < 1e9 else "3 above 1B"
-
-
-def _where(found: Comparison) -> list[str]:
-    predictor = "unprobed" if found.probed is None else "probed"
-    rows = []
-    for name, kind in GROUPS:
-        for value in sorted({kind(c) for c in found.rows}):
-            errors = found.speed(predictor, [c for c in found.rows if kind(c) == value])
-            shown = value.strip() if name != "parameters" else value[2:]
-            rows.append(
-                [f"{name} {shown}", str(len(errors)), f"{errors.bias:+.1%}"]
-                + [f"{v:.1%}" for v in (errors.median, errors.worst)]
-            )
-    return table(
-        ("After a probe" if found.probed else "Without a probe", "Rows", "Bias", "Median", "Worst"), rows
-    )
-
-
-def _origin(found: Comparison) -> list[str]:
-    machines = {
-        json.dumps(c.row["machine"], sort_keys=True): c.row["machine"]
-        for c in found.rows
-        if "machine" in c.row
-    }
-    draws = Counter(c.row["seed"] for c in found.rows)
-    days = sorted({str(c.row["when"])[:10] for c in found.rows if "when" in c.row})
-    left = ", ".join(f"{count} {why}" for why, count in found.left_out.items())
-    said = [
-        f"Compared: {', '.join(f'{n} rows of seed {s}' for s, n in draws.items())}. Left out: "
-        f"{left or 'none'}.",
-        "Each row is a training run of some seconds in a process of its own (`deskside/probe/point.py`): "
-        "random tokens, "
-        "the optimizer included, warm-up left out, the median of the step times.",
-    ]
-    for row in found.did_not_run:
-        memory = training_memory(shape_of(row["spec"]), work_of(row["spec"]))
-        said.append(
-            f"Did not run ({row['status']}): {label(row['spec'])}; modelled "
-            f"{memory.allocated / 2**30:.1f} GiB allocated "
-            f"and {memory.reserved / 2**30:.1f} GiB reserved, of {found.gpu.memory_bytes / 2**30:.0f} GiB."
-        )
-    if any("machine" not in c.row for c in found.rows):
-        said.append(FIRST_DRAW)
-    said += [f"Measured {' and '.join(days)} on {_machine(m)}." for m in machines.values()]
-    if found.probed is not None:
-        taken = sum(float(row["seconds"]) for row in found.probe_rows)
-        last = found.probe_rows[-1]
-        said.append(
-            f"The probe: {found.probed.basis}, {str(last['when'])[:10]}, on "
-            f"{_machine(last['key']['machine'])}. "
-            f"Its measurements took {taken:.0f} s in all."
-        )
-    else:
-        said.append("No probe's store was given, so nothing here is after a probe.")
-    said += [
-        f"Without a probe: {found.unprobed.basis}.",
-        f"The nine constants of speed (`budget/speed.py`) were fitted to the even half of seed {SEED} and "
-        "to nothing "
-        "else. The model's form was chosen with all rows of that seed in sight.",
-        f"The constants of memory (`budget/memory.py`) were found looking at all 63 rows of seed {SEED}: "
-        "for memory, only "
-        "rows of other seeds are independent.",
-        "All constants come from the type of card that is tested here. How they carry over to other "
-        "cards is what the "
-        "published measurements below can say; on a card other than the H200 nothing of ours was measured.",
-    ]
-    return [line for text in said for line in prose(text, bullet=True)]
-
-
-def _machine(m: Mapping[str, Any]) -> str:
-    watts = "" if m.get("power_limit_watts") is None else f", {m['power_limit_watts']} W"
-    return f"{m['card']}{watts}, driver {m['driver']}, torch {m['torch']}, Triton {m['triton']}, deskside {m['code']}"
-
-
-def _all(found: Comparison) -> list[str]:
-    headings = (
-        "#", "layers x hidden", "heads", "params", "vocab", "T", "micro", "step", "optimizer", "recomputed",
-        "GiB measured", "predicted", "error", "tok/s measured", "noise", "after a probe", "error",
-        "without", "error",
-        "formula", "",
-    )  # fmt: skip
-    rows = []
-    for c in found.rows:
-        m, spec, peak = c.spec["model"], c.spec, c.of("peak_allocated_bytes")
-        probed = ["-", "-"] if c.probed is None else [f"{c.probed:,.0f}", off(c.probed, c.speed, SPEED)]
-        rows.append(
-            [
-                f"{c.row['seed'] % 100:02}-{c.row['index']:02}",
-                f"{m['num_hidden_layers']} x {m['hidden_size']}",
-                f"{m['num_attention_heads']}/{m['num_key_value_heads']} x {m['head_dim']}",
-                _count(num_params(c.shape)),
-                f"{m['vocab_size']}{' tied' if m['tie_word_embeddings'] else ''}",
-                str(spec["sequence_length"]),
-                str(c.row["result"]["micro_tokens"]),
-                str(spec["tokens"]),
-                str(spec["optimizer"]),
-                str(spec["activation_checkpointing"]),
-                f"{peak / 2**30:.2f}",
-                f"{c.allocated / 2**30:.2f}",
-                off(c.allocated, peak, MEMORY),
-                f"{c.speed:,.0f}",
-                f"{c.noise:.0%}",
-                *probed,
-                f"{c.unprobed:,.0f}",
-                off(c.unprobed, c.speed, SPEED_UNPROBED),
-                off(c.formula, c.speed),
-                "miss" if c.missed else "",
-            ]
-        )
-    return table(headings, rows, left=3)
-
-
-def _count(params: int) -> str:
-    return f"{params / 1e9:.2f}B" if params >= 1e9 else f"{params / 1e6:.0f}M"

@@ -14,6 +14,8 @@ from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 
 SEED = 20261120
+# Draws that showed that the host can be what a step waits for; its term in budget/speed.py came after them.
+LOOKED_AT = (7, 8)
 DRAWN = 64
 # (layers, hidden, head_dim, ffn): 50M to 3B parameters.
 SHAPES = (
