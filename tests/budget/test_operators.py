@@ -1,0 +1,131 @@
+"""The operators of a step against torch's own FLOP counter on our model and our Muon, and against counting by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from deskside.budget.operators import Operator, newton_schulz_flops, step_operators
+from deskside.budget.shape import num_params
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
+from deskside.kernels.attention import AttentionContext
+from deskside.model.transformer import Transformer
+from deskside.optim.newton_schulz import coefficients, orthogonalize
+from deskside.train.activation import recompute
+
+SMALL = {
+    "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 704,
+}  # fmt: skip
+ROWS, LENGTH = 2, 128
+TOKENS = ROWS * LENGTH
+
+
+def operators(shape: ModelConfig, **options: Any) -> list[Operator]:
+    return step_operators(shape, Work(LENGTH, TOKENS, TOKENS, **options))
+
+
+def amount(found: list[Operator], *groups: str) -> float:
+    return sum(operator.amount for operator in found if operator.group in groups)
+
+
+def counted(shape: ModelConfig, rung: str = "none") -> float:
+    """FLOPs of the matrix products of one forward and backward pass, attention aside, as torch counts them."""
+    with FakeTensorMode():
+        model = Transformer(shape)
+        recompute(model.layers, rung)
+        tokens_BT = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model.loss(tokens_BT, tokens_BT, AttentionContext(backend="sdpa"), chunk_tokens=64).backward()
+    counts = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    # The head's d hidden is written with mm(out=...), which the counter does not see.
+    unseen = 2.0 * TOKENS * shape.vocab_size * shape.hidden_size
+    return unseen + sum(flops for name, flops in counts.items() if "mm" in name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"num_key_value_heads": 8},
+        {"gated_mlp": False, "hidden_act": "gelu", "intermediate_size": 1024},
+        {"tie_word_embeddings": True, "num_hidden_layers": 1},
+    ],
+)
+def test_products_are_what_torch_counts(given: dict[str, Any]) -> None:
+    shape = ModelConfig(**SMALL | given)
+    assert amount(operators(shape), "matmul", "head") == counted(shape)
+
+
+@pytest.mark.parametrize(
+    ("rung", "last"), [("attention", 256), ("mlp", 704), ("block", 704)], ids=["attention", "mlp", "block"]
+)
+def test_recomputed_products_are_at_most_the_last_one_too_many(rung: Any, last: int) -> None:
+    """Known: torch stops recomputing when the backward has what it needs, and nothing needs the last product's output.
+    The model counts it; what a recomputed step costs was fitted with it in."""
+    shape = ModelConfig(**SMALL)
+    modelled = amount(operators(shape, activation_checkpointing=rung), "matmul", "head")
+    assert modelled - counted(shape, rung) == 2.0 * TOKENS * 3 * 256 * last
+
+
+def test_newton_schulz_is_what_torch_counts() -> None:
+    """All logical matrices of one layer, through Muon's own iteration."""
+    shape = ModelConfig(**SMALL | {"num_hidden_layers": 1})
+    matrices = [(256, 256), (128, 256), (128, 256), (256, 256), (704, 256), (704, 256), (704, 256)]
+    with FlopCounterMode(display=False) as counter:
+        for rows, columns in matrices:
+            orthogonalize(torch.empty(1, max(rows, columns), min(rows, columns)), coefficients("quintic", 5))
+    assert newton_schulz_flops(shape) == counter.get_total_flops()
+
+
+def test_experts_work_on_chosen_tokens_only() -> None:
+    """Two of eight experts are as much work as a dense MLP of both, and the router; Muon updates all eight."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352}
+    dense, sparse = ModelConfig(**SMALL), ModelConfig(**SMALL | experts)
+    router = 6.0 * TOKENS * 3 * 256 * 8
+    assert amount(operators(sparse), "matmul") == amount(operators(dense), "matmul") + router
+    assert amount(operators(sparse), "optimizer_matmul") > amount(operators(dense), "optimizer_matmul")
+    assert amount(operators(sparse), "traffic") == amount(operators(dense), "traffic")
+
+
+def test_a_window_cuts_attention_and_nothing_else() -> None:
+    wide = operators(ModelConfig(**SMALL))
+    narrow = operators(ModelConfig(**SMALL, sliding_window=32, window_pattern="S"))
+    assert amount(narrow, "attention") == pytest.approx(
+        amount(wide, "attention") * (32 - 32**2 / (2 * LENGTH)) / (LENGTH / 2)
+    )
+    for group in ("matmul", "head", "traffic", "loss_traffic", "weights", "layers"):
+        assert amount(narrow, group) == amount(wide, group)
+
+
+def test_accumulation_repeats_what_belongs_to_a_pass() -> None:
+    """The same tokens in four passes: weights are cast and launches made four times, the rest is the same work."""
+    shape = ModelConfig(**SMALL)
+    one = step_operators(shape, Work(LENGTH, 4 * LENGTH, 4 * LENGTH))
+    four = step_operators(shape, Work(LENGTH, 4 * LENGTH, LENGTH))
+    for group in ("weights", "layers"):
+        assert amount(four, group) == 4 * amount(one, group)
+    for group in ("matmul", "head", "attention", "traffic", "loss_traffic", "optimizer_matmul"):
+        assert amount(four, group) == amount(one, group)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_between_gpus(gpus: int) -> None:
+    """A ring's all-reduce moves 2 (n - 1) / n of the float32 gradients; FSDP gathers twice and scatters once a pass."""
+    shape = ModelConfig(**SMALL)
+    gradients = 4.0 * num_params(shape)
+    work = {"sequence_length": LENGTH, "tokens": 2 * gpus * LENGTH, "micro_tokens": LENGTH, "gpus": gpus}
+    share = (gpus - 1) / gpus
+    assert amount(step_operators(shape, Work(**work)), "communication") == 2 * gradients * share
+    sharded = step_operators(shape, Work(**work, sharded=True))
+    assert amount(sharded, "communication") == 2 * 3 * gradients * share
+    assert amount(step_operators(shape, Work(LENGTH, LENGTH, LENGTH)), "communication") == 0
+
+
+def test_a_step_on_the_host_carries_gradients_down_and_weights_up() -> None:
+    shape = ModelConfig(**SMALL)
+    assert amount(operators(shape, offload_optimizer=True), "offload") == 8.0 * num_params(shape)
+    assert amount(operators(shape), "offload") == 0
