@@ -235,11 +235,11 @@ def test_what_a_person_chose_or_is_short_of_time_stays() -> None:
 
 
 def test_the_run_stops_for_a_better_band(data: Path, tmp_path: Path) -> None:
-    """A plan that expected a thousand times the tokens, beside a band of a far smaller model."""
+    """A plan that expected a thousand times the tokens, beside a band that the law holds for far better."""
     weights = 30_000.0
     tokens = STEPS * 256 * 1000.0
     target = band("target", weights=weights, tokens=[tokens, tokens, tokens])
-    other = band("small", weights=weights, tokens=[1e12, 1e12, 1e12])
+    other = band("small", weights=1e9, tokens=[1e12, 1e12, 1e12])
     pilot, outcome = train(tmp_path, data, {**target, "bands": [target, other]})
     assert outcome.status == RECENTRE and pilot.better is not None and pilot.better.band["name"] == "small"
     assert pilot.found is not None and pilot.found["better"]["name"] == "small"

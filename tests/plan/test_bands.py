@@ -215,7 +215,7 @@ def test_out_of_reach_and_too_short_say_so() -> None:
         assert "too small" in make_plan(few).reasons[0]
     tiny = make_plan(made.request("tokens", 1e9, memory_gib=1.0))
     assert tiny.verdict == "no" and "not even the smallest model fits" in tiny.reasons[0]
-    long = make_plan(made.request("loss", 0.70))
+    long = make_plan(made.request("loss", 0.60))
     assert long.verdict == "no" and any("more than a year" in reason for reason in long.reasons)
 
 
