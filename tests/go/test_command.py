@@ -388,7 +388,14 @@ def test_another_band_is_trained_with_what_is_left(
             "tokens_per_second": [1e8, 1e8, 1e8], "bpb": [1.0, 2.0, 9.0], "config": found["config"],
         }  # fmt: skip
         small = {**found["config"], "model": {**found["config"]["model"], "num_hidden_layers": 1}}
-        other = {**band, "name": "safe", "preset": "small", "tokens": [1e14, 1e14, 1e14], "config": small}
+        other = {
+            **band,
+            "name": "safe",
+            "preset": "small",
+            "weights": 3e6,
+            "tokens": [1e14] * 3,
+            "config": small,
+        }
         return {"status": "made", "reasons": [], "source": "a test", **band, "bands": [other, band]}, None
 
     monkeypatch.setattr(phases, "plan", wrong)
