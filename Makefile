@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: install
-	$(BIN)/deskside train demo
+	$(BIN)/deskside go --preset demo --hours 0.05 --yes
 
 test: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal

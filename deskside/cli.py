@@ -52,11 +52,15 @@ usage: deskside COMMAND [options]
 {{commands}}
 
 examples:
-  deskside train demo             three minutes on a CPU, from bundled text
+  deskside go --preset demo --hours 0.05
+                                  three minutes on a CPU, from bundled text
+  deskside doctor                 what works on this machine, in numbers
+  deskside plan --gpu rtx4090 --hours 24
+                                  the best model for a card and a time
   deskside data prepare corpus.jsonl.gz --out data/corpus
+  deskside go --hours 24 --data data/corpus
   deskside train 124m --data.path data/corpus --hours 2
-  deskside train --resume runs/124m   go on after a stop
-  deskside chat runs/demo
+  deskside chat runs/go
 
 deskside COMMAND --help tells about a command;
 deskside --debug COMMAND ... shows tracebacks.

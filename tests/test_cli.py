@@ -37,7 +37,7 @@ def test_the_start_page_names_every_command(argv: list[str], capsys: pytest.Capt
     assert max(map(len, out.splitlines())) <= 80
     for name, (_, _, what) in cli.COMMANDS.items():
         assert f"  {name} " in out and what in out
-    assert "deskside train demo" in out
+    assert "deskside go --preset demo" in out
 
 
 @pytest.mark.parametrize("argv", HELPED, ids=" ".join)

@@ -86,7 +86,8 @@ def _measured(
     device = str(points[-1]["result"].get("device", "cuda"))
     peak = statistics.median(float(row["result"]["matmul_peak_tflops"]) * 1e12 for row in points)
     if gpu is not None:
-        start = replace(sheet_rates(gpu), matmul_flops=peak)
+        factor, _ = architecture_factor(gpu)
+        start = replace(sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0), matmul_flops=peak)
     else:
         if card is None:
             raise UsageError(
