@@ -27,6 +27,7 @@ SHARE = 0.1  # of the hours, that doctor and probe may take together
 DOCTOR_SHARE = 0.5  # of that
 DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}  # of a quick doctor; 12 s were measured on two busy CPU cores
 LONGEST_PROBE = 180.0
+EVALUATIONS = 6
 ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
 
 Say = Callable[[str], None]
@@ -183,8 +184,16 @@ def unique_tokens(data: str) -> int:
 
 
 def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
-    """A planned configuration as a run of `seconds` on the wall clock, everything counted."""
-    return merge.build([config, {"schedule": {"length": f"{seconds!r}s", "clock": "wall"}}])
+    """A planned configuration as a run of `seconds` on the wall clock, everything counted.
+
+    What is too short for the usual ten minutes between evaluations is evaluated `EVALUATIONS` times on the way, unless
+    the configuration says otherwise.
+    """
+    short = seconds < 600 * EVALUATIONS
+    often = (
+        [{"evaluate": {"every": f"{seconds / (EVALUATIONS + 1):.0f}s"}}] if short and seconds >= 60 else []
+    )
+    return merge.build([*often, config, {"schedule": {"length": f"{seconds!r}s", "clock": "wall"}}])
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
