@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deskside.budget.loss import LossLaw, expected_bpb
+from deskside.budget.loss import MOST_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
 from deskside.budget.scaling import best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.work import Checkpointing, OptimizerName, Precision
@@ -115,7 +115,12 @@ def shapes(request: Request) -> list[Shape]:
             refused = error
     if refused is not None and not found:
         raise refused
-    return sorted(found, key=lambda shape: matmul_params(shape.model))
+    found.sort(key=lambda shape: matmul_params(shape.model))
+    if request.unique_tokens is None:
+        return found
+    # Text that is read again and again does not feed a model of any size, and nobody measured how it ends.
+    most = MOST_WEIGHTS_PER_TOKEN * request.unique_tokens
+    return [shape for shape in found if matmul_params(shape.model) <= most] or found[:1]
 
 
 def search(request: Request, end: int = 1) -> list[Candidate]:

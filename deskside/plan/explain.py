@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deskside.budget.loss import REPEATS, effective_tokens
+from deskside.budget.loss import EXCESS, REPEATS, effective_tokens
 from deskside.budget.shape import matmul_params
 from deskside.errors import UsageError
 from deskside.plan import explain_memory, explain_speed
@@ -202,16 +202,21 @@ def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
     if once != worth:
         what = "what repeated tokens are worth (form of Muennighoff et al. 2023, rate of our own runs)"
         lines.append(Line("tokens'", what, _diminishing(worth, unique, REPEATS), once, "tokens"))
+    counted = law.effective_params(weights, worth, request.unique_tokens)
+    if counted < weights:
+        enough = min(weights, law.best_params(unique))
+        what = f"N, less what is in excess of the {plain(enough)} that are optimal for this much text"
+        lines.append(Line("N'", what, _diminishing(weights, enough, EXCESS), counted, "weights"))
     E, offset, A, B, alpha, beta = (
         plain(value) for value in (law.E, law.offset, law.A, law.B, law.alpha, law.beta)
     )
-    filled_law = f"{E} + {offset} + {A} / {plain(weights)} ^ {alpha} + {B} / {plain(once)} ^ {beta}"
+    filled_law = f"{E} + {offset} + {A} / {plain(counted)} ^ {alpha} + {B} / {plain(once)} ^ {beta}"
     low, expected, high = best.loss
     return [
         *lines,
         Line(
             "bits per byte",
-            "E + offset + A / N^alpha + B / tokens'^beta",
+            "E + offset + A / N'^alpha + B / tokens'^beta",
             filled_law,
             expected,
             "bits per byte",

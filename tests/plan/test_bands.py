@@ -268,3 +268,16 @@ def test_the_caller_may_know_the_time_better() -> None:
     assert best.candidate.tokens[1] == pytest.approx((1800 - 60) * rate)
     assert merge.build([best.config]).schedule.length is not None
     assert str(merge.build([best.config]).schedule.length) == "30m"
+
+
+def test_a_small_corpus_does_not_feed_a_model_of_any_size() -> None:
+    """However long the budget, no more than two weights for a unique token; and with text enough it grows on."""
+    sizes = {}
+    for hours in (2, 24, 240):
+        plan = make_plan(made.request("hours", hours, unique_tokens=70_000_000))
+        assert plan.best is not None
+        sizes[hours] = plan.best.candidate.weights
+        assert all(band.candidate.weights <= 140_000_000 for band in plan.bands)
+    assert sizes[24] == sizes[240]
+    free = make_plan(made.request("hours", 240))
+    assert free.best is not None and free.best.candidate.weights > sizes[240]
