@@ -79,7 +79,8 @@ class Rates:
     """What a device does per second.
 
     matmul_flops: a large product in the activations' format, sustained, FLOP/s; bandwidth: bytes/s of its memory, read
-    plus written; low_precision_flops: of a large FP8 product, None where there is none; link_bandwidth: bytes/s that
+    plus written; low_precision_flops: of a large FP8 product, None where there is none; single_flops: of a
+    product in FP32, None where matmul_flops is that already; link_bandwidth: bytes/s that
     one GPU exchanges with the others while all do; host_bandwidth: with the host. compute, memory and delay multiply
     the times of groups of operators: this is where a probe's correction goes.
     """
@@ -87,6 +88,7 @@ class Rates:
     matmul_flops: float
     bandwidth: float
     low_precision_flops: float | None = None
+    single_flops: float | None = None
     link_bandwidth: float = 20e9
     host_bandwidth: float = 20e9
     efficiency: Efficiency = field(default_factory=Efficiency)
@@ -112,6 +114,9 @@ def operator_seconds(operator: Operator, rates: Rates, precision: str = "bf16") 
             if rates.low_precision_flops is None:
                 raise ValueError("this device has no FP8 products")
             peak = rates.low_precision_flops
+        # Muon iterates in bfloat16 whatever the activations are in.
+        if precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
+            peak = rates.single_flops
         share = e.attention(operator.width) if group == "attention" else float(getattr(e, group))
         return rates.compute * amount / (peak * share)
     if group in ("traffic", "loss_traffic", "weights", "optimizer_traffic"):

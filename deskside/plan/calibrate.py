@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 
 from deskside.budget.operators import step_operators
-from deskside.budget.speed import ITEM_OF, Rates, operator_seconds, step_seconds
+from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.facts.gpus import Gpu
-from deskside.plan.published import architecture_factor, sheet_rates
+from deskside.plan.published import ANCHOR, architecture_factor, fitted, sheet_rates
 
 Source = Literal["measured", "published", "modelled"]
 
@@ -28,6 +28,7 @@ CONTEXT_BYTES = 900 * 2**20  # CUDA context and library handles; 770 MiB on an H
 NOISE = 0.03  # of one measured point
 # How far products, traffic and delays may be off before anything is measured, as a share (one standard deviation).
 BELIEF = {"cuda": np.array([0.15, 0.25, 0.5]), "cpu": np.array([1.0, 2.0, 4.0])}
+FEW_ROWS = 5  # published runs of an architecture below which its range is the wide one
 NARROWEST, PUBLISHED_SPREAD, UNKNOWN_SPREAD = 0.08, 0.25, 0.35
 MEMORY_SPREAD = {"measured": 0.05, "published": 0.10}
 SMALLEST_FACTOR = 0.1
@@ -54,7 +55,7 @@ def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibrati
 
     Raises UsageError for a card that is in no table and was not measured.
     """
-    good = [row for row in points if row["kind"] == "point" and row["status"] == "ok"]
+    good = [row for row in points if row["kind"] == "point" and row["status"] == "ok" and _tells(row)]
     card = next(
         (row["result"] for row in reversed(points) if row["kind"] == "card" and row["status"] == "ok"), None
     )
@@ -66,9 +67,20 @@ def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibrati
     return _measured(gpu, good, card)
 
 
+def _tells(row: Mapping[str, Any]) -> bool:
+    """Whether a point says something of the device's own speed: in the format that it is rated in, and not one where
+    the device waits for the host (the host takes as long whatever the card)."""
+    result = row["result"]
+    if result.get("device") != "cpu" and result.get("precision", "bf16") != "bf16":
+        return False
+    shape, work = _step(row)
+    modelled = host_seconds(shape, work, Rates(1.0, 1.0))
+    return modelled < 0.9 * float(result["step_seconds"]["median"])
+
+
 def _published(gpu: Gpu) -> Calibration:
     factor, basis = architecture_factor(gpu)
-    known = "no published" not in basis and "other GeForce" not in basis
+    known = gpu.architecture == ANCHOR or fitted().rows.get(gpu.architecture, 0) >= FEW_ROWS
     rate = "measured and published" if gpu.measured_bf16_flops is not None else "from the data sheet"
     return Calibration(
         rates=sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0),
@@ -124,8 +136,6 @@ def _fit(
     table, rest = [], []
     for row in points:
         parts = _parts(row, start)
-        if not parts.any():
-            continue
         seconds = float(row["result"]["step_seconds"]["median"])
         table.append(parts[:3] / seconds)
         rest.append(1 - parts[3] / seconds)
@@ -149,27 +159,27 @@ def _ridge(A: np.ndarray, b: np.ndarray, belief: np.ndarray) -> np.ndarray:
 
 
 def _parts(row: Mapping[str, Any], rates: Rates) -> np.ndarray:
-    """Modelled seconds of a point's step: products, traffic, delays, and what no factor touches.
+    """Modelled seconds of a point's step: products, traffic, delays, and what no factor touches."""
+    parts = np.zeros(4)
+    shape, work = _step(row)
+    for operator in step_operators(shape, work):
+        parts[_column(operator.group)] += operator_seconds(operator, rates, work.precision)
+    return parts
 
-    All zero where the device waits for the host: such a point says nothing about the device."""
+
+def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, Work]:
+    """The model and the optimiser step of a measured point."""
     spec, result = row["key"]["spec"], row["result"]
-    precision = result.get("precision", "bf16")
     work = Work(
         sequence_length=spec["sequence_length"],
         tokens=spec["tokens"],
         micro_tokens=result["micro_tokens"],
         optimizer=spec.get("optimizer", "muon"),
-        precision=precision,
+        precision=result.get("precision", "bf16"),
         activation_checkpointing=spec.get("activation_checkpointing", "none"),
         compiled=result.get("compile", "block") != "off",
     )
-    parts = np.zeros(4)
-    shape = ModelConfig(**spec["model"])
-    if step_seconds(shape, work, rates)["host"] > 0:
-        return parts
-    for operator in step_operators(shape, work):
-        parts[_column(operator.group)] += operator_seconds(operator, rates, precision)
-    return parts
+    return ModelConfig(**spec["model"]), work
 
 
 def _column(group: str) -> int:

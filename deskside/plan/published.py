@@ -30,7 +30,6 @@ ANCHOR = "Hopper"  # where deskside itself was measured
 LONGEST = 8192
 STEP_TOKENS = 2**19  # where a row does not say how many tokens an optimiser step had
 ROUNDS = 20
-GEFORCE = ("Ampere", "Ada", "Blackwell GeForce")
 PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")
 # Measured large BF16 products as a share of the data sheet, for cards that lack one: medians of facts/gpus.csv.
 SHEET_SHARE = {"GeForce": 1.03, "other": 0.80}
@@ -59,8 +58,18 @@ def sheet_rates(gpu: Gpu) -> Rates:
     """Rates of a card by what is published about it, with deskside's efficiencies from Hopper."""
     rate = matmul_rate(gpu)
     low = None if gpu.fp8_flops is None else gpu.fp8_flops * rate / gpu.bf16_flops
+    # FP32 runs beside the tensor cores, two FLOPs per lane and clock.
+    lanes = 64 if gpu.compute_capability == "8.0" else 128
+    single = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
     link = 350e9 if "SXM" in gpu.name or gpu.name.startswith("B200") else 22e9
-    return Rates(rate, gpu.bandwidth, low_precision_flops=low, link_bandwidth=link, source="published")
+    return Rates(
+        rate,
+        gpu.bandwidth,
+        low_precision_flops=low,
+        single_flops=single,
+        link_bandwidth=link,
+        source="published",
+    )
 
 
 def usable(row: Measurement) -> bool:
@@ -179,6 +188,5 @@ def architecture_factor(gpu: Gpu) -> tuple[float, str]:
         count = found.rows[gpu.architecture]
         return found.architectures[gpu.architecture], f"{count} published runs on {gpu.architecture}"
     if gpu.geforce:
-        known = [found.architectures[a] for a in GEFORCE if a in found.architectures]
-        return statistics.median(known), "published runs on other GeForce architectures"
+        return 1.0, "no published runs on this GeForce architecture"
     return 1.0, "no published runs on this architecture"

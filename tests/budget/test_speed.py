@@ -106,6 +106,18 @@ def test_rates_correct_groups_and_fp8_needs_a_card_that_has_it() -> None:
         step_seconds(shape, Work(2048, 65536, 16384, precision="fp8"), H200)
 
 
+def test_fp32_is_priced_beside_the_tensor_cores() -> None:
+    """An H200's 67 TFLOP/s of the data sheet: products take as many times longer, Muon's stay in bfloat16."""
+    shape, work = ModelConfig(), Work(2048, 65536, 16384, precision="fp32")
+    rates = Rates(790e12, 4.8e12, single_flops=67e12)
+    slow, fast = step_seconds(shape, work, rates), step_seconds(shape, WORK, rates)
+    assert slow["matmul"] == pytest.approx(fast["matmul"] * 790 / 67)
+    assert slow["optimizer"] == pytest.approx(fast["optimizer"])
+    assert step_seconds(shape, work, H200)["matmul"] == pytest.approx(
+        fast["matmul"]
+    )  # matmul_flops is FP32's then
+
+
 def test_attention_efficiency_between_and_beyond_the_measured_widths() -> None:
     e = Efficiency()
     assert e.attention(64) == e.attention_64

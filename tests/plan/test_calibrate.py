@@ -176,12 +176,31 @@ def test_issue_targets_hold_on_what_was_kept_out() -> None:
 
 
 def test_a_card_without_points_has_the_published_range() -> None:
-    known, unknown = calibrate(find("rtx4090"), []), calibrate(find("gb10"), [])
+    known, unknown = calibrate(find("a100 80gb sxm"), []), calibrate(find("gb10"), [])
     assert known.source == unknown.source == "published"
     assert NARROWEST < known.speed_spread < unknown.speed_spread
     assert known.rates.delay == 1.0
     assert "not measured on this card" in known.basis
     assert known.rates.source == "published"
+    few = calibrate(find("rtx4090"), [])  # two runs calibrate its architecture
+    assert few.speed_spread == unknown.speed_spread
+
+
+def test_points_that_wait_for_the_host_say_nothing_of_the_card() -> None:
+    """Alone they leave what is published; beside others they are not counted."""
+    waiting = {**SPECS[0], "micro_tokens": 512, "sequence_length": 512, "tokens": 4096}
+    waiting["activation_checkpointing"] = "attention"
+    rates = calibrate(find("h200"), []).rates
+    row_of_host = point(waiting, rates)
+    assert calibrate(find("h200"), [row_of_host]) == calibrate(find("h200"), [])
+    assert calibrate(find("h200"), [row_of_host, point(SPECS[1], rates)]).basis.startswith("one point")
+    with pytest.raises(UsageError, match="deskside probe"):
+        calibrate(None, [row_of_host])
+
+
+def test_points_in_fp32_do_not_rate_the_tensor_cores() -> None:
+    rates = calibrate(find("h200"), []).rates
+    assert calibrate(find("h200"), [point(SPECS[0], rates, precision="fp32")]) == calibrate(find("h200"), [])
 
 
 def test_attempts_that_came_to_nothing_are_no_points() -> None:
