@@ -443,5 +443,6 @@ class _Run:
         parallel.reshard(self.model)
         # What the final one will take, by the newest that there was: the machine may have become slower since.
         share = max(1.0, self.validation.num_tokens / max(1, result.tokens))
-        self.evaluation_seconds = (time.perf_counter() - began) * share
+        # One stopwatch for all: it decides how much the final one reads, and every process must run the model as often.
+        self.evaluation_seconds = self.world.agreed([(time.perf_counter() - began) * share])[0]
         return result

@@ -1,5 +1,7 @@
 """What follows a run from above: it sees every row once, can stop it, and has time before and after it."""
 
+import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,30 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     else:
         assert evaluated[-1] >= 0.99 * whole and 0.97 * 20 <= summary["seconds"] <= 20
     assert f"final evaluation: {evaluated[-1]:,} of {whole:,}" in tiny_run.events(tmp_path / "run")
+
+
+def with_its_own_stopwatch(root: Path, config: Any) -> None:
+    """A rank whose stopwatch shows ten times as much for an evaluation as that of the rank before it."""
+    patch, original, rank = pytest.MonkeyPatch(), pretrain.evaluate_dataset, int(os.environ["RANK"])
+    virtual = tiny_run.VirtualTime(patch, lambda step: 0.05)
+    limits: list[int | None] = []
+
+    def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
+        result = original(*arguments, **given)
+        virtual.now += 10.0 ** (rank + 1) * result.tokens / arguments[1].num_tokens
+        limits.append(given["max_tokens"])
+        return result
+
+    patch.setattr(pretrain, "evaluate_dataset", evaluate_dataset)
+    tiny_run.train(root, config)
+    (root / f"limits-{rank}.json").write_text(json.dumps(limits), "utf-8")
+
+
+def test_every_process_evaluates_the_same_at_the_end(data: Path, tmp_path: Path) -> None:
+    """Whatever its own stopwatch shows: shards wait for each other in every pass of the model."""
+    config = tiny_run.config(data, schedule={"length": "20s"})
+    child = tiny_run.call(with_its_own_stopwatch, tmp_path, config, log=tmp_path / "log", ranks=2)
+    assert child.wait() == 0, child.text()
+    first, second = (json.loads((tmp_path / f"limits-{rank}.json").read_text("utf-8")) for rank in (0, 1))
+    whole = PackedDataset.open(data, split="val", sequence_length=32).num_tokens
+    assert first == second and first[-1] == pytest.approx(0.1 * whole, rel=0.2)
