@@ -36,8 +36,8 @@ def section(found: Comparison) -> list[str]:
         f"## Our own step on {found.gpu.name}",
         "",
         *prose(
-            f"{len(found.rows)} configurations that gave no constants and are not in the probe's store "
-            f"(issue 3 asks for {FEWEST}), {_range(found)}.",
+            f"{len(found.rows)} configurations that gave none of the speed's constants and are not in the "
+            f"probe's store (issue 3 asks for {FEWEST}), {_range(found)}.",
             "Bias is the median signed error, predicted / measured - 1.",
         ),
         "",
