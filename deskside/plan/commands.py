@@ -1,6 +1,5 @@
 """`deskside plan`: what can be trained in a budget on a card, or whether a given model can."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from deskside.config import strict_json
 from deskside.config.commandline import parse
 from deskside.errors import UsageError
 from deskside.plan import claims
@@ -101,13 +101,13 @@ def run(argv: Sequence[str]) -> int:
 
         if options.explain == "list":
             names = explain.items(plan)
-            print(json.dumps(names) if options.json else "\n".join(names))
+            print(strict_json.dumps(names) if options.json else "\n".join(names))
             return 0
         found = explain.explain(plan, options.explain)
-        print(json.dumps(found.to_json(), indent=1) if options.json else found.text())
+        print(strict_json.dumps(found.to_json(), indent=1) if options.json else found.text())
         return 0
     if options.json:
-        print(json.dumps(plan.to_json(), indent=1))
+        print(strict_json.dumps(plan.to_json(), indent=1))
     else:
         from deskside.plan import render  # a program that reads JSON need not wait for rich
 
@@ -150,7 +150,7 @@ def _card_alone(options: PlanOptions, claimed: claims.Claims) -> int:
         raise UsageError("which card are the claims about? give --gpu, such as --gpu rtx5090")
     found = claims.of_card(find(options.gpu), claimed)
     if options.json:
-        print(json.dumps({"claims": [finding.to_json() for finding in found]}, indent=1))
+        print(strict_json.dumps({"claims": [finding.to_json() for finding in found]}, indent=1))
     else:
         from deskside.plan import render
 

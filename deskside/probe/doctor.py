@@ -4,7 +4,6 @@ Facts and checks come from children (`doctor_facts`, `doctor_checks`), advice fr
 process imports no torch, so that it can tell about a torch that does not start.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from deskside.config import strict_json
 from deskside.config.commandline import parse
 from deskside.probe import child, doctor_advice, doctor_checks, doctor_table
 
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     with _progress() as say:
         found = examine(options.quick, say)
     if options.json:
-        print(json.dumps(found))
+        print(strict_json.dumps(found))
     else:
         doctor_table.show(found, Console())
     return 0 if found["trains"] else 1
