@@ -183,6 +183,11 @@ def pass_sizes(setting: Setting) -> list[int]:
     return [n * longest for n in chosen]
 
 
+def widest(setting: Setting) -> Setting:
+    """The setting with each GPU's share of a step in one pass: what `fitted` starts from when nobody chose."""
+    return replace(setting, micro_tokens=pass_sizes(setting)[0])
+
+
 def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Setting:
     """The setting with the most tokens per pass, up to its own micro_tokens, that fit at the high end of the range; if
     none do, the most that are expected to fit; if none do either, a single row."""
@@ -239,8 +244,9 @@ def of_config(config: RunConfig, gpus: int, precision: Precision, cpu: bool = Fa
     )
 
 
-def options(setting: Setting) -> dict[str, Any]:
-    """The configuration that makes `deskside train` do this setting, but for the model."""
+def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
+    """The configuration that makes `deskside train` do this setting, but for the model. staged: a single stage is
+    written out too, because it stands in the place of stages that somebody gave."""
     longest = setting.sequence_length
     result: dict[str, Any] = {
         "batch": {
@@ -250,7 +256,7 @@ def options(setting: Setting) -> dict[str, Any]:
         },
         "compute": {},
     }
-    if len(setting.stages) > 1:
+    if staged or len(setting.stages) > 1 or setting.stages[0].window is not None:
         until, stages = 0.0, []
         for stage in setting.stages:
             until = round(until + stage.share, 6)

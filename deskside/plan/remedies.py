@@ -26,6 +26,7 @@ from deskside.plan.estimate import (
     fitted,
     options,
     pass_sizes,
+    widest,
 )
 from deskside.plan.request import DEEPEST, DRIVER_SHARE, Request
 from deskside.plan.words import count
@@ -45,8 +46,9 @@ NAMED_CARDS = 3
 
 @dataclass(frozen=True)
 class Remedy:
-    """saves_bytes: of the memory that is expected to be needed; speed: tokens per second against the run as asked for,
-    None where that is not modelled; fits: with this remedy alone; options: what `deskside train` takes for it."""
+    """saves_bytes: of the memory that is expected to be needed, at no more tokens per pass than in the run as asked.
+    speed, fits, options: with this remedy alone, and as many tokens per pass as it makes room for. speed: tokens per
+    second against the run as asked for, None where that is not modelled; options: what `deskside train` takes."""
 
     what: str
     kind: Kind
@@ -60,13 +62,14 @@ class Remedy:
 def remedies(request: Request, asked: Estimate) -> list[Remedy]:
     """Every remedy that saves memory, changes first, each applied alone to what was asked for."""
     found = []
-    for what, setting, costs in _changes(asked.setting):
-        tried = _estimate(request, setting)
+    for what, setting, costs in [*_one_row(asked.setting), *_changes(asked.setting)]:
+        one_row = replace(asked.setting, micro_tokens=setting.micro_tokens) == setting
+        tried = _estimate(request, setting if one_row else roomy(request, setting))
         found.append(
             Remedy(
                 what=what,
                 kind="change",
-                saves_bytes=asked.memory_bytes[1] - tried.memory_bytes[1],
+                saves_bytes=asked.memory_bytes[1] - _estimate(request, setting).memory_bytes[1],
                 speed=tried.tokens_per_second[1] / asked.tokens_per_second[1],
                 fits=tried.fits,
                 costs=costs,
@@ -95,7 +98,14 @@ def _estimate(request: Request, setting: Setting) -> Estimate:
     return estimate(fitted(setting, request.calibration, capacity), request.calibration, capacity)
 
 
-def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
+def roomy(request: Request, setting: Setting) -> Setting:
+    """The setting with the largest passes to start fitting from: what makes room may be used, and a run that was cut to
+    one row because nothing fitted is not left at that. A pass that somebody asked for stays."""
+    by_hand = request.given is not None and "batch.micro_tokens" in request.given.own
+    return setting if by_hand else widest(setting)
+
+
+def _one_row(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
     smallest = pass_sizes(asked)[-1]
     if smallest < asked.micro_tokens:
         yield (
@@ -103,6 +113,10 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
             replace(asked, micro_tokens=smallest),
             "more passes per step; the batch and what is learned stay the same",
         )
+
+
+def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
+    """Everything else that can be changed, at the passes of the run as asked for."""
     for rung, what in RUNGS[[name for name, _ in RUNGS].index(asked.activation_checkpointing) + 1 :]:
         cost = "recomputed in the backward pass"
         yield f"activation checkpointing of {what}", replace(asked, activation_checkpointing=rung), cost
@@ -137,7 +151,7 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
         row = setting.sequence_length * number
         if number <= setting.gpus or any(stage.tokens % row for stage in setting.stages):
             continue
-        tried = fastest(request, replace(setting, gpus=number, sharded=True))
+        tried = fastest(request, roomy(request, replace(setting, gpus=number, sharded=True)))
         if tried.fits == "fits":
             yield Remedy(
                 f"{number} of this card, sharded",
@@ -191,12 +205,13 @@ def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
     while low <= high:  # depth 2 x middle; memory grows with depth
         middle = (low + high) // 2
         model = ModelConfig(**{**presets.depth(2 * middle)["model"], **kept})
-        tried = fastest(request, replace(asked.setting, model=model))
+        tried = fastest(request, roomy(request, replace(asked.setting, model=model)))
         if tried.fits == "fits":
             best, low = (middle, tried), middle + 1
         else:
             high = middle - 1
-    if best is not None:
+    # With changes at once a larger one may fit than was asked for: then the changes are the answer, not another model.
+    if best is not None and num_params(best[1].setting.model) < num_params(asked_model):
         tried = best[1]
         yield Remedy(
             f"d{2 * best[0]} ({count(num_params(tried.setting.model))}), the largest of the depth dial that fits",
@@ -212,11 +227,12 @@ def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
 def _elsewhere(request: Request, asked: Estimate) -> Iterator[Remedy]:
     items = asked.memory.items
     states = items.get("optimizer", 0)
-    offloaded = estimate(replace(asked.setting, offload_optimizer=True), request.calibration, asked.capacity)
+    small = replace(asked.setting, offload_optimizer=True)
+    offloaded = _estimate(request, roomy(request, small))
     yield Remedy(
         "optimizer states and update on the host",
         "elsewhere",
-        asked.memory_bytes[1] - offloaded.memory_bytes[1],
+        asked.memory_bytes[1] - _estimate(request, small).memory_bytes[1],
         offloaded.tokens_per_second[1] / asked.tokens_per_second[1],
         offloaded.fits,
         "deskside does not offload; llmq does",

@@ -111,7 +111,7 @@ class Plan:
 
 def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], str]:
     """(config, command) of a candidate. Raises UsageError if the configuration does not take it, which is a bug."""
-    own: dict[str, Any] = options(candidate.setting)
+    own: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
     # The length of the run is what the budget is: a time for hours, else the tokens that it comes to.
     _, expected, _ = candidate.seconds
     if request.pretrain_seconds is not None or (request.budget and request.budget.kind == "hours"):

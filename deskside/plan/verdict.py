@@ -28,7 +28,7 @@ from deskside.plan.candidates import (
     setup_seconds,
 )
 from deskside.plan.estimate import Estimate, Setting, StageSetting, check_shared, estimate, fitted, of_config
-from deskside.plan.remedies import Remedy, leanest, remedies, shorter
+from deskside.plan.remedies import Remedy, leanest, remedies, roomy, shorter
 from deskside.plan.request import Request
 from deskside.plan.words import count, duration, gib
 
@@ -108,8 +108,9 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
         return asked, "yes", [f"it fits: {told}, {asked.setting.micro_tokens:,} tokens per pass"]
     # What was asked for by hand does not fit, so it may be changed too.
     request = replace(request, overrides={})
-    changed = fastest(request, replace(asked.setting, optimizer="muon"))
-    same_optimizer = fastest(request, asked.setting)
+    start = roomy(request, asked.setting)
+    changed = fastest(request, replace(start, optimizer="muon"))
+    same_optimizer = fastest(request, start)
     for found in (same_optimizer, changed):
         if found.fits == "fits":
             return (
@@ -117,7 +118,7 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
                 "yes-if",
                 [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"],
             )
-    for cut in shorter(asked.setting):
+    for cut in shorter(start):
         found = fastest(request, cut)
         if found.fits == "fits":
             return (

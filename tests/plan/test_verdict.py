@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.config import merge
+from deskside.plan.candidates import LADDER
+from deskside.plan.estimate import Setting, estimate, pass_sizes
 from deskside.plan.make import make_plan
-from deskside.plan.request import trainable
+from deskside.plan.request import Request, trainable
 from deskside.plan.verdict import judge
 from tests.plan import made
 
@@ -175,3 +177,53 @@ def test_the_spread_of_the_calibration_is_the_range() -> None:
         assert (low / expected, high / expected) == (pytest.approx(1 - spread), pytest.approx(1 + spread))
         fastest, _, slowest = plan.best.candidate.seconds
         assert slowest > fastest
+
+
+def fastest_of_all(request: Request, asked: Setting) -> float:
+    """Tokens per second of the best that fits, every rung, chunk, sharding and pass priced one by one."""
+    known, capacity = request.calibration, request.card.memory_bytes
+    speeds = []
+    for rung, chunk in LADDER:
+        for sharded in (False, True) if asked.gpus > 1 else (False,):
+            way = replace(asked, activation_checkpointing=rung, loss_chunk_tokens=chunk, sharded=sharded)
+            for size in pass_sizes(way):
+                found = estimate(replace(way, micro_tokens=size), known, capacity)
+                if found.fits == "fits":
+                    speeds.append(found.tokens_per_second[1])
+    return max(speeds)
+
+
+@pytest.mark.parametrize(("preset", "gpus", "gib"), [("1.5b", 1, 23.5), ("d38", 4, 32.0)])
+def test_a_yes_if_uses_the_room_that_it_makes(preset: str, gpus: int, gib: float) -> None:
+    """What was cut to one row per pass because nothing fitted grows again once something does."""
+    request = made.request("tokens", 1e10, gpus=gpus, memory_gib=gib, given=made.given(preset))
+    plan = make_plan(request)
+    assert plan.verdict == "yes-if" and plan.best is not None and plan.asked is not None
+    asked = plan.asked.setting
+    assert asked.micro_tokens == asked.sequence_length  # one row
+    chosen = plan.best.estimate
+    assert chosen.tokens_per_second[1] == pytest.approx(fastest_of_all(request, asked), rel=1e-9)
+    assert chosen.setting.micro_tokens > asked.sequence_length
+    assert f"--batch.micro_tokens {chosen.setting.micro_tokens} " in f"{plan.best.command} "
+    # Nothing that is offered beside it is slower than at one row per pass with the same change.
+    rungs = {"attention": "attention", "the MLP": "mlp", "whole blocks": "block"}
+    for remedy in plan.remedies:
+        what = remedy.what.removeprefix("activation checkpointing of ")
+        if what in rungs and remedy.fits == "fits":
+            assert remedy.speed is not None
+            rung = remedy.options["compute"]["activation_checkpointing"]
+            assert rung == rungs[what]
+            row = replace(asked, activation_checkpointing=rung)
+            slow = estimate(row, request.calibration, request.card.memory_bytes)
+            assert remedy.speed * plan.asked.tokens_per_second[1] >= slow.tokens_per_second[1]
+    other = [remedy for remedy in plan.remedies if remedy.kind == "other model"]
+    assert all("smaller" in remedy.costs and remedy.saves_bytes > 0 for remedy in other)
+
+
+def test_a_pass_by_hand_stays_as_small_as_it_was_asked_for() -> None:
+    by_hand = {"batch": {"micro_tokens": 2048}}
+    model = made.given("1.5b", **by_hand)
+    plan = make_plan(made.request("tokens", 1e10, memory_gib=23.5, given=model, overrides=by_hand))
+    assert plan.verdict == "yes-if" and plan.best is not None
+    assert plan.best.candidate.setting.micro_tokens == 2048
+    assert all(r.options["batch"]["micro_tokens"] <= 2048 for r in plan.remedies if r.options)
