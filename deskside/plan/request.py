@@ -22,6 +22,7 @@ from deskside.errors import UsageError
 from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
 from deskside.plan.calibrate import Calibration, calibrate
+from deskside.plan.words import gib
 
 Kind = Literal["hours", "tokens", "flops", "loss"]
 SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -30,6 +31,10 @@ DRIVER_SHARE = 0.02
 DEEPEST = 128  # of the depth dial: 8192 wide, 104 billion parameters
 SMALLEST_SEQUENCE = 16
 MOST_GPUS = 64
+WORTH_A_WORD = 256 * 2**20  # bytes in use by others that a plan mentions
+STAGES_DECIDE = (
+    "--sequence: schedule.stages gives the tokens per row of each stage; change it there, or drop one of them"
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Card:
-    """One of the GPUs. memory_bytes: that programs can use; gpu: its row in the table, None for one that is not in it;
-    machine: set when the card is in this machine."""
+    """One of the GPUs. memory_bytes: that programs can use, of this machine's what is free now; gpu: its row in the
+    table, None for one that is not in it; machine: set when the card is in this machine."""
 
     name: str
     memory_bytes: int
@@ -175,6 +180,8 @@ def ask(
     unique = None if unique_tokens is None else int(count("--unique_tokens", unique_tokens))
     overrides = dict(overrides or {})
     card, rows, notes = _card(gpu, here, probes)
+    if sequence is not None and overrides.get("schedule", {}).get("stages"):
+        raise UsageError(STAGES_DECIDE)
     given = _given(preset, depth, params, overrides, sequence)
     if budget is None and given is None:
         raise UsageError(
@@ -261,7 +268,17 @@ def _card(name: str | None, here: bool, folder: str) -> tuple[Card, list[probe_s
         return (card, *_measured_elsewhere(store, gpu))
     machine = probe_store.this_machine()
     found = gpus.of_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
-    card = Card(machine.card, machine.memory_bytes, "measured: reported by this machine", found, machine)
+    notes = []
+    memory, source = machine.memory_bytes, "measured: reported by this machine"
+    if machine.free_bytes is not None and machine.free_bytes < memory:
+        taken = memory - machine.free_bytes
+        memory, source = machine.free_bytes, f"measured: free on this machine now, of {gib(memory)}"
+        if taken > WORTH_A_WORD:
+            notes.append(
+                f"{gib(taken)} of the card's {gib(machine.memory_bytes)} are in use by other programs now, and the "
+                f"plan leaves them alone; close them and plan again to use it all"
+            )
+    card = Card(machine.card, memory, source, found, machine)
     rows = store.require(machine)
     if not rows and found is None:
         what = "the CPU" if card.is_cpu else "not in the table"
@@ -269,7 +286,7 @@ def _card(name: str | None, here: bool, folder: str) -> tuple[Card, list[probe_s
             f"{machine.card}: this is {what}, and nothing was measured on it; measure it first with: "
             f"deskside probe, or name a card with --gpu"
         )
-    return card, rows, store.notes(machine)
+    return card, rows, [*notes, *store.notes(machine)]
 
 
 def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_store.Row], list[str]]:
@@ -328,6 +345,8 @@ def _given(
     _, origins = merge.merge(layers)
     own = frozenset(".".join(path) for path in origins)
     if sequence is not None:
+        if merge.build(layers).schedule.stages:
+            raise UsageError(STAGES_DECIDE)
         layers = [*layers, longer(sequence, merge.build(layers), own)]
     return Given(label, preset, tuple(layers), merge.build(layers), own)
 

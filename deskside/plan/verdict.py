@@ -27,7 +27,7 @@ from deskside.plan.candidates import (
     pretrain_seconds,
     setup_seconds,
 )
-from deskside.plan.estimate import Estimate, Setting, StageSetting, check_shared, estimate, fitted, of_config
+from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted, of_config
 from deskside.plan.remedies import Remedy, leanest, remedies, roomy, shorter
 from deskside.plan.request import Request
 from deskside.plan.words import count, duration, gib
@@ -81,7 +81,8 @@ def _asked(request: Request, shape: Shape) -> Estimate:
             return estimate(setting, request.calibration, capacity)
         return estimate(fitted(setting, request.calibration, capacity), request.calibration, capacity)
 
-    if "batch.tokens" in own or len(base.stages) > 1:
+    by_stage = any(stage.batch_tokens for stage in shape.config.schedule.stages)
+    if "batch.tokens" in own or by_stage or len(base.stages) > 1:
         check_shared(base)
         return run(base)
     found: Estimate | None = None
@@ -89,7 +90,7 @@ def _asked(request: Request, shape: Shape) -> Estimate:
         optimal_tokens(request.law, matmul_params(base.model)), request.sequence, request.gpus
     )
     for _ in range(2):
-        stages = (StageSetting(1.0, request.sequence, tokens),)
+        stages = (replace(base.stages[0], sequence_length=request.sequence, tokens=tokens),)
         micro = base.micro_tokens if "batch.micro_tokens" in own else tokens // request.gpus
         found = run(replace(base, stages=stages, micro_tokens=micro))
         reached = length(request, found)

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,9 @@ class Machine:
 
     card: the GPU's name by NVML, or the CPU's; device: cuda or cpu; memory_bytes: of the GPU, usable, or of the host;
     cores: that this process may use, 0 for a GPU; driver, cuda, triton: None where there is none; power_limit_watts:
-    as set, None where the card does not tell; code: deskside's version and a digest of the code that a step runs.
+    as set, None where the card does not tell; code: deskside's version and a digest of the code that a step runs;
+    free_bytes: of the GPU's memory when it was asked, None for a CPU. It changes by the minute: no part of the key, and
+    two machines that differ only in it are equal.
     """
 
     card: str
@@ -43,6 +45,7 @@ class Machine:
     cuda: str | None
     triton: str | None
     code: str
+    free_bytes: int | None = field(default=None, compare=False)
 
     def key(self) -> dict[str, Any]:
         """The machine's part of a row's key, JSON."""
@@ -69,8 +72,8 @@ def this_machine() -> Machine:
     gpu = _gpu() if cuda else None
     triton = _version("triton")
     if gpu is not None:
-        card, memory, driver, watts = gpu
-        return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code())
+        card, (memory, free), driver, watts = gpu
+        return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code(), free)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(cpu_name(), "cpu", memory, cpu_cores(), None, None, torch, None, triton, code())
 
@@ -119,8 +122,9 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _gpu() -> tuple[str, int, str, int | None] | None:
-    """(name, bytes, driver, power limit in watts) of the GPU that torch will call cuda:0; None without one."""
+def _gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
+    """(name, usable and free bytes, driver, power limit in watts) of the GPU that torch will call cuda:0; None without
+    one."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and chosen.split(",")[0].strip() in ("", "-1"):
         return None
@@ -166,13 +170,14 @@ def _first(pynvml: Any, chosen: str | None, count: int) -> Any:
     return handles[int(first)]
 
 
-def _memory(pynvml: Any, handle: Any) -> int:
-    """Bytes that programs may use: the whole less what the driver keeps for itself."""
+def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
+    """Bytes that programs may use, the whole less what the driver keeps for itself; and those that are free now."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        return int(memory.total - memory.reserved)
+        return int(memory.total - memory.reserved), int(memory.free)
     except pynvml.NVMLError:  # a driver older than this question
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.total), int(memory.free)
 
 
 def _power_limit(pynvml: Any, handle: Any) -> int | None:

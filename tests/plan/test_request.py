@@ -1,6 +1,7 @@
 """What a person may ask, and what is refused in one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,17 @@ def test_a_batch_by_hand_that_does_not_divide_is_refused(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.parametrize("model", [{"preset": "124m"}, {"hours": 5}])
+def test_a_sequence_beside_stages_is_refused(model: dict[str, Any], tmp_path: Path) -> None:
+    """The stages would win, silently."""
+    stages = {"schedule": {"stages": [{"until": 1.0, "sequence_length": 1024}]}}
+    with pytest.raises(UsageError, match=r"^--sequence: .*schedule.stages") as error:
+        ask(gpu="rtx4090", sequence=4096, overrides=stages, probes=str(tmp_path), **model)
+    assert "\n" not in str(error.value)
+    kept = ask(gpu="rtx4090", overrides=stages, probes=str(tmp_path), **model)
+    assert kept.sequence_length is None
+
+
 def test_trainable_asks_the_configuration() -> None:
     def accepted(name: str) -> bool:
         try:
@@ -156,6 +168,25 @@ def test_measured_here_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked.card.gpu is not None and asked.card.gpu.name == "RTX 4090"
     assert asked.card.memory_bytes == machine().memory_bytes
     assert (asked.setup_seconds, asked.measured_watts) == (33.0, 430.0)
+
+
+@pytest.mark.parametrize(("used_mib", "told"), [(0, False), (200, False), (1536, True)])
+def test_here_only_what_is_free_is_planned_with(
+    used_mib: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = machine().memory_bytes - used_mib * 2**20
+    busy = replace(machine(), free_bytes=free)
+    monkeypatch.setattr(probe_store, "this_machine", lambda: busy)
+    folder = store(tmp_path, point(machine()))
+    here = ask(here=True, hours=24, probes=folder)
+    assert here.card.memory_bytes == free
+    assert here.calibration.source == "measured"  # the same machine, however busy
+    assert any("1.5 GiB of the card's 23.6 GiB are in use" in note for note in here.notes) == told
+    assert ("free" in here.card.memory_source) == (used_mib > 0)
+    # A card that is named is planned as it is sold.
+    named = ask(gpu="rtx4090", hours=24, probes=folder)
+    assert named.card.memory_bytes == int(24 * 2**30 * (1 - DRIVER_SHARE))
+    assert not any("in use" in note for note in named.notes)
 
 
 @pytest.mark.parametrize("which", [{"here": True}, {"gpu": "rtx4090"}])

@@ -227,3 +227,21 @@ def test_a_pass_by_hand_stays_as_small_as_it_was_asked_for() -> None:
     assert plan.verdict == "yes-if" and plan.best is not None
     assert plan.best.candidate.setting.micro_tokens == 2048
     assert all(r.options["batch"]["micro_tokens"] <= 2048 for r in plan.remedies if r.options)
+
+
+def test_a_single_stage_keeps_its_window_and_rows() -> None:
+    """One stage by hand is no other run than it says: its window is priced, and carried out."""
+    layer = {
+        "model": {"window_pattern": "SSSL", "sliding_window": 1024, "max_position_embeddings": 8192},
+        "schedule": {"stages": [{"until": 1.0, "sequence_length": 8192, "window": 256}]},
+    }
+    plan = make_plan(made.request("tokens", 1e9, given=made.given("124m", **layer), overrides=layer))
+    assert plan.best is not None
+    setting = plan.best.candidate.setting
+    assert [(stage.sequence_length, stage.window) for stage in setting.stages] == [(8192, 256)]
+    (stage,) = merge.build([plan.best.config]).schedule.stages
+    assert (stage.sequence_length, stage.window) == (8192, 256)
+    layer["schedule"]["stages"][0]["window"] = 1024
+    wide = make_plan(made.request("tokens", 1e9, given=made.given("124m", **layer), overrides=layer)).best
+    assert wide is not None
+    assert wide.candidate.setting.flops_per_token > setting.flops_per_token

@@ -26,7 +26,8 @@ class NVMLError(Exception):
 
 
 class Nvml(types.ModuleType):
-    """As much of pynvml as is asked; `cards` are (name, total, reserved, watts or None)."""
+    """As much of pynvml as is asked; `cards` are (name, total, reserved, watts or None). used: by other programs;
+    old: a driver that does not know what it keeps for itself."""
 
     NVMLError = NVMLError
     nvmlMemory_v2 = 2
@@ -34,6 +35,7 @@ class Nvml(types.ModuleType):
     def __init__(self, cards: list[tuple[str, int, int, int | None]], works: bool = True) -> None:
         super().__init__("pynvml")
         self.cards, self.works = cards, works
+        self.used, self.old = 0, False
 
     def nvmlInit(self) -> None:
         if not self.works:
@@ -58,7 +60,13 @@ class Nvml(types.ModuleType):
         return self.cards[handle][0]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> Any:
-        return types.SimpleNamespace(total=self.cards[handle][1], reserved=self.cards[handle][2])
+        _, total, reserved, _ = self.cards[handle]
+        free = total - reserved - self.used
+        if version is None:
+            return types.SimpleNamespace(total=total, free=free)
+        if self.old:
+            raise NVMLError("Function Not Found")
+        return types.SimpleNamespace(total=total, reserved=reserved, free=free)
 
     def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> int:
         watts = self.cards[handle][3]
@@ -92,6 +100,25 @@ def test_a_card(cuda: pytest.MonkeyPatch) -> None:
     assert machine.memory_bytes == (24564 - 500) * 2**20
     assert machine.key()["memory_gib"] == 24
     assert (machine.torch, machine.cuda, machine.cores) == ("2.11.0+cu128", "12.8", 0)
+
+
+def test_what_is_in_use_is_told_and_is_no_part_of_the_key(cuda: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(ONE)
+    use(cuda, nvml)
+    idle = identity.this_machine()
+    assert idle.free_bytes == idle.memory_bytes
+    nvml.used = 2 * 2**30
+    desktop = identity.this_machine()
+    assert desktop.free_bytes == (24564 - 500 - 2048) * 2**20
+    assert desktop.memory_bytes == idle.memory_bytes
+    assert (desktop.key(), desktop) == (idle.key(), idle)
+    nvml.old = True
+    assert (identity.this_machine().memory_bytes, identity.this_machine().free_bytes) == (
+        24564 * 2**20,
+        (24564 - 500 - 2048) * 2**20,
+    )
+    use(cuda, Nvml(ONE, works=False))
+    assert identity.this_machine().free_bytes is None
 
 
 def test_different_cards_must_be_told_apart(cuda: pytest.MonkeyPatch) -> None:
