@@ -123,18 +123,18 @@ def shapes(request: Request) -> list[Shape]:
     return [shape for shape in found if matmul_params(shape.model) <= most] or found[:1]
 
 
-def search(request: Request, end: int = 1) -> list[Candidate]:
+def search(request: Request, end: int = 1, staged: bool = True) -> list[Candidate]:
     """Shapes in the way that gets each furthest, small to large, as far up as matters: models more than `AT_MOST`
     times as large as the best one are not looked at, and larger depths than one that does not fit are not tried.
 
-    end: which end of the expected loss a budget of loss must reach.
+    end: which end of the expected loss a budget of loss must reach; staged: short rows may come first.
     """
     found: list[Candidate] = []
     best: Candidate | None = None
     for shape in shapes(request):
         if best is not None and matmul_params(shape.model) > 2 * AT_MOST * best.weights:
             break
-        ways = [c for c in _ways(request, shape, end) if c is not None]
+        ways = [c for c in _ways(request, shape, end, staged) if c is not None]
         if ways:
             found.append(min(ways, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1])))
             if best is None or _merit(request, found[-1]) < _merit(request, best):
@@ -307,22 +307,24 @@ def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
             yield replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
 
 
-def _ways(request: Request, shape: Shape, end: int) -> Iterator[Candidate | None]:
+def _ways(request: Request, shape: Shape, end: int, staged: bool) -> Iterator[Candidate | None]:
     """A shape with Muon, and with AdamW where that could be better, as far as nobody decided that by hand."""
     if "name" in request.overrides.get("optim", {}):
-        yield _way(request, shape, shape.config.optim.name, end)
+        yield _way(request, shape, shape.config.optim.name, end, staged)
         return
-    muon = _way(request, shape, "muon", end)
+    muon = _way(request, shape, "muon", end, staged)
     yield muon
     # Without its update Muon's step could be faster by this share at most, and AdamW needs more tokens than that.
     if (
         muon is None
         or muon.estimate.step["optimizer"] / muon.estimate.step_seconds > 1 - 1 / MUON_ADVANTAGE[1][1]
     ):
-        yield _way(request, shape, "adamw", end)
+        yield _way(request, shape, "adamw", end, staged)
 
 
-def _way(request: Request, shape: Shape, optimizer: OptimizerName, end: int) -> Candidate | None:
+def _way(
+    request: Request, shape: Shape, optimizer: OptimizerName, end: int, staged: bool
+) -> Candidate | None:
     base = replace(
         of_config(shape.config, request.gpus, precision(request), request.card.is_cpu), optimizer=optimizer
     )
@@ -337,7 +339,8 @@ def _way(request: Request, shape: Shape, optimizer: OptimizerName, end: int) -> 
         setting = base
         if not by_hand:
             step = shape.config.batch.tokens if fixed else tokens
-            setting = replace(base, stages=stages(request.sequence, step))
+            one = (StageSetting(1.0, request.sequence, step),)
+            setting = replace(base, stages=stages(request.sequence, step) if staged else one)
         if fixed or by_hand:
             check_shared(setting)
         largest = min(stage.tokens for stage in setting.stages) // request.gpus

@@ -3,15 +3,15 @@
 First memory: the run as it was asked for, its micro-batch fitted, must fit even at the high end of the range. If it
 does not, the options of `deskside train` that save memory are tried together, the fastest first; what fits with them is
 a yes-if. Then time: a budget of hours must leave room for training, and a model so large that a smaller one would end
-clearly better in the same hours is a yes-if at best. Sharding over the GPUs that were named is a change; more GPUs, a
-larger card or a smaller model are not what was asked, and are named as what would be needed.
+clearly better in the same hours is a yes-if at best; one that reads too little for its size is always told so.
+Sharding over the GPUs that were named is a change; more GPUs, a larger card or a smaller model are not what was asked,
+and are named as what would be needed.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from deskside.budget.shape import matmul_params
-from deskside.plan import bands
 from deskside.plan.candidates import (
     LONGEST_SECONDS,
     TOO_LONG,
@@ -25,6 +25,7 @@ from deskside.plan.candidates import (
     optimal_tokens,
     precision,
     pretrain_seconds,
+    search,
     setup_seconds,
 )
 from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted, of_config
@@ -33,7 +34,8 @@ from deskside.plan.request import Request
 from deskside.plan.words import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]
-UNDERTRAINED = 1.03  # times the loss of the best smaller model in the same hours
+UNDERTRAINED = 1.05  # times what the best smaller model leaves to be learned in the same hours
+FEW_TOKENS = 1 / 3  # of what is optimal for the size: below this a plan always says so
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ def judge(request: Request) -> Verdict:
     if chosen.seconds[1] > LONGEST_SECONDS:
         told = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
         return Verdict("no", (*reasons, told), asked, chosen, needed)
-    late = _undertrained(request, chosen)
+    late, worse = _undertrained(request, chosen)
     if late is not None:
         reasons.append(late)
+    if worse:
         answer = "yes-if"
     return Verdict(answer, tuple(reasons), asked, chosen, needed)
 
@@ -185,27 +188,41 @@ def _out_of_reach(request: Request, found: Estimate) -> str:
     )
 
 
-def _undertrained(request: Request, chosen: Candidate) -> str | None:
-    """Whether a smaller model would end clearly better in the same hours."""
+def _undertrained(request: Request, chosen: Candidate) -> tuple[str | None, bool]:
+    """(what to say of a model that reads too little for its size, whether a smaller one ends clearly better).
+
+    Two models are compared by what is left above the law's floor, which no model gets below, and trained alike: the
+    same optimiser, and short rows first for both or for neither.
+    """
+    right = optimal_tokens(request.law, chosen.weights)
+    rival = _rival(request, chosen)
+    if rival is None and chosen.tokens[1] >= FEW_TOKENS * right:
+        return None, False
+    text = f"it sees only {chosen.tokens[1] / chosen.weights:.2g} tokens per parameter"
+    if rival is not None:
+        text += (
+            f" and is expected at {chosen.loss[1]:.3f} bits per byte, where {rival.shape.preset} "
+            f"({count(rival.params)}), trained alike, gets to {rival.loss[1]:.3f} in the same budget"
+        )
+    needed = duration(right / chosen.estimate.tokens_per_second[1])
+    text += f"; this size is the best choice from {count(right)} tokens on, which take {needed}"
+    return text, rival is not None
+
+
+def _rival(request: Request, chosen: Candidate) -> Candidate | None:
+    """The best smaller model of the same budget, trained alike, if it ends clearly better."""
     if request.budget is None or request.budget.kind not in ("hours", "flops"):
         return None
-    best = next(
-        (
-            b.candidate
-            for b in bands.choose(
-                replace(request, given=None, overrides={}, sequence_length=request.sequence)
-            )
-            if b.name == "target"
-        ),
-        None,
+    alike = replace(
+        request,
+        given=None,
+        overrides={"optim": {"name": chosen.setting.optimizer}},
+        sequence_length=request.sequence,
     )
-    if best is None or best.weights >= chosen.weights or chosen.loss[1] < UNDERTRAINED * best.loss[1]:
+    found = search(alike, staged=len(chosen.setting.stages) > 1)
+    smaller = [c for c in found if c.estimate.fits == "fits" and c.weights < chosen.weights]
+    if not smaller:
         return None
-    right = optimal_tokens(request.law, chosen.weights)
-    needed = right / chosen.estimate.tokens_per_second[1]
-    return (
-        f"it sees only {chosen.tokens[1] / chosen.weights:.2g} tokens per parameter and is expected at "
-        f"{chosen.loss[1]:.3f} bits per byte, where {best.shape.preset} ({count(best.weights)}) gets to "
-        f"{best.loss[1]:.3f} in the same budget; this size is the best choice from {count(right)} tokens on, "
-        f"which take {duration(needed)}"
-    )
+    best = min(smaller, key=lambda c: c.loss[1])
+    floor = request.law.E + request.law.offset
+    return best if chosen.loss[1] - floor >= UNDERTRAINED * (best.loss[1] - floor) else None

@@ -1,6 +1,7 @@
 """A given model: yes, yes-if, no, and what each remedy saves and costs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.config import merge
-from deskside.plan.candidates import LADDER
+from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
 from deskside.plan.make import make_plan
 from deskside.plan.request import Request, trainable
@@ -115,6 +116,33 @@ def test_a_model_that_is_too_large_for_the_hours_is_told_so() -> None:
     assert any("tokens per parameter" in reason for reason in plan.reasons)
     # With the time that the reason asks for it is a plain yes.
     assert make_plan(made.request(value=5000.0, memory_gib=80.0, given=made.given("d30"))).verdict == "yes"
+
+
+def test_a_model_that_reads_too_little_is_told_so_though_it_fits() -> None:
+    """The floor of the law hides in the total loss how much a model has missed."""
+    request = made.request(value=24.0, memory_gib=32.0, tflops=210.0, given=made.given("1.5b"))
+    plan = make_plan(request)
+    assert plan.asked is not None and plan.asked.fits == "fits" and plan.best is not None
+    told = [reason for reason in plan.reasons if "tokens per parameter" in reason]
+    assert plan.verdict == "yes-if" and len(told) == 1 and "trained alike" in told[0]
+    # A third of the best number of tokens is where it begins, whatever the budget is of; tokens are not hours, so
+    # that a smaller model has nothing to gain from them.
+    right = optimal_tokens(request.law, plan.best.candidate.weights)
+    for share, said in ((0.3, True), (0.36, False)):
+        other = make_plan(
+            made.request("tokens", share * right, memory_gib=32.0, tflops=210.0, given=made.given("1.5b"))
+        )
+        assert other.verdict == "yes"
+        assert any("tokens per parameter" in reason for reason in other.reasons) == said
+
+
+def test_a_size_is_compared_with_what_is_trained_alike() -> None:
+    """The size that is best in some hours is not told off for rows that are not staged, or for its optimiser."""
+    best = make_plan(made.request(value=24.0)).best
+    assert best is not None and len(best.candidate.setting.stages) > 1
+    for optimizer in ("muon", "adamw"):
+        plan = make_plan(made.request(value=24.0, given=made.given(best.preset, optim={"name": optimizer})))
+        assert not any("trained alike" in reason for reason in plan.reasons)
 
 
 def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
@@ -231,7 +259,7 @@ def test_a_pass_by_hand_stays_as_small_as_it_was_asked_for() -> None:
 
 def test_a_single_stage_keeps_its_window_and_rows() -> None:
     """One stage by hand is no other run than it says: its window is priced, and carried out."""
-    layer = {
+    layer: dict[str, Any] = {
         "model": {"window_pattern": "SSSL", "sliding_window": 1024, "max_position_embeddings": 8192},
         "schedule": {"stages": [{"until": 1.0, "sequence_length": 8192, "window": 256}]},
     }
