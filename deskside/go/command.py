@@ -2,13 +2,13 @@
 
 import contextlib
 import gc
-import json
 import math
 import os
 import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from deskside.config import overrides
+from deskside.config import overrides, strict_json
 from deskside.errors import RunError, UsageError
-from deskside.go.journal import PHASES, Journal
+from deskside.go.journal import FILE, PHASES, Journal
 from deskside.train.rundir import RunDirectory
 
 DESCRIPTION = """The whole road in a number of hours: doctor, probe, plan, pretraining, evaluation, export, report.
@@ -34,6 +34,7 @@ Examples:
 """
 SFT = "SFT: skipped: deskside cannot align models yet"
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
+LONG_WAIT = 0.02  # of the hours, that a person may think before the plan no longer holds
 LENGTHS = ("length", "hours", "steps", "tokens", "clock")
 
 
@@ -91,10 +92,18 @@ def _travel(journal: Journal, options: GoOptions) -> int:
         raise KeyboardInterrupt
 
     # Training saves at a step when it is told to stop. Before it, children must not outlive this process.
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {
+        number: signal.signal(number, stop)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN  # under nohup a lost terminal stops nothing
+    }
     try:
-        with journal.kept():
-            return Road(journal, options.yes, options.json).travel()
+        following: Journal | None = journal
+        while following is not None:
+            journal = following
+            with journal.kept():
+                following = Road(journal, options.yes, options.json).travel()
+        return 0
     except KeyboardInterrupt:
         print(f"stopped; go on with: deskside go --resume {journal.run.path}", file=sys.stderr)
         raise
@@ -109,18 +118,22 @@ class Road:
     def __init__(self, journal: Journal, yes: bool, as_json: bool):
         self.journal, self.yes, self.as_json = journal, yes, as_json
 
-    def travel(self) -> int:
-        """Every phase that is left. Returns the exit code."""
+    def travel(self) -> Journal | None:
+        """Every phase that is left, or until it is stopped. Returns the journal with which the road goes on, if it goes
+        on in another run."""
         first = PHASES.index(self.journal.phase)
         for phase in BEFORE_TRAINING[first:]:
             self.journal.enter(phase)
             getattr(self, phase)()
         if self.journal.phase != "report":
             self.journal.enter("train")
-            if not self.train():
-                return 0
+            following = self.train()
+            if following is not None:
+                return following
+            if not (self.run.path / "summary.json").exists():  # it was stopped
+                return None
         self.report()
-        return 0
+        return None
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -164,9 +177,26 @@ class Road:
             self.say(f"probe: {result['measured']} points measured now, {result['stored']} from before")
 
     def plan(self) -> None:
+        result = self._planned()
+        asked = time.perf_counter()
+        if not self.yes and not _agreed():
+            raise UsageError("not begun")
+        waited = time.perf_counter() - asked
+        if waited > LONG_WAIT * self.journal.hours * 3600:
+            self.say(f"the answer took {waited:.0f} s of the hours: planned again for what is left")
+            result = self._planned()
+        self.journal.keep("plan", result)
+
+    def _planned(self) -> dict[str, Any]:
+        """The plan for what is left, told. Raises RunError when there is none to follow."""
         from deskside.go import phases
 
-        result, whole = phases.plan(self._wish(), self.journal.left() - self.journal.tail())
+        seconds = self.journal.left() - self.journal.tail()
+        if seconds <= 0:
+            raise RunError(
+                f"nothing is left of the {self.journal.hours * 3600:.0f} s; begin again with more hours"
+            )
+        result, whole = phases.plan(self._wish(), seconds)
         for line in phases.lines(result):
             self.say(line)
         if whole is not None:
@@ -176,48 +206,43 @@ class Road:
             raise RunError(
                 f"{target:g} bits per byte is out of reach in these hours: the plan's low end is {result['bpb'][0]:.3f}"
             )
-        if not self.yes and not _agreed():
-            raise UsageError("not begun")
-        self.journal.keep("plan", result)
+        return {**result, "pretrain_seconds": seconds}
 
-    def train(self) -> bool:
-        """Returns whether the run came to its end."""
+    def train(self) -> Journal | None:
+        """Until the run has its summary or is stopped. Returns the journal of the run that takes its place, if any."""
         from deskside.go import phases
 
-        while not (self.run.path / "summary.json").exists():
-            plan = self.journal.result("plan")
-            config = phases.final_config(plan["config"], self.journal.hours * 3600)
-            if config.deterministic:
-                os.environ.setdefault(
-                    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-                )  # read by CUDA when torch starts it
-            from deskside.go.pilot import RECENTRE, TARGET, Pilot
-            from deskside.train import pretrain
+        if (self.run.path / "summary.json").exists():
+            return None
+        plan, target = self.journal.result("plan"), self.options["target_loss"]
+        config = phases.final_config(plan["config"], self.journal.hours * 3600)
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+        from deskside.go.pilot import RECENTRE, TARGET, Pilot
+        from deskside.train import pretrain
 
-            self._limit_memory(config.compute.device)
-            pilot = Pilot(self.journal, config, plan, self.options["target_loss"])
+        self._limit_memory(config.compute.device)
+        pilot = Pilot(self.journal, config, plan, target)
+        # A target that was found out of reach is dropped when the person is told, another model leads to another run:
+        # what still stands here was decided just before a kill.
+        status = pilot.decision
+        if not (status == TARGET and target is not None) and status != RECENTRE:
             if (self.run.path / "run.json").exists():
-                outcome = pretrain.resume(self.run.path, pilot)
+                status = pretrain.resume(self.run.path, pilot).status
             else:
                 command = str(self.journal.state["command"])
-                outcome = pretrain.start(config, Path(), None, "", command, None, pilot, self.run)
-            if outcome.status == TARGET:
-                self.journal.state["options"]["target_loss"] = (
-                    None  # who goes on all the same is not stopped again
-                )
-                self.journal.note()
-                raise RunError(
-                    f"{pilot.target:g} bits per byte is out of reach: {pilot.told()}; to go on all the same: "
-                    f"deskside go --resume {self.run.path}"
-                )
-            if outcome.status == RECENTRE:
-                assert pilot.better is not None
-                del outcome
-                _forget()
-                self._start_anew(plan, pilot.better.band)
-            elif outcome.status != "finished":
-                return False
-        return True
+                status = pretrain.start(config, Path(), None, "", command, None, pilot, self.run).status
+        if status == TARGET:
+            told = pilot.told()
+            self.journal.drop_target()  # who goes on all the same is not stopped again
+            raise RunError(
+                f"{target:g} bits per byte is out of reach: {told}; to go on all the same: "
+                f"deskside go --resume {self.run.path}"
+            )
+        if status == RECENTRE:
+            _forget()
+            return self._start_anew(plan, pilot.chosen)
+        return None
 
     def report(self) -> None:
         from deskside.report.commands import write_report
@@ -231,7 +256,7 @@ class Road:
         self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
         if self.as_json:
             spent = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
-            print(json.dumps({**summary, **spent}))
+            print(strict_json.dumps({**summary, **spent}))
             return
         print(f"validation  {summary['val_bpb']:.3f} bits per byte")
         for name in ("gzip", "unigram"):
@@ -266,21 +291,22 @@ class Road:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), 0)
 
-    def _start_anew(self, plan: dict[str, Any], band: dict[str, Any]) -> None:
+    def _start_anew(self, plan: dict[str, Any], band: dict[str, Any]) -> Journal:
         """Another band in a directory of its own, with the hours that are left."""
         old = self.journal
-        run = RunDirectory.create(self.run.path.parent, None, f"{self.run.path.name}-{band['preset']}")
+        if old.continued_in is None:
+            old.continue_in(
+                RunDirectory.create(self.run.path.parent, None, f"{self.run.path.name}-{band['preset']}")
+            )
+        assert old.continued_in is not None
+        run = RunDirectory(old.continued_in)  # perhaps of an earlier process, killed before it wrote there
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
         options = dict(self.options)
         # In-process: both journals count from the start of this process.
-        new = Journal.begin(run, old.hours, options, str(old.state["command"]), old.before)
-        for phase in ("doctor", "probe"):
-            new.keep(phase, old.result(phase))
-        new.keep("plan", {**plan, **band, "bands": []})
-        new.enter("train")
-        old.state["continued_in"] = str(run.path)
-        old.note()
+        results = {**old.state["results"], "plan": {**plan, **band, "bands": []}}
+        new = Journal.begin(run, old.hours, options, str(old.state["command"]), old.before, "train", results)
         self.say(f"the run goes on as {run.path}")
-        self.journal = new
+        return new
 
 
 def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Journal:
@@ -329,7 +355,8 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
     )
     if options.name is not None and (Path(options.runs) / options.name).exists():
         path = Path(options.runs) / options.name
-        raise UsageError(f"{path} exists; choose another --name, or go on with: deskside go --resume {path}")
+        on = f", or go on with: deskside go --resume {path}" if (path / FILE).exists() else ""
+        raise UsageError(f"{path} exists; choose another --name{on}")
     run = RunDirectory.create(Path(options.runs), options.name, default)
     kept = {
         "preset": options.preset,
@@ -353,8 +380,9 @@ def _resumed(options: GoOptions, given: dict[str, Any]) -> Journal:
             "--resume takes everything from the road that is resumed; give no other options with it"
         )
     journal = Journal.open(Path(str(options.resume)))
-    while journal.state.get("continued_in"):
-        journal = Journal.open(Path(journal.state["continued_in"]))
+    # Where the other run has no journal yet, this one still has to begin it.
+    while journal.continued_in is not None and (journal.continued_in / FILE).exists():
+        journal = Journal.open(journal.continued_in)
     if journal.phase == "done":
         raise UsageError(f"{journal.run.path} is done; its report is {journal.run.path / 'report.html'}")
     if journal.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():

@@ -11,7 +11,7 @@ import copy
 import fcntl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,19 +38,27 @@ class Journal:
 
     @classmethod
     def begin(
-        cls, run: RunDirectory, hours: float, options: dict[str, Any], command: str, spent: float = 0.0
+        cls,
+        run: RunDirectory,
+        hours: float,
+        options: dict[str, Any],
+        command: str,
+        spent: float = 0.0,
+        phase: Phase = PHASES[0],
+        results: Mapping[str, Any] | None = None,
     ) -> "Journal":
-        """A new road in an empty run directory. spent: seconds of these hours that are gone already."""
+        """A new road in an empty run directory. spent: seconds of these hours that are gone already; phase and
+        results: where it begins when another road leads into it."""
         journal = cls(
             run,
             {
                 "schema_version": SCHEMA,
                 "hours": hours,
                 "spent_seconds": spent,
-                "phase": PHASES[0],
+                "phase": phase,
                 "command": command,
                 "options": options,
-                "results": {},
+                "results": dict(results or {}),
                 "continued_in": None,
             },
         )
@@ -61,6 +69,11 @@ class Journal:
     def open(cls, path: Path) -> "Journal":
         """The road of an earlier process. Raises UsageError where there is none, RunError when it is damaged."""
         if not (path / FILE).is_file():
+            begun = (entry for entry in path.rglob("*") if entry.is_file() and entry.name != f".{FILE}.tmp")
+            if path.is_dir() and not any(begun):
+                raise UsageError(
+                    f"{path}: its road was stopped before it began; delete the folder, and begin again"
+                )
             raise UsageError(
                 f"{path}: holds no road to go on with (no {FILE}); roads are begun with: deskside go --hours H"
             )
@@ -107,8 +120,7 @@ class Journal:
 
     def enter(self, phase: Phase) -> None:
         """The road has come to this phase."""
-        self.state["phase"] = phase
-        self.note()
+        self._set(self.state, "phase", phase)
 
     def result(self, phase: str) -> dict[str, Any]:
         """What came of a phase; empty when it has not ended."""
@@ -116,7 +128,25 @@ class Journal:
 
     def keep(self, phase: str, result: dict[str, Any]) -> None:
         """Write down what came of a phase."""
-        self.state["results"][phase] = result
+        self._set(self.state["results"], phase, result)
+
+    @property
+    def continued_in(self) -> Path | None:
+        """The run beside this one in which the road goes on."""
+        name = self.state.get("continued_in")
+        return None if name is None else self.run.path.parent / Path(name).name
+
+    def continue_in(self, run: RunDirectory) -> None:
+        """The road goes on in a run beside this one. Its name is kept, so that both can be moved together."""
+        self._set(self.state, "continued_in", run.path.name)
+
+    def drop_target(self) -> None:
+        """The loss that was asked for stops nobody any more."""
+        self._set(self.state["options"], "target_loss", None)
+
+    def _set(self, where: dict[str, Any], key: str, value: Any) -> None:
+        with self._lock:  # the beat copies the state in a thread of its own
+            where[key] = value
         self.note()
 
     def note(self) -> None:

@@ -242,6 +242,7 @@ def _slim(band: PlannedBand, made: Plan, for_gpu: bool) -> Result:
         "tokens": [float(x) for x in found.tokens],
         "tokens_per_second": [float(x) for x in found.estimate.tokens_per_second],
         "bpb": [float(x) for x in found.loss],
+        "fits": found.estimate.fits,
         "config": band.config,
     }
     if for_gpu:  # a CPU's resident set is not modelled

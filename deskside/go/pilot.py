@@ -34,7 +34,7 @@ STEPS = 2 * FEWEST
 TARGET, RECENTRE = "the target is out of reach", "another model is better at this speed"
 CLEARLY_OFF = 1.5  # times faster or slower than planned, before another band is thought of
 CLEARLY_BETTER = 0.985  # of the loss that this model is heading for
-ENOUGH_LEFT = 0.8  # of the hours
+ENOUGH_LEFT = 0.8  # of the training that was planned
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,29 @@ class Pilot(Watch):
         self.rows: list[dict[str, Any]] = []
         self.found: dict[str, Any] | None = None
         self.better: Projection | None = None
+        self._made = journal.seconds()
+        self.setup_seconds = 0.0
+        if (journal.run.path / FILE).exists():
+            self.found = journal.run.read_json(FILE)
+
+    @property
+    def decision(self) -> str | None:
+        """What was decided at the pilot's end, by this process or by an earlier one; None before its end."""
+        return None if self.found is None else str(self.found["decision"])
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The band that is trained instead, after the decision for another one."""
+        assert self.found is not None
+        return next(band for band in self.plan["bands"] if band["name"] == self.found["better"]["name"])
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: PackedDataset) -> None:
         self.run, self.stop = run, stop
+        self.setup_seconds = self.journal.seconds() - self._made
         splits = validation.index.splits
         self.bytes_per_token = splits["val"].token_text_bytes / max(1, splits["val"].tokens)
         self.unique_tokens = splits["train"].tokens
-        if (run.path / FILE).exists():
-            self.found = run.read_json(FILE)
-        else:
+        if self.found is None:
             self.rows = list(run.read_metrics())  # of an earlier process
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
@@ -140,16 +154,25 @@ class Pilot(Watch):
         assert self.found is not None
         bpb = self.found["bpb"]
         if self.target is not None and bpb is not None and bpb["low"] > self.target:
-            self.found["decision"] = self.stop.requested = TARGET
+            self._stop_for(TARGET)
             return
         self.better = better_band(self.plan, tokens, bpb and bpb["expected"], self.unique_tokens, self.left())
         if self.better is not None:
-            self.found["decision"] = self.stop.requested = RECENTRE
+            self._stop_for(RECENTRE)
             self.found["better"] = {"name": self.better.band["name"], "bpb": self.better.bpb}
 
+    def _stop_for(self, decision: str) -> None:
+        """A person who has asked for a stop gets it first; the decision waits in the file for --resume."""
+        assert self.found is not None
+        self.found["decision"] = decision
+        self.stop.requested = self.stop.requested or decision
+
     def left(self) -> float:
-        """The share of the hours that is left."""
-        return self.journal.left() / (self.journal.hours * 3600)
+        """The share of a band's planned training that could still be done from a new start: the run's own time, less
+        a set-up as long as this run's own."""
+        planned = self.plan.get("pretrain_seconds", self.journal.hours * 3600) - self.setup_seconds
+        left = self.journal.left() - self.journal.tail() - self.setup_seconds
+        return max(0.0, left) / planned if planned > 0 else 0.0
 
     def lines(self) -> list[str]:
         """What a person is told at the pilot's end."""
@@ -237,11 +260,12 @@ def better_band(
     left: float,
     law: LossLaw = LAW,
 ) -> Projection | None:
-    """The band that would end clearly better than the one that is trained, started anew with the share `left` of the
-    hours, if the speed is as far from the plan for it as it is for this one. None: go on.
+    """The band that would end clearly better than the one that is trained, started anew with the share `left` of its
+    planned training, if the speed is as far from the plan for it as it is for this one. None: go on.
 
-    tokens: that this run will come to; bpb: where its pilot leads. A plan without bands (a model that a person chose)
-    and one that has been re-centred already stay as they are.
+    tokens: that this run will come to; bpb: where its pilot leads. Only a band whose memory surely fits is thought of:
+    a run that fits is not given up for one that may not. A plan without bands (a model that a person chose) and one
+    that has been re-centred already stay as they are.
     """
     bands: Sequence[dict[str, Any]] = plan.get("bands") or ()
     if bpb is None or len(bands) < 2 or left < ENOUGH_LEFT:
@@ -256,7 +280,7 @@ def better_band(
             expected_bpb(here, band["weights"], band["tokens"][1] * faster * left, unique_tokens)[1],
         )
         for band in bands
-        if band["name"] != plan["name"]
+        if band["name"] != plan["name"] and band.get("fits") == "fits"
     ]
-    best = min(others, key=lambda projection: projection.bpb)
-    return best if best.bpb < CLEARLY_BETTER * bpb else None
+    best = min(others, key=lambda projection: projection.bpb, default=None)
+    return best if best is not None and best.bpb < CLEARLY_BETTER * bpb else None

@@ -13,9 +13,10 @@ import pytest
 
 import deskside
 from deskside import cli
+from deskside.errors import UsageError
 from deskside.go import command, phases
 from deskside.go import journal as journals
-from deskside.go.journal import PHASES
+from deskside.go.journal import PHASES, Journal
 from deskside.probe import child as child_process
 from tests.train import tiny_run
 from tests.train.tiny_run import rows
@@ -149,6 +150,9 @@ def test_refused(
 def test_a_name_that_is_taken(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "mine").mkdir(parents=True)
     line = refused(argv(data, "--name", "mine"), capsys)
+    assert line == "runs/mine exists; choose another --name"
+    (here / "runs" / "mine" / "go.json").touch()
+    line = refused(argv(data, "--name", "mine"), capsys)
     assert line == "runs/mine exists; choose another --name, or go on with: deskside go --resume runs/mine"
 
 
@@ -177,6 +181,52 @@ def test_it_asks_once(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     words = [word for word in argv(data) if word != "--yes"]
     assert refused(words, capsys) == "go? [Y/n] deskside: not begun" and asked == ["?"]
+    assert list((here / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [0.5, 20.0])
+def test_a_long_wait_for_the_answer_is_planned_for(
+    seconds: float,
+    here: Path,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[float] = []
+    original, clock = phases.plan, virtual(monkeypatch)
+
+    def plan(wish: phases.Wish, available: float) -> Any:
+        planned.append(available)
+        return original(wish, available)
+
+    def answer() -> str:
+        clock.now += seconds
+        return "y"
+
+    monkeypatch.setattr(phases, "plan", plan)
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert cli.main([word for word in argv(data) if word != "--yes"]) == 0
+    told = "the answer took 20 s of the hours: planned again for what is left" in capsys.readouterr().err
+    assert told == (seconds > 0.02 * LIMIT) and len(planned) == 1 + told
+    assert planned[0] - planned[-1] == pytest.approx(20.0 * told, abs=0.1)
+    kept = state(here / "runs/tiny")
+    assert kept["results"]["plan"]["pretrain_seconds"] == planned[-1] and kept["spent_seconds"] <= LIMIT
+
+
+def test_a_wait_that_took_all_the_hours(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = virtual(monkeypatch)
+
+    def answer() -> str:
+        clock.now += LIMIT
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    line = refused([word for word in argv(data) if word != "--yes"], capsys, code=1)
+    assert line == "nothing is left of the 60 s; begin again with more hours"
     assert list((here / "runs").iterdir()) == []
 
 
@@ -358,6 +408,22 @@ def test_a_stop_by_a_signal_is_no_failure(here: Path, data: Path) -> None:
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 
 
+def without_a_terminal(words: list[str]) -> None:
+    """As nohup starts it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    go(words)
+
+
+def test_nohup_outlives_its_terminal(here: Path, data: Path) -> None:
+    run = here / "runs" / "tiny"
+    child = tiny_run.call(without_a_terminal, argv(data), log=here / "log")
+    wait_for(run.exists, child)
+    child.kill(signal.SIGHUP)
+    wait_for(lambda: len(rows(run)) >= 20, child)
+    child.kill(signal.SIGHUP)
+    assert child.wait() == 0 and state(run)["phase"] == "done", child.text()
+
+
 # Decisions of the pilot
 
 
@@ -375,17 +441,16 @@ def test_a_target_out_of_reach(
     assert state(run)["phase"] == "done"
 
 
-def test_another_band_is_trained_with_what_is_left(
-    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan whose speed was wrong by far, beside a model that would be better: a new run, the same hours."""
+def two_bands(patch: pytest.MonkeyPatch) -> None:
+    """A plan whose speed was wrong by far, beside a model that would be better."""
     original = phases.plan
 
     def wrong(wish: phases.Wish, seconds: float) -> tuple[dict[str, Any], None]:
         found, _ = original(wish, seconds)
         band = {
             "name": "target", "preset": "tiny", "params": 40000, "weights": 30000.0, "tokens": [1e9, 1e9, 1e9],
-            "tokens_per_second": [1e8, 1e8, 1e8], "bpb": [1.0, 2.0, 9.0], "config": found["config"],
+            "tokens_per_second": [1e8, 1e8, 1e8], "bpb": [1.0, 2.0, 9.0], "fits": "fits",
+            "config": found["config"],
         }  # fmt: skip
         small = {**found["config"], "model": {**found["config"]["model"], "num_hidden_layers": 1}}
         other = {
@@ -398,15 +463,103 @@ def test_another_band_is_trained_with_what_is_left(
         }
         return {"status": "made", "reasons": [], "source": "a test", **band, "bands": [other, band]}, None
 
-    monkeypatch.setattr(phases, "plan", wrong)
+    patch.setattr(phases, "plan", wrong)
+
+
+def test_another_band_is_trained_with_what_is_left(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run, the same hours, and its own journal is kept: the clock in it runs, and its lock is held."""
+    two_bands(monkeypatch)
     virtual(monkeypatch)
+    monkeypatch.setattr(journals, "BEAT", 0.02)
+    first, second = here / "runs/tiny", here / "runs/tiny-small"
+    original, seen = command.Road.report, []
+
+    def report(road: command.Road) -> None:
+        time.sleep(0.2)  # some beats
+        seen.append(state(second)["spent_seconds"])
+        with pytest.raises(UsageError, match="another process is on this road"), Journal.open(second).kept():
+            pass
+        with Journal.open(first).kept():  # which nobody is on any more
+            pass
+        original(road)
+
+    monkeypatch.setattr(command.Road, "report", report)
     assert cli.main(argv(data, "--json")) == 0
     result = json.loads(capsys.readouterr().out)
-    first, second = here / "runs/tiny", here / "runs/tiny-small"
-    assert result["run"] == "runs/tiny-small" and state(first)["continued_in"] == "runs/tiny-small"
+    assert result["run"] == "runs/tiny-small" and state(first)["continued_in"] == "tiny-small"
     assert not (first / "summary.json").exists() and (second / "report.html").exists()
     assert json.loads((second / "run.json").read_text())["config"]["model"]["num_hidden_layers"] == 1
     assert result["spent_seconds"] <= LIMIT and state(second)["phase"] == "done"
     # The clock went on: the second run began with what the first had spent.
     assert rows(second)[0]["seconds"] > rows(first)[-1]["seconds"]
-    assert refused(["go", "--resume", str(first)], capsys).startswith("runs/tiny-small is done")
+    assert seen[0] == pytest.approx(rows(second)[-1]["seconds"], abs=1.0)
+    assert refused(["go", "--resume", str(first)], capsys).startswith(f"{second} is done")
+
+
+@pytest.mark.parametrize("stopped", ["before", "between"])
+def test_a_decision_for_another_band_outlives_a_kill(
+    stopped: str, here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the other run had its directory, or before it had its journal. Resumed from another folder."""
+    two_bands(monkeypatch)
+    virtual(monkeypatch)
+    first, second = here / "runs/tiny", here / "runs/tiny-small"
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if stopped == "before":
+            patch.setattr(command.Road, "_start_anew", killed)
+        else:
+            patch.setattr(command, "_begun", keeping(patch, killed))
+        assert cli.main(argv(data)) == 130
+    steps = len(rows(first))
+    spent = state(first)["spent_seconds"]
+    assert not (second / "go.json").exists() and second.exists() == (stopped == "between")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    deskside.STARTED = time.perf_counter()
+    capsys.readouterr()
+    assert cli.main(["go", "--resume", "../runs/tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "../runs/tiny-small"
+    assert len(rows(first)) == steps and not (first / "summary.json").exists()
+    assert state(second)["phase"] == "done" and spent < rows(second)[0]["seconds"]
+    assert sorted(path.name for path in (here / "runs").iterdir()) == ["tiny", "tiny-small"]
+
+
+def keeping(patch: pytest.MonkeyPatch, killed: Callable[..., Any]) -> Callable[..., Any]:
+    """`_begun`, after which no journal can be begun."""
+    original = command._begun
+
+    def begun(*arguments: Any) -> Journal:
+        journal = original(*arguments)
+        patch.setattr(Journal, "begin", killed)
+        return journal
+
+    return begun
+
+
+def test_a_target_found_out_of_reach_before_a_kill(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who resumes is told first, without a step more; who resumes again goes on."""
+    run = here / "runs" / "tiny"
+    virtual(monkeypatch)
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "drop_target", killed)
+        assert cli.main(argv(data, "--target-loss", "0.01")) == 130
+    steps = len(rows(run))
+    deskside.STARTED = time.perf_counter()
+    capsys.readouterr()
+    line = refused(["go", "--resume", str(run)], capsys, code=1)
+    assert line.startswith("0.01 bits per byte is out of reach: its pilot leads to ")
+    assert len(rows(run)) == steps
+    deskside.STARTED = time.perf_counter()
+    assert cli.main(["go", "--resume", str(run)]) == 0 and state(run)["phase"] == "done"

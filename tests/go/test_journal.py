@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -131,7 +132,45 @@ def test_a_damaged_journal(content: str, tmp_path: Path) -> None:
         Journal.open(tmp_path)
 
 
+def test_what_was_stopped_before_it_began(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, "run", "run")
+    with pytest.raises(UsageError, match=r"run: its road was stopped before it began; delete the folder"):
+        Journal.open(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no road"):
+        Journal.open(tmp_path / "run")
+
+
+def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -> None:
+    """The beat copies the state in its own thread, which must not change meanwhile."""
+    journal = begun(tmp_path)
+    keeps = [
+        threading.Thread(target=journal.keep, args=("doctor", {"status": "fit"})),
+        threading.Thread(target=journal.enter, args=("plan",)),
+    ]
+    with journal._lock:
+        for thread in keeps:
+            thread.start()
+        time.sleep(0.1)
+        assert journal.result("doctor") == {} and journal.phase == "doctor"
+    for thread in keeps:
+        thread.join(10)
+    assert journal.result("doctor") == {"status": "fit"} and again(tmp_path).phase == "plan"
+
+
+def test_the_other_run_lies_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From wherever it is asked, and after both were moved."""
+    monkeypatch.chdir(tmp_path)
+    journal = begun(Path("runs"))
+    assert journal.continued_in is None
+    journal.continue_in(RunDirectory.create(Path("runs"), "other", "other"))
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved" / "run")
+    assert again(tmp_path / "moved").continued_in == tmp_path / "moved" / "other"
+
+
 def test_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UsageError, match=r"holds no road to go on with \(no go\.json\)"):
         Journal.open(tmp_path)
 

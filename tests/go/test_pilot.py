@@ -12,10 +12,12 @@ import deskside
 from deskside.budget.loss import LAW, expected_bpb, fit_curve
 from deskside.budget.shape import matmul_params
 from deskside.config.run import RunConfig
+from deskside.data.rows import PackedDataset
 from deskside.go.journal import Journal
 from deskside.go.pilot import RECENTRE, TARGET, Pilot, better_band, mean_tokens
 from deskside.train import pretrain
 from deskside.train.rundir import RunDirectory
+from deskside.train.stop import StopSignal
 from tests.train import tiny_run
 from tests.train.tiny_run import rows
 
@@ -50,6 +52,7 @@ def band(name: str, **changes: Any) -> dict[str, Any]:
         "tokens": [0.9e9, 1e9, 1.1e9],
         "tokens_per_second": [0.9e5, 1e5, 1.1e5],
         "bpb": [0.85, 0.92, 1.0],
+        "fits": "fits",
         **changes,
     }
 
@@ -223,6 +226,48 @@ def test_at_ten_times_the_speed_the_larger_model_is_better() -> None:
     tokens = 10e9
     found = better_band(plan_of(), tokens, LAW.at(1e8, tokens), UNIQUE, 0.9)
     assert found is not None and found.band["name"] == "large"
+
+
+def test_a_band_that_may_not_fit_is_never_the_better_one() -> None:
+    plan, tokens = plan_of(), 10e9
+    bands = [{**band, "fits": "tight" if band["name"] == "large" else "fits"} for band in plan["bands"]]
+    bpb = LAW.at(1e8, tokens)
+    found = better_band(plan, tokens, bpb, UNIQUE, 0.9)
+    assert found is not None and found.band["name"] == "large"
+    assert better_band({**plan, "bands": bands}, tokens, bpb, UNIQUE, 0.9) is None
+    alone = [{**band, "fits": "no"} for band in plan["bands"]]
+    assert better_band({**plan, "bands": alone}, tokens, bpb, UNIQUE, 0.9) is None
+
+
+def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
+    """Neither the tail nor a second set-up is training, and a plan's tokens have none of either."""
+    journal = road(tmp_path, hours=1.0)
+    pilot = Pilot(journal, tiny_run.config(data), {"pretrain_seconds": 3500.0}, None)
+    deskside.STARTED -= 100.0  # setting up
+    validation = PackedDataset.open(data, split="val", sequence_length=32)
+    pilot.begin(journal.run, StopSignal(), validation)
+    assert pilot.setup_seconds == pytest.approx(100.0, abs=0.5)
+    deskside.STARTED -= 200.0  # the first steps
+    left = 3600 - 300 - (6 + 0.005 * 3600) - 100
+    assert pilot.left() == pytest.approx(left / (3500 - 100), abs=1e-3)
+    deskside.STARTED -= 4000.0
+    assert pilot.left() == 0.0
+
+
+def test_who_has_asked_for_a_stop_gets_it(data: Path, tmp_path: Path) -> None:
+    """The decision of the same step waits in the file."""
+
+    class Stopped(Pilot):
+        def end(self, total_steps: int) -> None:
+            self.stop.requested = "SIGTERM"
+            super().end(total_steps)
+
+    journal = road(tmp_path)
+    config = tiny_run.config(data, schedule={"length": f"{STEPS} steps"})
+    outcome = pretrain.start(
+        config, tmp_path, None, "", "t", watch=Stopped(journal, config, {}, 0.01), into=journal.run
+    )
+    assert outcome.status == "SIGTERM" and Pilot(journal, config, {}, 0.01).decision == TARGET
 
 
 def test_what_a_person_chose_or_is_short_of_time_stays() -> None:
