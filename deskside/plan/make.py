@@ -13,14 +13,16 @@ from deskside.plan.fp8 import gain
 from deskside.plan.request import Request, trainable
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
-from deskside.plan.words import duration
+from deskside.plan.words import count, duration, number
 
 NO_CLAIMS = Claims()
+# Text that is read up to four times is worth almost as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
+MOST_READINGS = 4
 
 
 def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
     """The plan for a request from `plan.request.ask`. Raises UsageError when options by hand fit no shape."""
-    notes = list(request.notes)
+    notes = [*request.notes, *_between_gpus(request)]
     asked: Estimate | None = None
     if request.given is not None:
         verdict = judge(request)
@@ -44,6 +46,8 @@ def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
             f"{found[0].candidate.setting.precision if found else 'bf16'}"
         )
         answer = "yes-if" if answer == "yes" else answer
+    if chosen is not None:
+        reasons += _repeats(request, chosen)
     shown = chosen.candidate.estimate if chosen else asked
     findings = check(request, claims, asked or shown)
     failed = [f for f in findings if f.verdict != "holds"]
@@ -73,6 +77,27 @@ def _planned(request: Request, band: Band) -> PlannedBand:
     else:
         costs = cost(request, band.candidate.seconds, "the pretraining run")
     return PlannedBand(band.name, band.why, band.candidate, config, command, costs)
+
+
+def _between_gpus(request: Request) -> list[str]:
+    """What the speed of several GPUs rests on."""
+    if request.gpus == 1:
+        return []
+    link = request.calibration.rates.link_bandwidth / 1e9
+    return [f"communication: assumed link of {number(link)} GB/s, no run on several GPUs was measured"]
+
+
+def _repeats(request: Request, chosen: Band) -> list[str]:
+    """A word when the same text is read more often than helps."""
+    if request.unique_tokens is None:
+        return []
+    times = chosen.candidate.tokens[1] / request.unique_tokens
+    if times <= MOST_READINGS:
+        return []
+    return [
+        f"it reads its {count(request.unique_tokens)} tokens of text {number(times)} times; beyond {MOST_READINGS} "
+        f"times there is little left to learn: more text would help more than more hours"
+    ]
 
 
 def _open(request: Request, found: list[Band], chosen: Band | None) -> tuple[Answer, list[str]]:

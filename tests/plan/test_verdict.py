@@ -196,6 +196,26 @@ def test_a_long_sequence_needs_more(sequence: int) -> None:
     assert plan.asked.accumulation * plan.asked.setting.micro_tokens == 2**19
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_the_link_between_gpus_is_named_as_assumed(gpus: int) -> None:
+    known = made.calibration()
+    calibration = replace(known, rates=replace(known.rates, link_bandwidth=7e9))
+    plan = make_plan(
+        made.request("tokens", 1e9, gpus=gpus, calibration=calibration, given=made.given("124m"))
+    )
+    told = "communication: assumed link of 7 GB/s, no run on several GPUs was measured"
+    assert (told in plan.notes) == (gpus > 1)
+
+
+@pytest.mark.parametrize(("unique", "told"), [(None, False), (300_000_000, False), (200_000_000, True)])
+@pytest.mark.parametrize("preset", ["124m", None])
+def test_text_that_is_read_too_often_is_told(unique: int | None, told: bool, preset: str | None) -> None:
+    model = None if preset is None else made.given(preset)
+    plan = make_plan(made.request("tokens", 1e9, given=model, unique_tokens=unique))
+    assert any("200M tokens of text 5 times" in reason for reason in plan.reasons) == told
+    assert any("of text" in reason for reason in plan.reasons) == told
+
+
 def test_the_spread_of_the_calibration_is_the_range() -> None:
     for spread in (0.08, 0.3):
         known = replace(made.calibration(), speed_spread=spread)
