@@ -23,6 +23,12 @@ Hc is heads x head_dim, Kc is key-value heads x head_dim. Of a mixture of expert
 each choice has its own copy of input and output. A recomputed part keeps what enters it and nothing of the
 float32-to-bfloat16 copies of its weights; a recomputed block keeps the pair (residual, delta), 4 D.
 
+Sharded weights (FSDP2, each block a group and the rest one, `train/parallel.py`) are gathered in float32: two blocks at
+a time, and the root (embedding, head) from the forward to the end of the backward. Gradients are scattered with the
+last pass of a step. So every GPU holds whole gradients when there are several passes; when there is one, the gradients
+of the blocks on their way and of the root, whose group is the last to leave. A test tracks two processes doing it.
+Replicas copy their gradients into a bucket to sum them.
+
 What lies beside the blocks was found from 63 configurations measured on an H200 (docs/planner-accuracy.md): 7 D bytes
 per token for the stream's two ends, 1.36 times a part's activations while it is recomputed and differentiated.
 """
@@ -31,7 +37,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deskside.budget.operators import block_matrices
-from deskside.budget.shape import Shape, num_params
+from deskside.budget.shape import Shape, num_params, root_params
 from deskside.budget.work import Checkpointing, Work
 
 ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm
@@ -39,6 +45,7 @@ RECOMPUTE = 1.36  # a part that is recomputed and differentiated, in units of wh
 TEMPORARY = RECOMPUTE - 1  # the gradients inside of one block
 LIBRARIES = 64 * 2**20  # cuBLAS workspaces
 STACK_WEIGHTS = 2**26  # Muon works on so many weights at a time, at least on one matrix
+BUCKET_WEIGHTS = 2**25  # replicas sum their gradients when a bucket has so many, whole tensors only
 STACK_BYTES = 14  # bfloat16 iterate and two results, float32 weight and update
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20  # what the allocator held beyond its peak, in the middle
 
@@ -97,16 +104,20 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
         "weights": 4 * parameters / shards,
         "optimizer": 0 if work.offload_optimizer else states / shards,
     }
-    all_gradients, head = 4 * parameters / shards, 4.0 * V * D
-    earlier = all_gradients if work.accumulation > 1 else 0.0
+    whole, head = 4.0 * parameters, 4.0 * V * D
+    several = work.accumulation > 1
+    earlier = whole if several else 0.0
+    one_layer, root = 4 * matrices / shape.num_hidden_layers, 4.0 * root_params(shape)
     parts = _Parts(shape, work.compiled, width)
     kept = N * (parts.kept(work.activation_checkpointing) + ENDS * D * width)
     again = N * parts.recomputed(work.activation_checkpointing)
     temporary = N * parts.block * TEMPORARY if work.activation_checkpointing == "none" else again * RECOMPUTE
     copies = parts.copied_weights(work.activation_checkpointing) * 2 if width == 1 else 0
-    # FSDP gathers one block in float32 while it computes, and the next one meanwhile.
-    gathered = 8 * matrices / shape.num_hidden_layers if work.sharded else 0.0
-    fixed = LIBRARIES + gathered
+    # FSDP gathers one block in float32 while it computes, and the next one meanwhile, if there is a next one.
+    fixed = LIBRARIES + (2 * one_layer + root if work.sharded else 0.0)
+    fixed_at_end = LIBRARIES + (one_layer + root if work.sharded else 0.0)
+    # A block's gradients on their way are there a second time, in one flat tensor.
+    sent = one_layer * (1 if several else 2) if work.sharded else 0.0
 
     chunk = min(work.loss_chunk_tokens, N)
     # Logits and their gradient in the activations' dtype; the last chunk's gradient is still there at the next.
@@ -125,30 +136,39 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
         },
         "backward": {
             **always,
-            "gradients": max(earlier, head / shards),
+            "gradients": max(earlier, head),
             "copies": copies,
             "activations": kept,
             # A tied head's gradient waits for the embedding's.
-            "logits": head if shape.tie_word_embeddings and earlier else 0,
-            "workspace": fixed + temporary,
+            "logits": head if shape.tie_word_embeddings and several else 0,
+            "workspace": fixed + sent + temporary,
         },
         "gradients": {
             **always,
-            "gradients": all_gradients,
+            "gradients": whole if several else (whole - root) / shards + root,
             "copies": 0,
             "activations": N * (parts.block + ENDS * D * width),
             "logits": 0,
-            "workspace": fixed + (head if earlier else 0) + N * parts.block * TEMPORARY,
+            # Of several passes the one before the last, which scatters nothing yet.
+            "workspace": fixed_at_end + (head if several else sent) + N * parts.block * TEMPORARY,
         },
         "update": {
             **always,
-            "gradients": all_gradients,
+            "gradients": whole / shards,
             "copies": 0,
             "activations": 0,
             "logits": 0,
-            "workspace": fixed + update,
+            # One after the other: gradients are summed before they are used.
+            "workspace": LIBRARIES + max(update, bucket_bytes(shape, work)),
         },
     }
+
+
+def bucket_bytes(shape: Shape, work: Work) -> int:
+    """The largest bucket of gradients that replicas sum: it may end with the largest tensor, which is a table's."""
+    if work.gpus == 1 or work.sharded:
+        return 0
+    return 4 * min(num_params(shape), BUCKET_WEIGHTS + shape.vocab_size * shape.hidden_size)
 
 
 class _Parts:

@@ -16,7 +16,7 @@ pass. Muon's iteration is Newton-Schulz on the smaller side of each logical matr
 from dataclasses import dataclass
 from typing import Literal
 
-from deskside.budget.shape import Shape, attention_span, num_params
+from deskside.budget.shape import Shape, attention_span, num_params, root_params
 from deskside.budget.work import Work
 
 Group = Literal[
@@ -151,8 +151,12 @@ def _between_gpus(shape: Shape, work: Work) -> list[Operator]:
     weights = 4.0 * num_params(shape)
     share = (work.gpus - 1) / work.gpus
     if work.gpus > 1 and work.sharded:
-        # Gathered in the forward and the backward of every pass; gradients scattered in every pass' backward.
-        found.append(Operator("FSDP", "communication", 3 * weights * share * work.accumulation))
+        # Blocks are gathered in the forward and in the backward of every pass, the rest once for both; gradients are
+        # scattered with the last pass.
+        gathers = work.accumulation * (2 * weights - 4.0 * root_params(shape))
+        found.append(Operator("FSDP", "communication", (gathers + weights) * share))
+        if work.optimizer == "muon":
+            found.append(Operator("Muon, gathered", "communication", 2.0 * block_matrices(shape) * share))
     elif work.gpus > 1:
         found.append(Operator("all-reduce", "communication", 2 * weights * share))
     if work.offload_optimizer:

@@ -79,6 +79,12 @@ def num_params(shape: Shape) -> int:
     return sum(parameter_groups(shape).values())
 
 
+def root_params(shape: Shape) -> int:
+    """Parameters in no block: embedding, positions, head. The last norm, a few thousand at most, is left out."""
+    groups = parameter_groups(shape)
+    return groups["embedding"] + groups["position"] + groups["head"]
+
+
 def active_params(shape: Shape) -> int:
     """Parameters that one token uses: of a mixture of experts the chosen experts only, else all."""
     idle = _mlp_matrix(shape, shape.num_experts) - _mlp_matrix(shape, shape.num_experts_per_tok)

@@ -2,7 +2,7 @@
 
 from deskside.budget import memory
 from deskside.budget.operators import block_matrices
-from deskside.budget.shape import num_params
+from deskside.budget.shape import num_params, root_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.plan.estimate import Estimate
@@ -92,14 +92,22 @@ def _weights(shape: ModelConfig, work: Work, instant: str) -> Told:
 
 
 def _gradients(shape: ModelConfig, work: Work, instant: str) -> Told:
-    whole = ("4 bytes x parameters / shards", f"{product(4, num_params(shape))} / {_shards(work)}")
-    if instant in ("gradients", "update") or work.accumulation > 1:
-        return [], whole
+    parameters, shards = num_params(shape), _shards(work)
+    if instant == "update" or (shards == 1 and (instant == "gradients" or work.accumulation > 1)):
+        return [], ("4 bytes x parameters / shards", f"{product(4, parameters)} / {shards}")
+    if work.accumulation > 1:
+        return [], ("4 bytes x parameters, whole until the last pass of a step", product(4, parameters))
+    if instant == "gradients":
+        root = root_params(shape)
+        return [], (
+            "4 bytes x (parameters of the blocks / shards + the others, which are scattered last)",
+            f"4 x (({plain(parameters)} - {plain(root)}) / {shards} + {plain(root)})",
+        )
     if instant == "loss":
         return [], ("the only pass of a step has none yet", "0")
     return [], (
-        "the head's: 4 bytes x vocabulary x hidden / shards",
-        f"{product(4, shape.vocab_size, shape.hidden_size)} / {_shards(work)}",
+        "the head's: 4 bytes x vocabulary x hidden",
+        product(4, shape.vocab_size, shape.hidden_size),
     )
 
 
@@ -175,13 +183,28 @@ def _workspace(shape: ModelConfig, work: Work, instant: str) -> Told:
     told = [Line("libraries", "cuBLAS", plain(memory.LIBRARIES), memory.LIBRARIES, "bytes")]
     terms = [plain(memory.LIBRARIES)]
     words = ["libraries"]
-    if work.sharded:
-        words.append("two gathered layers")
-        terms.append(f"{product(8, matrices)} / {shape.num_hidden_layers}")
-    if instant == "update" and work.optimizer == "muon":
+    if instant == "update":
         stack = max(memory.STACK_WEIGHTS, D * max(shape.intermediate_size, shape.moe_intermediate_size))
-        words.append("Muon's stack of matrices")
-        terms.append(product(memory.STACK_BYTES, min(matrices, stack)))
+        muon = memory.STACK_BYTES * min(matrices, stack) if work.optimizer == "muon" else 0
+        bucket = memory.bucket_bytes(shape, work)
+        if bucket > muon:
+            words.append("bucket of gradients that are summed over the GPUs")
+            terms.append(product(4, bucket // 4))
+        elif muon:
+            words.append("Muon's stack of matrices")
+            terms.append(product(memory.STACK_BYTES, min(matrices, stack)))
+        return told, (" + ".join(words), " + ".join(terms))
+    if work.sharded:
+        gathered = 1 if instant == "gradients" else 2
+        words += [f"{gathered} x a gathered layer", "4 bytes x gathered weights in no block"]
+        terms += [
+            f"{product(gathered, 4, matrices)} / {shape.num_hidden_layers}",
+            product(4, root_params(shape)),
+        ]
+        several = work.accumulation > 1
+        if instant == "backward" or (instant == "gradients" and not several):
+            words.append("gradients of a layer on their way")
+            terms.append(f"{product(4 if several else 8, matrices)} / {shape.num_hidden_layers}")
     if instant in ("backward", "gradients"):
         layer_told, layer = _layer(shape, work)
         if instant == "gradients" and work.accumulation > 1:

@@ -2,7 +2,7 @@
 
 from deskside.budget import operators
 from deskside.budget.operators import Operator, step_operators
-from deskside.budget.shape import attention_span, matmul_params, num_params
+from deskside.budget.shape import attention_span, matmul_params, num_params, root_params
 from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds, step_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
@@ -148,8 +148,13 @@ def amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str
             f"{product(operators.ADAMW_BYTES, parameters - (matrices if work.optimizer == 'muon' else 0))} / {shards}",
         ),
         "FSDP": (
-            "3 x 4 bytes x parameters x (GPUs - 1) / GPUs x passes",
-            product(3, 4, parameters, share, work.accumulation),
+            "4 bytes x (passes x (2 x parameters - those in no block) + parameters) x (GPUs - 1) / GPUs",
+            f"4 x ({work.accumulation} x ({product(2, parameters)} - {plain(root_params(shape))}) "
+            f"+ {plain(parameters)}) x {plain(share)}",
+        ),
+        "Muon, gathered": (
+            "2 bytes x weights of the blocks x (GPUs - 1) / GPUs",
+            product(2, matrices, share),
         ),
         "all-reduce": ("2 x 4 bytes x parameters x (GPUs - 1) / GPUs", product(2, 4, parameters, share)),
     }

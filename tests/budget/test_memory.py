@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.budget.memory import Memory, instants, largest_micro_tokens, training_memory
+from deskside.budget.memory import (
+    BUCKET_WEIGHTS,
+    LIBRARIES,
+    Memory,
+    instants,
+    largest_micro_tokens,
+    training_memory,
+)
+from deskside.budget.operators import block_matrices
 from deskside.budget.shape import num_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Embedding
+from deskside.train.parallel import BUCKET_ELEMENTS
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,
@@ -134,6 +143,49 @@ def test_gradients_are_there_from_the_start_when_a_step_has_several_passes() -> 
     one, two = memory(shape, 2**17), memory(shape, 2**17, passes=2)
     assert one.instant == two.instant == "loss"
     assert two.allocated - one.allocated == 4 * num_params(shape) == two.items["gradients"]
+
+
+def test_several_passes_keep_whole_gradients_on_every_shard() -> None:
+    """FSDP scatters gradients with the last pass, so more GPUs spread them only when a step is one pass."""
+    shape = ModelConfig()
+    whole = 4 * num_params(shape)
+    for gpus in (2, 8):
+        one, two = (
+            instants(shape, Work(1024, n * 1024 * gpus, 1024, gpus=gpus, sharded=True)) for n in (1, 2)
+        )
+        assert one["update"].items["gradients"] == two["update"].items["gradients"] == whole // gpus
+        assert {two[name].items["gradients"] for name in ("loss", "backward", "gradients")} == {whole}
+        assert one["loss"].items["gradients"] == 0
+        # One pass: the tables' gradients leave last, in one piece.
+        tables = 4 * 2 * shape.vocab_size * shape.hidden_size
+        assert one["gradients"].items["gradients"] == (whole - tables) // gpus + tables < whole
+
+
+def test_the_tables_stay_gathered_and_nothing_does_at_the_update() -> None:
+    shape = ModelConfig()
+    tables = 4 * 2 * shape.vocab_size * shape.hidden_size
+    layer = 4 * block_matrices(shape) / shape.num_hidden_layers
+    options: dict[str, Any] = {"gpus": 2, "optimizer": "adamw"}
+    plain, sharded = (instants(shape, Work(1024, 4096, 1024, sharded=s, **options)) for s in (False, True))
+    for name, layers in (("loss", 2), ("backward", 3), ("gradients", 1)):
+        more = sharded[name].items["workspace"] - plain[name].items["workspace"]
+        assert more == pytest.approx(tables + layers * layer, abs=2)
+    assert sharded["update"].items["workspace"] == LIBRARIES
+
+
+def test_replicas_have_a_bucket_of_gradients() -> None:
+    """It exists beside the update's own memory, not together with it: only the larger counts."""
+    assert BUCKET_WEIGHTS == BUCKET_ELEMENTS
+    small = ModelConfig(**SMALL, num_hidden_layers=2)
+    large = ModelConfig()  # its tables have 2^25 * 0.75 weights each
+    for shape, bucket in ((small, num_params(small)), (large, 2**25 + 32768 * 768)):
+        work = {"sequence_length": 128, "tokens": 512, "micro_tokens": 128}
+        two = instants(shape, Work(**work, gpus=2, optimizer="adamw"))["update"].items["workspace"]
+        assert two == LIBRARIES + 4 * bucket
+        one = instants(shape, Work(**work, optimizer="adamw"))["update"].items["workspace"]
+        assert one == LIBRARIES
+        muon = [instants(shape, Work(**work, gpus=n))["update"].items["workspace"] for n in (1, 2)]
+        assert muon[1] == max(muon[0], two)
 
 
 def test_each_rung_of_checkpointing_keeps_less() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from deskside.budget.operators import Operator, newton_schulz_flops, step_operators
+from deskside.budget.operators import Operator, block_matrices, newton_schulz_flops, step_operators
 from deskside.budget.shape import num_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
@@ -114,14 +114,20 @@ def test_accumulation_repeats_what_belongs_to_a_pass() -> None:
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_between_gpus(gpus: int) -> None:
-    """A ring's all-reduce moves 2 (n - 1) / n of the float32 gradients; FSDP gathers twice and scatters once a pass."""
+    """A ring's all-reduce moves 2 (n - 1) / n of the float32 gradients. FSDP gathers the blocks twice a pass and the
+    rest once, and scatters once a step; Muon's matrices are gathered in bfloat16. test_sharded_oracle.py counts them.
+    """
     shape = ModelConfig(**SMALL)
     gradients = 4.0 * num_params(shape)
     work = {"sequence_length": LENGTH, "tokens": 2 * gpus * LENGTH, "micro_tokens": LENGTH, "gpus": gpus}
     share = (gpus - 1) / gpus
     assert amount(step_operators(shape, Work(**work)), "communication") == 2 * gradients * share
     sharded = step_operators(shape, Work(**work, sharded=True))
-    assert amount(sharded, "communication") == 2 * 3 * gradients * share
+    tables = 4.0 * 2 * shape.vocab_size * shape.hidden_size
+    muon = 2.0 * block_matrices(shape)
+    assert amount(sharded, "communication") == ((2 * 2 + 1) * gradients - 2 * tables + muon) * share
+    adamw = step_operators(shape, Work(**work, sharded=True, optimizer="adamw"))
+    assert amount(sharded, "communication") - amount(adamw, "communication") == muon * share
     assert amount(step_operators(shape, Work(LENGTH, LENGTH, LENGTH)), "communication") == 0
 
 

@@ -37,6 +37,9 @@ def plans() -> dict[str, Plan]:
             )
         ),
         "sharded": make_plan(made.request("tokens", 1e9, gpus=4, given=made.given("d38"))),
+        "sharded, recomputed": make_plan(
+            made.request("tokens", 1e9, memory_gib=16.0, gpus=4, given=made.given("d26"))
+        ),
         "tied": make_plan(made.request("tokens", 1e9, given=made.given("gpt2"))),
         "whole": make_plan(made.request(None, given=made.given("124m"))),
         "does not fit": make_plan(made.request("tokens", 1e9, memory_gib=8.0, given=made.given("d30"))),
@@ -57,6 +60,19 @@ def plans() -> dict[str, Plan]:
             }
             found[f"{rung} {optimizer}"] = make_plan(
                 made.request("tokens", 1e9, given=made.given("d16", **layer))
+            )
+    # Few tokens: the peak comes after the backward.
+    for mode in ("auto", "shard"):
+        for passes in (1, 2):
+            layer = {
+                "optim": {"name": "adamw"},
+                "parallel": {"mode": mode},
+                "batch": {"sequence_length": 128, "tokens": passes * 512, "micro_tokens": 128},
+                "compute": {"loss_chunk_tokens": 128, "activation_checkpointing": "block"},
+            }
+            model = made.given("d16", **layer)
+            found[f"{mode}, {passes}"] = make_plan(
+                made.request("tokens", 1e6, gpus=4, given=model, overrides=layer)
             )
     # Passes so small that the device waits for the host.
     layer = {
@@ -109,6 +125,12 @@ def test_all_instants_and_parts_were_explained() -> None:
     """The plans above are no test of the explanations unless they reach every instant of the memory model."""
     instants = {plan.shown.memory.instant for plan in PLANS.values() if plan.shown is not None}
     assert instants >= {"loss", "gradients", "update"} or instants >= {"loss", "backward"}
+    both = {
+        (plan.shown.setting.sharded, plan.shown.memory.instant)
+        for plan in PLANS.values()
+        if plan.shown is not None and plan.shown.setting.gpus > 1
+    }
+    assert both >= {(True, "loss"), (True, "backward"), (True, "gradients"), (False, "update")}
     steps = [plan.shown.step for plan in PLANS.values() if plan.shown is not None]
     for item in steps[0]:
         assert any(step[item] > 0 for step in steps), item

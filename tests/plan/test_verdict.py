@@ -70,12 +70,22 @@ def test_no_says_what_would_be_needed() -> None:
 
 
 def test_sharding_over_the_named_gpus_is_a_change() -> None:
-    one = make_plan(made.request("tokens", 1e9, given=made.given("d38")))
-    four = make_plan(made.request("tokens", 1e9, gpus=4, given=made.given("d38")))
+    options = {"memory_gib": 16.0, "given": made.given("d30")}
+    one = make_plan(made.request("tokens", 1e9, **options))
+    four = make_plan(made.request("tokens", 1e9, gpus=4, **options))
     assert (one.verdict, four.verdict) == ("no", "yes-if")
     assert four.best is not None
     assert merge.build([four.best.config]).parallel.mode == "shard"
-    assert four.best.command.startswith("torchrun --nproc-per-node 4 -m deskside train d38 ")
+    assert four.best.command.startswith("torchrun --nproc-per-node 4 -m deskside train d30 ")
+
+
+def test_sharding_does_not_shrink_the_gradients_of_several_passes() -> None:
+    """The states of d38 over four GPUs would leave room on 20 GiB, but one pass of all rows does not fit beside them,
+    and from the second pass on every GPU holds whole gradients."""
+    plan = make_plan(made.request("tokens", 1e9, memory_gib=20.0, gpus=4, given=made.given("d38")))
+    assert plan.verdict == "no" and plan.asked is not None
+    weights = num_params(plan.asked.setting.model)
+    assert 16 * weights / 4 < 12 * GIB < 20 * GIB < (4 + 12 / 4) * weights * 1.1 + 2 * GIB
 
 
 def test_every_change_saves_memory_and_only_changes_are_executable() -> None:
