@@ -89,16 +89,16 @@ def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:
 
 
 def modelled_memory_gib(
-    config: RunConfig, micro_tokens: int, compiled: bool, bf16: bool, shards: int
+    config: RunConfig, micro_tokens: int, compiled: bool, bf16: bool, processes: int, sharded: bool = False
 ) -> float:
-    """Peak GPU memory of a step with `micro_tokens` per forward pass, by `budget/memory.py`."""
-    passes = 1 if micro_tokens * shards >= config.batch.tokens else 2  # more than two change nothing
+    """Peak memory of one GPU in a step with `micro_tokens` per forward pass, by `budget/memory.py`."""
+    passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two change nothing
     work = Work(
         sequence_length=micro_tokens,  # how a pass is cut into rows does not matter for memory
-        tokens=passes * micro_tokens * shards,
+        tokens=passes * micro_tokens * processes,
         micro_tokens=micro_tokens,
-        gpus=shards,
-        sharded=shards > 1,
+        gpus=processes,
+        sharded=sharded,
         optimizer=config.optim.name,
         precision="bf16" if bf16 else "fp32",
         activation_checkpointing=config.compute.activation_checkpointing,

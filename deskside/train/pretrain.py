@@ -419,9 +419,10 @@ class _Run:
         }
 
     def modelled_memory(self, micro_tokens: int) -> float:
-        shards = self.world.size if self.world.sharded else 1
-        compiled = self.config.compute.compile != "off"
-        return modelled_memory_gib(self.config, micro_tokens, compiled, self.recipe == "bf16", shards)
+        compiled, bf16 = self.config.compute.compile != "off", self.recipe == "bf16"
+        return modelled_memory_gib(
+            self.config, micro_tokens, compiled, bf16, self.world.size, self.world.sharded
+        )
 
     # Measures
 
