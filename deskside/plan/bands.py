@@ -91,7 +91,7 @@ def reason(request: Request, bands: Sequence[Band], chosen: Band) -> str:
         other = by_name["stretch"].candidate
         text += (
             f"; stretch ({count(other.params)}) is expected at {other.loss[1]:.3f}, "
-            f"with {other.tokens[1] / other.weights:.1f} tokens per parameter"
+            f"with {other.tokens[1] / other.params:.1f} tokens per parameter"
         )
     if "safe" in by_name:
         text += f"; safe costs {by_name['safe'].candidate.loss[1] - best.loss[1]:+.3f}"

@@ -92,7 +92,7 @@ class Candidate:
 
     @property
     def weights(self) -> int:
-        """Weights that a token is multiplied with: the N of the loss law and of tokens per parameter."""
+        """Weights that a token is multiplied with: the N of the loss law."""
         return matmul_params(self.setting.model)
 
 
@@ -223,11 +223,15 @@ def bpb(request: Request, setting: Setting, tokens: float) -> Range:
 
 
 def tokens_to_reach(request: Request, setting: Setting, loss: float, end: int) -> float | None:
-    """Tokens after which the low (0), expected (1) or high (2) end of the loss is at `loss`; None if it never is."""
+    """Tokens after which the low (0), expected (1) or high (2) end of the loss is at `loss`; None if it never is.
+
+    The ends are the law's own, without what far extrapolation adds: a range that knows nothing promises nothing.
+    """
+    wanted = loss / (request.law.low, 1.0, request.law.high)[end]
     below, reached = None, None
     for step in range(12 * 8 + 1):
         tokens = 10 ** (4 + step / 8)  # 10 thousand to 10 quadrillion
-        if bpb(request, setting, tokens)[end] <= loss:
+        if bpb(request, setting, tokens)[1] <= wanted:
             reached = tokens
             break
         below = tokens
@@ -235,7 +239,7 @@ def tokens_to_reach(request: Request, setting: Setting, loss: float, end: int) -
         return reached
     for _ in range(30):
         middle = math.sqrt(below * reached)
-        if bpb(request, setting, middle)[end] <= loss:
+        if bpb(request, setting, middle)[1] <= wanted:
             reached = middle
         else:
             below = middle

@@ -26,6 +26,8 @@ MEMORY_SOURCE = (
 )
 Range = tuple[float, float, float]  # low, expected, high
 Fits = Literal["fits", "tight", "no"]
+LINK_SPREAD = 0.5  # of the time between GPUs: no run on several was measured
+WIDEST_SPREAD = 0.9  # the low end of a speed is a speed
 # Rows per pass that are tried go down by halves, so that fitting is a handful of evaluations, as in training.
 MOST_PASS_TOKENS = 2**18  # more tokens in one pass than this make nothing faster
 
@@ -117,6 +119,12 @@ class Estimate:
     tokens_per_second: Range
 
     @property
+    def speed_spread(self) -> float:
+        """Half-width of the range of tokens/s, as a share."""
+        low, expected, _ = self.tokens_per_second
+        return 1 - low / expected
+
+    @property
     def step_seconds(self) -> float:
         return sum(self.step.values())
 
@@ -143,7 +151,7 @@ def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estim
         for item, seconds in step_seconds(shape, work, calibration.rates).items():
             step[item] = step.get(item, 0.0) + stage.share * seconds
     speed = setting.tokens_per_step / sum(step.values())
-    spread = calibration.speed_spread
+    spread = speed_spread(setting, step, calibration)
     return Estimate(
         setting=setting,
         memory=memory,
@@ -152,6 +160,16 @@ def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estim
         step=step,
         tokens_per_second=(speed * (1 - spread), speed, speed * (1 + spread)),
     )
+
+
+def speed_spread(setting: Setting, step: dict[str, float], calibration: Calibration) -> float:
+    """Half-width of the range of tokens/s, as a share. What is known of one GPU says nothing of the link between
+    several: its time may be off by half, and that adds to the calibration's spread as an independent error."""
+    spread = calibration.speed_spread
+    if setting.gpus > 1:
+        share = step.get("communication", 0.0) / sum(step.values())
+        spread = math.hypot(spread, LINK_SPREAD * share)
+    return min(spread, WIDEST_SPREAD)
 
 
 def hungriest(setting: Setting) -> Memory:

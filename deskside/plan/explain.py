@@ -116,7 +116,7 @@ def _capacity(plan: Plan, shown: Estimate) -> list[Line]:
 
 def _rate(plan: Plan, shown: Estimate) -> list[Line]:
     seconds = [value for value in shown.step.values() if value > 0]
-    spread = plan.request.calibration.speed_spread
+    spread = shown.speed_spread
     _, expected, _ = shown.tokens_per_second
     return [
         Line(

@@ -107,7 +107,7 @@ def _bands(plan: Plan) -> Table:
     for what, of in (
         ("model", _model),
         ("tokens", lambda b: count(b.candidate.tokens[1])),
-        ("  per parameter", lambda b: f"{b.candidate.tokens[1] / b.candidate.weights:.1f}"),
+        ("  per parameter", lambda b: f"{b.candidate.tokens[1] / b.candidate.params:.1f}"),
         ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),
         ("  range", lambda b: f"{b.loss[0]:.2f} to {b.loss[2]:.2f}"),
         ("batch, tokens", lambda b: f"{b.candidate.setting.stages[-1].tokens:,}"),
@@ -233,8 +233,9 @@ def _claims(console: Console, findings: Sequence[Finding]) -> None:
 
 def _sources(plan: Plan) -> list[str]:
     calibration, request = plan.request.calibration, plan.request
+    spread = calibration.speed_spread if plan.shown is None else plan.shown.speed_spread
     lines = [
-        f"speed: modelled, rates {calibration.source}: {calibration.basis}; +-{calibration.speed_spread:.0%}",
+        f"speed: modelled, rates {calibration.source}: {calibration.basis}; +-{spread:.0%}",
         f"memory: modelled, +-{calibration.memory_spread:.0%}; what the card has: {request.card.memory_source}",
         f"loss: {request.law.source}",
     ]

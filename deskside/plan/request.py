@@ -25,6 +25,13 @@ from deskside.plan.calibrate import Calibration, calibrate
 from deskside.plan.words import gib
 
 Kind = Literal["hours", "tokens", "flops", "loss"]
+MOST: dict[str, float] = {
+    "hours": 1e6,
+    "tokens": 1e16,
+    "flops": 1e30,
+}  # a century; all text there is, many times
+UNTRAINED = 3.4  # bits per byte of guessing among 32,768 tokens of 4.4 bytes
+DEAREST = 1e6
 SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # What a driver keeps of a card's memory: a 24 GiB RTX 4090 offers 23.5, a 32 GiB RTX 5090 31.4.
 DRIVER_SHARE = 0.02
@@ -167,6 +174,7 @@ def ask(
         kind: Kind = named[0]  # type: ignore[assignment]
         given_value = budgets[kind]
         value = count(f"--{kind}", given_value) if kind == "tokens" else positive(f"--{kind}", given_value)
+        _bounded(kind, value)
         budget = Budget(kind, value)
     if not 1 <= gpus_count <= MOST_GPUS:
         raise UsageError(f"--gpus: {gpus_count} cannot be planned; give 1 to {MOST_GPUS}, all in one machine")
@@ -175,10 +183,13 @@ def ask(
             f"--sequence: rows of {sequence} tokens are too short; give {SMALLEST_SEQUENCE} or more"
         )
     for name, price in (("price_kwh", price_kwh), ("rent_per_hour", rent_per_hour)):
-        if price is not None and not (price >= 0 and math.isfinite(price)):
-            raise UsageError(f"--{name}: a price is a number of dollars from 0, not {price:g}")
+        if price is not None and not 0 <= price <= DEAREST:
+            raise UsageError(
+                f"--{name}: a price is a number of dollars from 0 to {DEAREST:,.0f}, not {price:g}"
+            )
     unique = None if unique_tokens is None else int(count("--unique_tokens", unique_tokens))
     overrides = dict(overrides or {})
+    _fitting(overrides, gpu)
     card, rows, notes = _card(gpu, here, probes)
     if sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_DECIDE)
@@ -206,6 +217,28 @@ def ask(
         measured_watts=max(_measured(rows, "watts"), default=None),
         notes=tuple(notes),
     )
+
+
+def _bounded(kind: Kind, value: float) -> None:
+    """Raises UsageError for a budget that is nobody's."""
+    if kind in MOST and value > MOST[kind]:
+        raise UsageError(f"--{kind}: {value:g} is beyond any plan; give at most {MOST[kind]:g}")
+    if kind == "loss" and value >= UNTRAINED:
+        raise UsageError(
+            f"--loss: a model is better than {value:g} bits per byte before it is trained; give less than {UNTRAINED:g}"
+        )
+
+
+def _fitting(overrides: Mapping[str, Any], gpu: str | None) -> None:
+    """Raises UsageError for options by hand that say something else than the plan's own."""
+    for key in ("length", "hours", "steps", "tokens"):
+        if key in overrides.get("schedule", {}):
+            raise UsageError(
+                f"--schedule.{key}: the length of the run is the plan's budget; give --hours or --tokens instead"
+            )
+    device = overrides.get("compute", {}).get("device")
+    if gpu is not None and device == "cpu":
+        raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
 
 
 @cache

@@ -198,7 +198,7 @@ def _undertrained(request: Request, chosen: Candidate) -> tuple[str | None, bool
     rival = _rival(request, chosen)
     if rival is None and chosen.tokens[1] >= FEW_TOKENS * right:
         return None, False
-    text = f"it sees only {chosen.tokens[1] / chosen.weights:.2g} tokens per parameter"
+    text = f"it sees only {chosen.tokens[1] / chosen.params:.2g} tokens per parameter"
     if rival is not None:
         text += (
             f" and is expected at {chosen.loss[1]:.3f} bits per byte, where {rival.shape.preset} "

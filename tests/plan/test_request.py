@@ -1,6 +1,7 @@
 """What a person may ask, and what is refused in one line."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,22 @@ def test_a_damaged_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_shares_of_a_budget_must_sum_to_one() -> None:
     with pytest.raises(ValueError, match="sum to 1"):
         request.Split(pretraining=0.9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"hours": 1e308}, "--hours: 1e+308 is beyond any plan"),
+        ({"flops": 1e40}, "--flops: 1e+40 is beyond any plan"),
+        ({"loss": 100.0}, "better than 100 bits per byte before it is trained"),
+        ({"hours": 1.0, "price_kwh": 1e308}, "a price is a number of dollars"),
+        ({"hours": 1.0, "overrides": {"schedule": {"hours": "3"}}}, "--schedule.hours: the length"),
+        (
+            {"hours": 1.0, "overrides": {"compute": {"device": "cpu"}}},
+            "--compute.device: cpu contradicts --gpu",
+        ),
+    ],
+)
+def test_what_is_beyond_any_plan_or_contradicts_it(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(named)):
+        ask(gpu="rtx4090", **wrong)
