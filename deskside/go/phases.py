@@ -20,7 +20,7 @@ from deskside.plan.words import count, gib
 from deskside.probe.doctor import examine
 from deskside.probe.identity import Machine
 from deskside.probe.map import CARD_SECONDS, calibration_points, estimate_seconds
-from deskside.probe.store import Row, Store
+from deskside.probe.store import Busy, Row, Store
 from deskside.probe.survey import Finding, Surveyor
 
 SHARE = 0.1  # of the hours, that doctor and probe may take together
@@ -94,7 +94,10 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
         return {"status": "stored", "stored": measured, "measured": 0}
     if seconds < needed:
         return skipped(f"it needs {needed:.0f} s, and these hours have {max(0.0, seconds):.0f} s for it")
-    survey = Surveyor(store, machine, Teller(say), deadline=time.monotonic() + seconds).survey(points)
+    try:
+        survey = Surveyor(store, machine, Teller(say), deadline=time.monotonic() + seconds).survey(points)
+    except Busy:
+        return skipped("another probe is measuring")
     if survey.interrupted:
         raise KeyboardInterrupt
     origins = [finding.origin for finding in survey.findings if finding.status == "ok"]

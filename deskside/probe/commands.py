@@ -21,7 +21,7 @@ from deskside.config.commandline import parse
 from deskside.config.parts import PrecisionConfig
 from deskside.errors import RunError, UsageError
 from deskside.probe import table
-from deskside.probe.map import Point, Size, calibration_points, expand, order
+from deskside.probe.map import LONGEST_SEQUENCE, Point, Size, calibration_points, expand, order
 from deskside.probe.store import FINAL, Machine, Store, open_store, slug, this_machine
 from deskside.probe.survey import MEASURE_CARD, MEASURE_POINT, Finding, Survey, Surveyor
 from deskside.probe.watch import watcher
@@ -29,6 +29,7 @@ from deskside.probe.watch import watcher
 CALIBRATION_MINUTES = 3.0
 CLOSING_SECONDS = 5.0  # kept for the tables and the picture
 SEQUENCES_OF_A_DEPTH = (512, 1024, 2048)
+DEEPEST = 128  # as of the planner: 8192 wide, 104 billion parameters
 
 
 @dataclass
@@ -113,10 +114,12 @@ def _points(options: ProbeOptions, machine: Machine) -> list[Point]:
         names = _words("preset", options.preset)
         default: tuple[int, ...] = ()
     else:
-        names = [f"d{number}" for number in _numbers("depth", options.depth or "")]
+        names = [f"d{number}" for number in _numbers("depth", options.depth or "", DEEPEST)]
         default = SEQUENCES_OF_A_DEPTH
     sizes = [_size(name) for name in names]
-    lengths = default if options.sequence is None else _numbers("sequence", options.sequence)
+    lengths = (
+        default if options.sequence is None else _numbers("sequence", options.sequence, LONGEST_SEQUENCE)
+    )
     points = expand(
         sizes,
         lengths,
@@ -140,11 +143,15 @@ def _words(option: str, text: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def _numbers(option: str, text: str, largest: int) -> list[int]:
     words = _words(option, text)
     for word in words:
-        if not (word.isascii() and word.isdecimal() and int(word[:10]) > 0 and len(word) < 10):
+        digits = word.lstrip("0")
+        if not (word.isascii() and word.isdecimal() and digits):
             raise UsageError(f"--{option}: {word!r} is no positive whole number; write it like 12,16,20")
+        if len(digits) > len(str(largest)) or int(digits) > largest:
+            short = digits if len(digits) < 20 else f"{digits[:20]}..."
+            raise UsageError(f"--{option}: {short} cannot be measured; use at most {largest}")
     return [int(word) for word in words]
 
 

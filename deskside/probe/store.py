@@ -11,9 +11,12 @@ was asked for. How long a point is measured is no part of it.
 
 Nothing is ever rewritten: a row is appended by one write under a lock and is on the disk before `add` returns, and a
 later row of the same key stands for an earlier one. A line that a crash cut off is left where it is and passed over,
-with a note.
+with a note; so is a row with a value that cannot be (`rows.py`), or whose hash is not its key's.
+
+Who measures holds a lock on .<card>.lock beside the rows, because two probes at once would measure each other.
 """
 
+import contextlib
 import datetime
 import fcntl
 import hashlib
@@ -21,23 +24,31 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deskside.errors import RunError, UsageError
 from deskside.probe.identity import Machine, this_machine
+from deskside.probe.rows import damage, finite, refused, shown
 
-__all__ = ["Machine", "Row", "Store", "hash_of", "make_key", "make_row", "open_store", "slug", "this_machine"]
+__all__ = [
+    "Busy", "Machine", "Row", "Store", "hash_of", "make_key", "make_row", "open_store", "slug", "this_machine",
+]  # fmt: skip
 
 SCHEMA = 1
 KINDS = ("point", "card")
 STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
 FINAL = ("ok", "oom")  # what need not be measured again
 NO_PART_OF_KEY = ("steps", "seconds", "warmup_seconds", "device")
+TRIAL_BYTES = 2**16  # more than the rows of a probe
 
 Row = dict[str, Any]
+
+
+class Busy(UsageError):
+    """Another probe is measuring on this card."""
 
 
 def make_key(machine: Machine, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,6 +142,34 @@ class Store:
         except OSError as error:
             raise RunError(f"{path}: the result cannot be stored: {error.strerror or error}") from None
 
+    @contextlib.contextmanager
+    def measuring(self, card: str) -> Iterator[None]:
+        """Hold the right to measure on this card, for as long as the body runs or the process lives.
+
+        Raises Busy when another process has it, and UsageError when results could not be stored: that is tried before
+        anything is measured.
+        """
+        path = self.path(card)
+        lock = self.folder / f".{slug(card)}.lock"
+        with contextlib.ExitStack() as held:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+                held.callback(os.close, file)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise Busy(_busy(card, os.pread(file, 32, 0))) from None
+                _try_to_write(file)
+                if path.exists():
+                    os.close(os.open(path, os.O_RDWR | os.O_APPEND))
+            except OSError as error:
+                raise UsageError(
+                    f"{self.folder}: results could not be stored there: {error.strerror or error}; nothing was "
+                    f"measured; make room or give another folder with --probes"
+                ) from None
+            yield
+
     def notes(self, machine: Machine | None = None) -> list[str]:
         """One line for each thing that was passed over: damaged lines, rows of other software or another driver."""
         paths = self._paths(machine)
@@ -216,13 +255,17 @@ def _read(path: Path) -> tuple[list[Row], list[str]]:
 def _parse(line: bytes) -> Row | str:
     """The row that a line holds, or why it holds none."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, or brackets without end
+        row = json.loads(line, parse_float=finite, parse_constant=refused)
+        return _checked(row)
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, NaN, or brackets without end
         return "this is no JSON"
+
+
+def _checked(row: Any) -> Row | str:
     if not isinstance(row, dict) or "schema" not in row:
         return "this is no probe result"
     if row["schema"] != SCHEMA:
-        return f"this is a probe result of schema {row['schema']!r}, and this deskside reads {SCHEMA}"
+        return f"this is a probe result of schema {shown(row['schema'])}, and this deskside reads {SCHEMA}"
     key = row.get("key")
     whole = (
         row.get("kind") in KINDS
@@ -233,7 +276,31 @@ def _parse(line: bytes) -> Row | str:
         and isinstance(key.get("machine"), dict)
         and isinstance(key.get("spec"), dict)
     )
-    return row if whole else "a part of this probe result is missing"
+    if not whole:
+        return "a part of this probe result is missing"
+    if row["hash"] != hash_of(row["key"]):
+        return f"damaged: field hash: {shown(row['hash'])} is not that of its key"
+    wrong = damage(row)
+    return f"damaged: {wrong}" if wrong else row
+
+
+def _try_to_write(file: int) -> None:
+    """Fill the lock with as much as a row, then leave this process's number in it."""
+    number = f"{os.getpid()}\n".encode()
+    try:
+        if os.pwrite(file, number.ljust(TRIAL_BYTES), 0) < TRIAL_BYTES:
+            raise OSError(28, "no space left")
+        os.fsync(file)
+    finally:
+        os.ftruncate(file, len(number))
+
+
+def _busy(card: str, number: bytes) -> str:
+    words = number.split()
+    which = f" (process {words[0].decode()})" if words and words[0].isdigit() else ""
+    return (
+        f"another probe{which} is measuring on {card}, and two at once would measure each other; wait for it"
+    )
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -88,19 +88,38 @@ class Surveyor:
         """Measure the card, then the points in this order, as far as the time goes.
 
         KeyboardInterrupt ends it and is no error: the survey says that it was interrupted. Raises RunError when a
-        result cannot be stored, UsageError when the store cannot be read.
+        result cannot be stored, UsageError when the store cannot be read or written, Busy when there is something to
+        measure and another process is measuring.
         """
+        done, pending, _ = self._known(points)
+        if done.card is not None and not pending:
+            return done
+        with self.store.measuring(self.machine.card):
+            # Read again: what another process measured until now need not be measured.
+            return self._rest(points, *self._known(points))
+
+    def _known(self, points: Sequence[Point]) -> tuple[Survey, list[Point], dict[str, Row]]:
+        """What is stored already, the points that are left, and all rows by their hash."""
         stored = {} if self.again else {row["hash"]: row for row in self.store.rows(self.machine)}
         done = Survey()
+        card = stored.get(hash_of(make_key(self.machine, {})))
+        if card is not None and card["kind"] == "card" and card["status"] == "ok":
+            done.card = card
         pending: list[Point] = []
         for point in points:
             row = stored.get(hash_of(self._key(point)))
-            if row is not None and row["status"] in FINAL:
+            if row is not None and row["kind"] == "point" and row["status"] in FINAL:
                 done.findings.append(Finding(point, row, "stored"))
             else:
                 pending.append(point)
+        return done, pending, stored
+
+    def _rest(
+        self, points: Sequence[Point], done: Survey, pending: list[Point], stored: Mapping[str, Row]
+    ) -> Survey:
+        """Measure what is left."""
         try:
-            done.card = self._card(stored.get(hash_of(make_key(self.machine, {}))))
+            done.card = done.card or self._card()
             pending = self._without_too_large(pending, done, done.rows(), stored)
             while (chosen := self._next(pending, done)) is not None:
                 pending.remove(chosen)
@@ -115,10 +134,8 @@ class Surveyor:
         done.findings += [Finding(point, None, "no time") for point in points if id(point) not in known]
         return done
 
-    def _card(self, stored: Row | None) -> Row | None:
-        """The card's own measurement, from the store where it has one."""
-        if stored is not None and stored["status"] == "ok":
-            return stored
+    def _card(self) -> Row | None:
+        """Measure the card itself, if there is time."""
         expected = CARD_SECONDS[self.machine.device]
         if self._left() < expected:
             return None

@@ -1,6 +1,8 @@
 """Doctor, probe and plan as the road uses them: what is skipped and why, what is reused, what a plan becomes."""
 
 import functools
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,24 @@ CARD = Machine(
     "0.1.0+x",
 )
 CPU = Machine("Some CPU", "cpu", 16 * 2**30, 2, None, None, "2.13.0", None, None, "0.1.0+x")
-RESULT = {"tokens_per_second": 1e5, "step_seconds": {"median": 0.1}}
+RESULT = {
+    "tokens_per_second": 1e5,
+    "step_seconds": {"median": 0.1, "p10": 0.1, "p90": 0.1},
+    "mfu": 0.5,
+    "matmul_peak_tflops": 160.0,
+    "peak_allocated_bytes": 2**30,
+    "peak_reserved_bytes": 2**30,
+    "device_used_bytes": 2**31,
+    "accumulation": 1,
+    "watts": 400.0,
+    "precision": "bf16",
+}
+CARD_RESULT = {"matmul_peak": 1e14, "copy_bandwidth": 1e12}
+
+
+def result_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A point's result, with one row in each forward pass."""
+    return {**RESULT, "micro_tokens": spec["sequence_length"]}
 
 
 @pytest.fixture
@@ -91,12 +110,14 @@ def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child.Outcome) -> list[str]:
-    """The probe's children give this outcome; returns the list of what they were asked."""
+    """The probe's children give this outcome, with results where it is ok; returns the list of what they were asked."""
     asked: list[str] = []
 
     def run(target: str, arguments: dict[str, Any], timeout: float) -> child.Outcome:
         asked.append(target.split(":")[1])
-        return outcome
+        if outcome.status != "ok":
+            return outcome
+        return replace(outcome, value=result_of(arguments["spec"]) if "spec" in arguments else CARD_RESULT)
 
     monkeypatch.setattr(phases, "Surveyor", functools.partial(Surveyor, run=run))
     return asked
@@ -105,14 +126,14 @@ def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child.Outcome) -> list[s
 def filled(folder: Path, machine: Machine) -> Store:
     """A store that has everything of this machine."""
     store = open_store(folder)
-    store.add(make_row("card", make_key(machine, {}), "ok", {"matmul_peak": 1e14}))
+    store.add(make_row("card", make_key(machine, {}), "ok", CARD_RESULT))
     for point in calibration_points(machine.memory_bytes, machine.device):
-        store.add(make_row("point", make_key(machine, point.spec), "ok", RESULT))
+        store.add(make_row("point", make_key(machine, point.spec), "ok", result_of(point.spec)))
     return store
 
 
 def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = surveying(monkeypatch, child.Outcome("ok", RESULT, "", 3.0))
+    asked = surveying(monkeypatch, child.Outcome("ok", None, "", 3.0))
     said: list[str] = []
     points = len(calibration_points(CARD.memory_bytes, "cuda"))
     result = phases.probe(CARD, open_store(tmp_path), 1e6, said.append)
@@ -125,12 +146,19 @@ def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = surveying(monkeypatch, child.Outcome("ok", RESULT, "", 3.0))
+    asked = surveying(monkeypatch, child.Outcome("ok", None, "", 3.0))
     result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
     assert result["status"] == "skipped" and "and these hours have 10 s for it" in result["reason"]
     assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].endswith("0 s for it")
     assert phases.probe(CARD, filled(tmp_path / "full", CARD), 10.0, print)["status"] == "stored"
     assert asked == []
+
+
+def test_probe_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = surveying(monkeypatch, child.Outcome("ok", None, "", 3.0))
+    with open_store(tmp_path).measuring(CARD.card):
+        result = phases.probe(CARD, open_store(tmp_path), 1e6, print)
+    assert result == {"status": "skipped", "reason": "another probe is measuring"} and asked == []
 
 
 def test_failed_points_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

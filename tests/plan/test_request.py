@@ -141,6 +141,7 @@ def point(of: Machine, tokens_per_second: float = 100_000.0) -> probe_store.Row:
     result = {
         "tokens_per_second": tokens_per_second,
         "step_seconds": {"median": 65536 / tokens_per_second, "p10": 0.6, "p90": 0.7},
+        "mfu": 0.5,
         "matmul_peak_tflops": 160.0,
         "micro_tokens": 16384,
         "accumulation": 4,
@@ -149,6 +150,7 @@ def point(of: Machine, tokens_per_second: float = 100_000.0) -> probe_store.Row:
         "device": "cuda",
         "watts": 430.0,
         "setup_seconds": 33.0,
+        "peak_allocated_bytes": 8 * 2**30,
         "peak_reserved_bytes": 9 * 2**30,
         "device_used_bytes": 10 * 2**30,
     }

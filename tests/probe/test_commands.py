@@ -16,6 +16,7 @@ from deskside.errors import RunError, UsageError
 from deskside.probe.commands import ProbeOptions, probe
 from deskside.probe.store import make_key, make_row, open_store, this_machine
 from tests.probe.test_child import gone_within
+from tests.probe.test_store import RESULT, SPEC
 
 FAKES = "tests.probe.fakes:"
 
@@ -61,8 +62,8 @@ def test_calibration_is_what_happens_without_a_model(
 
 def test_rows_of_another_driver_are_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, machine = open_store(tmp_path / "probes"), this_machine()
-    key = make_key(machine, {"model": {}})
-    store.add(make_row("point", {**key, "machine": {**key["machine"], "torch": "2.9.1"}}, "ok", {}))
+    key = make_key(machine, SPEC)
+    store.add(make_row("point", {**key, "machine": {**key["machine"], "torch": "2.9.1"}}, "ok", RESULT))
     line = store.path(machine.card).read_bytes()
     assert call(tmp_path, depth="4", sequence="512") == 0
     err = capsys.readouterr().err
@@ -90,7 +91,10 @@ def test_minutes_too_few_for_anything(tmp_path: Path) -> None:
         (["--depth", "-2"], "--depth: '-2' is no positive whole number"),
         (["--depth", "12,,14"], "--depth: '12,,14' has an empty place"),
         (["--depth", "0"], "--depth: '0' is no positive whole number"),
-        (["--depth", "99999999999999999999999"], "is no positive whole number"),
+        (["--depth", "9" * 5000], "--depth: 99999999999999999999... cannot be measured; use at most 128"),
+        (["--depth", "12,1000000"], "--depth: 1000000 cannot be measured; use at most 128"),
+        (["--depth", "12", "--sequence", "1000000000"], "--sequence: 1000000000 cannot be measured; use at"),
+        (["--preset", "124m", "--sequence", "1048577"], "--sequence: 1048577 cannot be measured; use at"),
         (["--preset", "125m"], "125m: no such preset"),
         (["--preset", "124m", "--depth", "12"], "--preset and --depth both say which models"),
         (["--preset", "124m", "--sequence", "many"], "--sequence: 'many' is no positive whole number"),
@@ -124,6 +128,26 @@ def test_a_store_of_rubbish_is_one_line_and_stays(tmp_path: Path, capsys: pytest
     err = capsys.readouterr().err
     assert f"{path}:1: this is no JSON" in err and err.count("\n") == 1
     assert path.read_text() == "rubbish\n"
+
+
+def test_a_second_probe_is_refused_and_told_why(tmp_path: Path) -> None:
+    card = this_machine().card
+    with open_store(tmp_path / "probes").measuring(card):
+        with pytest.raises(UsageError, match=rf"another probe \(process {os.getpid()}\) is measuring"):
+            call(tmp_path)
+        assert not open_store(tmp_path / "probes").path(card).exists()
+    assert call(tmp_path) == 0
+    with open_store(tmp_path / "probes").measuring(card):  # with everything stored, nothing is measured
+        assert call(tmp_path, depth="4", sequence="512") == 0
+
+
+def test_a_store_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deskside.probe.child.run", lambda *given: pytest.fail("it is measured"))
+    assert cli.main(["probe", "--depth", "4", "--probes", "/proc/probes"]) == 2
+    err = capsys.readouterr().err
+    assert "/proc/probes: results could not be stored there" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,25 +15,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.errors import RunError, UsageError
-from deskside.probe.store import STATUSES, Machine, hash_of, make_key, make_row, open_store, slug
+from deskside.probe.store import STATUSES, Busy, Machine, hash_of, make_key, make_row, open_store, slug
+from tests.probe import fakes
 
 MACHINE = Machine(
     "NVIDIA GeForce RTX 4090", "cuda", 25_300_000_000, 0, "580.1", 450, "2.11.0+cu128", "12.8", "3.6.0", "0.1.0+ab"
 )  # fmt: skip
 FILE = "geforce-rtx-4090.jsonl"
+SPEC: dict[str, Any] = {
+    "model": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "sequence_length": 512,
+    "tokens": 4096,
+    "micro_tokens": "auto",
+    "optimizer": "muon",
+    "precision": "auto",
+    "activation_checkpointing": "none",
+}
+RESULT = fakes.answer(SPEC)
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(
     st.none() | st.booleans() | numbers | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )  # fmt: skip
-specs = st.dictionaries(st.sampled_from(["model", "sequence_length", "tokens", "optimizer"]), values)
+specs = st.dictionaries(st.sampled_from(["flavour", "number", "more"]), values)
 
 
 def row(
     spec: dict[str, Any], status: str = "ok", machine: Machine = MACHINE, **result: Any
 ) -> dict[str, Any]:
-    return make_row("point", make_key(machine, spec), status, result)
+    """A good row, with more in its spec and its result."""
+    return make_row("point", make_key(machine, SPEC | spec), status, RESULT | result)
 
 
 @settings(deadline=None)
@@ -63,7 +75,7 @@ def test_a_file_cut_anywhere_loses_the_last_row_alone(data: st.DataObject) -> No
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(folder)
         for number in range(3):
-            store.add(row({"tokens": number}))
+            store.add(row({"number": number}))
         path = store.path(MACHINE.card)
         whole = path.read_bytes()
         second = whole.index(b"\n", whole.index(b"\n") + 1) + 1
@@ -73,11 +85,11 @@ def test_a_file_cut_anywhere_loses_the_last_row_alone(data: st.DataObject) -> No
             second + 1 < cut < len(whole) - 1
         )  # without its newline alone, or its first byte alone, is a matter apart
         if torn:
-            assert [one["key"]["spec"]["tokens"] for one in store.rows(MACHINE)] == [0, 1]
+            assert [one["key"]["spec"]["number"] for one in store.rows(MACHINE)] == [0, 1]
             assert len(store.notes()) == 1
             assert "cut off" in store.notes()[0]
-        store.add(row({"tokens": 9}))
-        found = [one["key"]["spec"]["tokens"] for one in store.rows(MACHINE)]
+        store.add(row({"number": 9}))
+        found = [one["key"]["spec"]["number"] for one in store.rows(MACHINE)]
         assert found[:2] == [0, 1] and found[-1] == 9
         assert path.read_bytes().startswith(whole[:cut]), "what was there is not rewritten"
 
@@ -102,7 +114,7 @@ for row in rows:
 
 
 def test_several_processes_append_at_once(tmp_path: Path) -> None:
-    batches = [[row({"tokens": n, "model": {"w": w}}, text="x" * 3000) for n in range(40)] for w in range(4)]
+    batches = [[row({"number": n, "writer": w}, text="x" * 3000) for n in range(40)] for w in range(4)]
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, text=True)
         for _ in batches
@@ -115,7 +127,7 @@ def test_several_processes_append_at_once(tmp_path: Path) -> None:
     found = open_store(tmp_path).rows(MACHINE)
     assert len(found) == 160
     for number, batch in enumerate(batches):  # each writer's rows in its order
-        assert [one for one in found if one["key"]["spec"]["model"]["w"] == number] == batch
+        assert [one for one in found if one["key"]["spec"]["writer"] == number] == batch
 
 
 @pytest.mark.parametrize("name", ["driver", "torch", "cuda", "triton", "power_limit_watts", "code"])
@@ -125,7 +137,7 @@ def test_rows_of_another_machine_are_not_used_and_said_so(tmp_path: Path, name: 
     store.add(row({}, machine=other))
     before = store.path(MACHINE.card).read_bytes()
     assert store.rows(MACHINE) == []
-    assert store.find(make_key(MACHINE, {})) is None
+    assert store.find(make_key(MACHINE, SPEC)) is None
     (note,) = store.notes(MACHINE)
     assert name.replace("_", " ") in note and "here" in note and "deskside probe" in note
     with pytest.raises(UsageError, match="measure anew with: deskside probe --probes"):
@@ -162,10 +174,10 @@ def test_a_file_that_cannot_be_read_at_all_is_one_line(tmp_path: Path, content: 
 
 def test_damaged_lines_between_good_ones_are_named(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.add(row({"tokens": 1}))
+    store.add(row({"number": 1}))
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'not json\n\n{"schema": 1, "kind": "point"}\n{"schema": 7}\n')
-    store.add(row({"tokens": 2}))
+    store.add(row({"number": 2}))
     assert len(store.rows(MACHINE)) == 2
     assert [note.split(": ")[0].rsplit(":", 1)[1] for note in store.notes(MACHINE)] == ["2", "4", "5"]
 
@@ -180,7 +192,7 @@ def test_the_length_of_measuring_is_no_part_of_the_key() -> None:
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.add(row({}, loss=math.nan, more=[math.inf, 1.5]))
-    assert store.rows(MACHINE)[0]["result"] == {"loss": None, "more": [None, 1.5]}
+    assert store.rows(MACHINE)[0]["result"] == RESULT | {"loss": None, "more": [None, 1.5]}
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
@@ -196,12 +208,12 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_no_half_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
-    store.add(row({"tokens": 1}))
+    store.add(row({"number": 1}))
     before = (tmp_path / FILE).read_bytes()
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:40]))
     with pytest.raises(RunError, match="cannot be stored: no space left"):
-        store.add(row({"tokens": 2}))
+        store.add(row({"number": 2}))
     monkeypatch.undo()
     assert (tmp_path / FILE).read_bytes() == before
 
@@ -229,3 +241,75 @@ def test_bytes_that_are_no_text_can_be_stored(tmp_path: Path) -> None:
 def test_wrong_words_are_refused() -> None:
     with pytest.raises(ValueError, match="use one of"):
         make_row("point", make_key(MACHINE, {}), "fine")
+
+
+# Measuring
+
+
+HOLDER = """
+import sys
+from deskside.probe.store import open_store
+with open_store(sys.argv[1]).measuring(sys.argv[2]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_measures_at_a_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "probes")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(store.folder), MACHINE.card],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with (
+        pytest.raises(Busy, match=rf"another probe \(process {holder.pid}\) is measuring on NVIDIA"),
+        store.measuring(MACHINE.card),
+    ):
+        pytest.fail("two measure at once")
+    with store.measuring("another card"):
+        pass
+    store.add(row({}))  # the lock holds up no one who only stores
+    holder.kill()  # whatever ends it, the lock ends with it
+    holder.communicate()
+    with store.measuring(MACHINE.card):
+        pass
+    with store.measuring(MACHINE.card):
+        pass
+    assert len(store.rows()) == 1
+
+
+@pytest.mark.parametrize("folder", ["/proc/probes", "/sys/probes", "file/probes"])
+def test_a_store_that_cannot_be_written_is_told_before(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UsageError, match=r"probes: results could not be stored there: .*--probes$") as caught,
+        open_store(tmp_path / folder).measuring(MACHINE.card),
+    ):
+        pytest.fail("it is measured")
+    assert not isinstance(caught.value, Busy) and "\n" not in str(caught.value)
+
+
+def test_a_file_of_rows_that_cannot_be_written_is_told_before(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()  # as root every file can be written
+    with (
+        pytest.raises(UsageError, match="results could not be stored there"),
+        open_store(tmp_path).measuring(MACHINE.card),
+    ):
+        pytest.fail("it is measured")
+
+
+def test_a_full_disk_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:4096], at))
+    with (
+        pytest.raises(UsageError, match="results could not be stored there: no space left"),
+        open_store(tmp_path).measuring(MACHINE.card),
+    ):
+        pytest.fail("it is measured")
+    monkeypatch.undo()
+    assert [path.stat().st_size < 16 for path in tmp_path.iterdir()] == [True]
+    with open_store(tmp_path).measuring(MACHINE.card):
+        pass
