@@ -107,8 +107,8 @@ def _measured(
             )
         start = Rates(peak, float(card["copy_bandwidth"]) / COPY_SHARE)
     factors, spread = _fit(points, start, BELIEF["cpu" if device == "cpu" else "cuda"])
-    beside = [
-        int(r["device_used_bytes"]) - int(r["peak_reserved_bytes"])
+    beside = [  # not below nothing: what was in use is read at the end, when torch may have given some back
+        max(0, int(r["device_used_bytes"]) - int(r["peak_reserved_bytes"]))
         for r in (row["result"] for row in points)
         if r.get("device_used_bytes") and r.get("peak_reserved_bytes")
     ]

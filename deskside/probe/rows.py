@@ -43,7 +43,7 @@ class _Word:
 
     among: tuple[str, ...] = ()
     lacking: bool = False
-    null = False
+    null: bool = False
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, str) and (not self.among or value in self.among)
@@ -55,7 +55,7 @@ class _Word:
 @dataclass(frozen=True)
 class _Flag:
     lacking: bool = True
-    null = False
+    null: bool = False
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, bool)
@@ -64,23 +64,25 @@ class _Flag:
         return "true or false"
 
 
+_Fields = Mapping[str, _Number | _Word | _Flag]
+
 _SECONDS = _Number(1e-9, 1e7)
 _BYTES = _Number(0, 2**60, whole=True, null=True)
 _DEVICE = _Word(("cuda", "cpu"), lacking=True)
 
-EVERY = {
+EVERY: _Fields = {
     "error": _Word(),
     "seconds": _Number(0, 1e9),
     "when": _Word(),
     "key.machine.card": _Word(),
     "key.machine.memory_gib": _Number(0, 2**20, whole=True),
 }
-CARD = {
+CARD: _Fields = {
     "result.matmul_peak": _Number(1e3, 1e20),
     "result.copy_bandwidth": _Number(1e3, 1e18),
     "result.device": _DEVICE,
 }
-POINT = {
+POINT: _Fields = {
     "key.spec.sequence_length": _Number(1, 2**27, whole=True),
     "key.spec.tokens": _Number(1, 2**50, whole=True),
     "key.spec.optimizer": _Word(get_args(OptimizerName), lacking=True),
@@ -137,7 +139,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _out_of_bounds(row: Mapping[str, Any], fields: Mapping[str, _Number | _Word | _Flag]) -> str:
+def _out_of_bounds(row: Mapping[str, Any], fields: _Fields) -> str:
     for name, field in fields.items():
         value: Any = row
         for part in name.split("."):

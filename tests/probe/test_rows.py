@@ -117,6 +117,12 @@ def test_the_good_rows_are_good(tmp_path: Path, here: None) -> None:
     assert made.best is not None and made.request.calibration.source == "measured"
 
 
+def test_more_reserved_than_in_use_is_no_room_below_nothing(tmp_path: Path, here: None) -> None:
+    write(tmp_path, replaced(1, ("result", "device_used_bytes"), 1, rehash=True))
+    assert calibrate(None, open_store(tmp_path).rows(UNKNOWN)).overhead_bytes == 0
+    used(tmp_path)
+
+
 @pytest.mark.parametrize("rehash", [False, True])
 @pytest.mark.parametrize(
     ("index", "path"), CASES, ids=lambda v: ".".join(v) if isinstance(v, tuple) else None
