@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.run import RunConfig
 from deskside.errors import RunError, UsageError
@@ -38,6 +39,11 @@ def skipped(reason: str) -> Result:
     return {"status": "skipped", "reason": reason}
 
 
+def _allowed(seconds: float) -> str:
+    share = "doctor and probe together may take a tenth of the hours"
+    return f"{share}, which leaves {max(0.0, seconds):.0f} s for it"
+
+
 # Doctor
 
 
@@ -45,7 +51,7 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
     """A quick examination, if `seconds` are enough for it. status: fit, unfit, or skipped."""
     needed = DOCTOR_SECONDS[machine.device]
     if seconds < needed:
-        return skipped(f"it takes about {needed:.0f} s, and these hours have {seconds:.0f} s for it")
+        return skipped(f"it takes about {needed:.0f} s, and {_allowed(seconds)}")
     found = examine(True, lambda text: say(f"doctor: {text}"))
     works = sum(check["verdict"] == "works" for check in found["checks"])
     told = f"{works} of {len(found['checks'])} checks work"
@@ -93,7 +99,7 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     if seconds < needed and measured:
         return {"status": "stored", "stored": measured, "measured": 0}
     if seconds < needed:
-        return skipped(f"it needs {needed:.0f} s, and these hours have {max(0.0, seconds):.0f} s for it")
+        return skipped(f"it needs {needed:.0f} s, and {_allowed(seconds)}")
     try:
         survey = Surveyor(store, machine, Teller(say), deadline=time.monotonic() + seconds).survey(points)
     except Busy:
@@ -202,7 +208,12 @@ def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
 def lines(result: Mapping[str, Any]) -> list[str]:
     """The plan for a person, a few lines."""
     if result["status"] != "made":
-        return [f"plan: skipped: {result['reason']}"]
+        config = merge.build([result["config"]])
+        return [
+            f"plan: skipped: {result['reason']}",
+            f"trains the preset as it is, without a plan: {count(num_params(config.model))} parameters, sequence "
+            f"length {config.batch.sequence_length}; memory and loss are not predicted",
+        ]
     told = [f"plan, {result['source']}"]
     for band in result["bands"] or [result]:
         mark = "->" if band["name"] == result["name"] else "  "
@@ -250,7 +261,7 @@ def _slim(band: PlannedBand, made: Plan, for_gpu: bool) -> Result:
     }
     if for_gpu:  # a CPU's resident set is not modelled
         peak, spread = found.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
-        slim["memory_gib"] = [peak * (1 - spread), peak, peak * (1 + spread)]
+        slim["memory_gib"] = [max(0.0, peak * (1 - spread)), peak, peak * (1 + spread)]
     return slim
 
 

@@ -102,7 +102,8 @@ def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(phases, "examine", lambda quick, say: pytest.fail("it was examined"))
     assert phases.doctor(CARD, 5.0, print) == {
         "status": "skipped",
-        "reason": "it takes about 20 s, and these hours have 5 s for it",
+        "reason": "it takes about 20 s, and doctor and probe together may take a tenth of the hours, which leaves 5 s "
+        "for it",
     }
 
 
@@ -148,7 +149,9 @@ def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.M
 def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = surveying(monkeypatch, child.Outcome("ok", None, "", 3.0))
     result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
-    assert result["status"] == "skipped" and "and these hours have 10 s for it" in result["reason"]
+    assert (
+        result["status"] == "skipped" and "a tenth of the hours, which leaves 10 s for it" in result["reason"]
+    )
     assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].endswith("0 s for it")
     assert phases.probe(CARD, filled(tmp_path / "full", CARD), 10.0, print)["status"] == "stored"
     assert asked == []
@@ -215,7 +218,11 @@ def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pyte
     result, whole = phases.plan(wish(data, tmp_path, preset="124m"), 6900.0)
     assert whole is None and result["status"] == "skipped" and "this is the CPU" in result["reason"]
     assert merge.build([result["config"]]).data.path == str(data)
-    assert phases.lines(result)[0].startswith("plan: skipped: Some CPU: this is the CPU")
+    skipped, trains = phases.lines(result)
+    assert skipped.startswith("plan: skipped: Some CPU: this is the CPU")
+    assert trains.startswith(
+        "trains the preset as it is, without a plan: 125M parameters, sequence length 2048;"
+    )
     with pytest.raises(UsageError, match="this is the CPU"):
         phases.plan(wish(data, tmp_path), 6900.0)
 
