@@ -17,9 +17,11 @@ from typing import Annotated, Any
 
 import tyro
 
+import deskside
 from deskside.config import overrides, strict_json
 from deskside.errors import RunError, UsageError
-from deskside.go.journal import FILE, PHASES, Journal
+from deskside.go.journal import FILE, Journal, damaged, tail_seconds
+from deskside.go.state import MOST_GIB, MOST_HOURS, PHASES
 from deskside.train.rundir import RunDirectory
 
 DESCRIPTION = """The whole road in a number of hours: doctor, probe, plan, pretraining, evaluation, export, report.
@@ -35,6 +37,7 @@ Examples:
 SFT = "SFT: skipped: deskside cannot align models yet"
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
 LONG_WAIT = 0.02  # of the hours, that a person may think before the plan no longer holds
+TOO_SHORT = " is too short: "  # as `train` puts it
 LENGTHS = ("length", "hours", "steps", "tokens", "clock")
 
 
@@ -80,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
         return _travel(journal, options)
     except (UsageError, RunError):
         # What was refused before it trained left nothing worth keeping; what was measured is in the probe store.
-        if journal.phase in BEFORE_TRAINING:
+        if not _trained(journal.run):
             shutil.rmtree(journal.run.path, ignore_errors=True)
         raise
 
@@ -193,9 +196,7 @@ class Road:
 
         seconds = self.journal.left() - self.journal.tail()
         if seconds <= 0:
-            raise RunError(
-                f"nothing is left of the {self.journal.hours * 3600:.0f} s; begin again with more hours"
-            )
+            raise _over(self.journal)
         result, whole = phases.plan(self._wish(), seconds)
         for line in phases.lines(result):
             self.say(line)
@@ -227,11 +228,18 @@ class Road:
         # what still stands here was decided just before a kill.
         status = pilot.decision
         if not (status == TARGET and target is not None) and status != RECENTRE:
-            if (self.run.path / "run.json").exists():
-                status = pretrain.resume(self.run.path, pilot).status
-            else:
-                command = str(self.journal.state["command"])
-                status = pretrain.start(config, Path(), None, "", command, None, pilot, self.run).status
+            try:
+                if (self.run.path / "run.json").exists():
+                    status = pretrain.resume(self.run.path, pilot).status
+                else:
+                    command = str(self.journal.state["command"])
+                    status = pretrain.start(config, Path(), None, "", command, None, pilot, self.run).status
+            except UsageError as error:
+                # A person gave hours; that they became the schedule's length is nothing to speak of.
+                option, short, why = str(error).partition(TOO_SHORT)
+                if not (short and option.startswith("schedule.length: ")):
+                    raise
+                raise UsageError(f"--hours: {self.journal.hours:g} h{TOO_SHORT}{why}") from None
         if status == TARGET:
             told = pilot.told()
             self.journal.drop_target()  # who goes on all the same is not stopped again
@@ -320,11 +328,23 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"--{name}: must be a number above zero, not {value:g}")
+    for name, value, most in (
+        ("hours", options.hours, MOST_HOURS),
+        ("gpu_budget", options.gpu_budget, MOST_GIB),
+    ):
+        if value is not None and value > most:
+            raise UsageError(f"--{name}: must be at most {most:,.0f}, not {value:g}")
     length = [key for key in LENGTHS if key in given.get("schedule", {})]
     if length:
         raise UsageError(f"--schedule.{length[0]}: the length of the run is --hours; leave it out")
     if "path" in given.get("data", {}) or "sources" in given.get("data", {}):
         raise UsageError("--data.path, --data.sources: give prepared data with --data DIR")
+    begun, tail = time.perf_counter() - deskside.STARTED, tail_seconds(options.hours)
+    if options.hours * 3600 <= begun + tail:
+        raise UsageError(
+            f"--hours: {options.hours:g} h{TOO_SHORT}starting took {begun:.0f} s, and {tail:.0f} s are kept for the "
+            f"samples and the report"
+        )
     from deskside.go import phases
 
     wish = phases.Wish(
@@ -381,13 +401,33 @@ def _resumed(options: GoOptions, given: dict[str, Any]) -> Journal:
         )
     journal = Journal.open(Path(str(options.resume)))
     # Where the other run has no journal yet, this one still has to begin it.
+    passed: set[Path] = set()
     while journal.continued_in is not None and (journal.continued_in / FILE).exists():
+        passed.add(journal.run.path.resolve())
+        if journal.continued_in.resolve() in passed:
+            raise damaged(journal.run.path, f"continued_in: {journal.continued_in.name} leads back here")
         journal = Journal.open(journal.continued_in)
     if journal.phase == "done":
         raise UsageError(f"{journal.run.path} is done; its report is {journal.run.path / 'report.html'}")
     if journal.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():
         raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
+    if journal.left() <= 0 and journal.phase != "report" and not _trained(journal.run):
+        raise _over(journal)
     return journal
+
+
+def _trained(run: RunDirectory) -> bool:
+    """Whether something came of training: a checkpoint or a step."""
+    return run.metrics.exists() or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
+
+
+def _over(journal: Journal) -> RunError:
+    """The error for hours of which nothing is left to train in."""
+    spent, whole = journal.seconds(), journal.hours * 3600
+    return RunError(
+        f"these hours are over: {spent:.0f} of {whole:.0f} s are spent, and {journal.tail():.0f} s are kept for the "
+        f"samples and the report; begin again with more hours"
+    )
 
 
 def _forget() -> None:

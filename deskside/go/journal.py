@@ -13,19 +13,27 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import deskside
 from deskside.errors import RunError, UsageError
+from deskside.go.state import PHASES, SCHEMA, Phase, problem
 from deskside.train.rundir import RunDirectory
 
-SCHEMA = 1
 FILE = "go.json"
 BEAT = 2.0  # seconds between two notes of the time
 # What follows the training run's own end: samples, the report, leaving. On two CPU cores it took 3 to 5 s.
 TAIL_SECONDS, TAIL_SHARE = 6.0, 0.005
-Phase = Literal["doctor", "probe", "plan", "train", "report", "done"]
-PHASES: tuple[Phase, ...] = ("doctor", "probe", "plan", "train", "report", "done")
+
+
+def tail_seconds(hours: float) -> float:
+    """Seconds to keep for what follows the training run's own end."""
+    return TAIL_SECONDS + TAIL_SHARE * hours * 3600
+
+
+def damaged(path: Path, why: str) -> RunError:
+    """The error for a road that cannot be gone on with."""
+    return RunError(f"{path / FILE}: is damaged, or of another version ({why}); restore it, or begin again")
 
 
 class Journal:
@@ -79,17 +87,9 @@ class Journal:
             )
         run = RunDirectory(path)
         state = run.read_json(FILE)
-        sound = (
-            state.get("schema_version") == SCHEMA
-            and state.get("phase") in PHASES
-            and _number(state.get("hours"))
-            and _number(state.get("spent_seconds"))
-            and isinstance(state.get("options"), dict)
-            and isinstance(state.get("results"), dict)
-            and isinstance(state.get("command"), str)
-        )
-        if not sound:
-            raise RunError(f"{path / FILE}: is damaged, or of another version; restore it, or begin again")
+        why = problem(state, path)
+        if why is not None:
+            raise damaged(path, why)
         return cls(run, state)
 
     # The clock
@@ -109,7 +109,7 @@ class Journal:
 
     def tail(self) -> float:
         """Seconds to keep for what follows the training run's own end."""
-        return TAIL_SECONDS + TAIL_SHARE * self.hours * 3600
+        return tail_seconds(self.hours)
 
     # What is known
 
@@ -183,7 +183,3 @@ class Journal:
             # A full disk ends the road where it writes what it needs; a beat that is missed costs only its seconds.
             with contextlib.suppress(RunError):
                 self.note()
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

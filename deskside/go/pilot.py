@@ -18,7 +18,7 @@ from deskside.budget.loss import FEWEST, LAW, LossLaw, expected_bpb, fit_curve, 
 from deskside.budget.shape import matmul_params
 from deskside.config.run import RunConfig
 from deskside.data.rows import PackedDataset
-from deskside.go.journal import Journal
+from deskside.go.journal import Journal, damaged
 from deskside.train.hooks import Terminal
 from deskside.train.rundir import RunDirectory
 from deskside.train.stop import StopSignal
@@ -70,7 +70,11 @@ class Pilot(Watch):
     def chosen(self) -> dict[str, Any]:
         """The band that is trained instead, after the decision for another one."""
         assert self.found is not None
-        return next(band for band in self.plan["bands"] if band["name"] == self.found["better"]["name"])
+        name = self.found["better"]["name"]
+        band = next((band for band in self.plan.get("bands", ()) if band["name"] == name), None)
+        if band is None:
+            raise damaged(self.journal.run.path, f"results.plan.bands: {name} is not there any more")
+        return dict(band)
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: PackedDataset) -> None:
         self.run, self.stop = run, stop

@@ -18,6 +18,7 @@ from deskside.go import command, phases
 from deskside.go import journal as journals
 from deskside.go.journal import PHASES, Journal
 from deskside.probe import child as child_process
+from deskside.train import pretrain
 from tests.train import tiny_run
 from tests.train.tiny_run import rows
 
@@ -95,6 +96,9 @@ def state(run: Path) -> dict[str, Any]:
         (["--hours", "two"], "--hours: input should be a valid number"),
         (["--hours", "-1"], "--hours: must be a number above zero, not -1"),
         (["--hours", "nan"], "--hours: input should be a finite number"),
+        (["--hours", "1e308"], "--hours: must be at most 1,000,000, not 1e+308"),
+        (["--hours", "1e-9", "--preset", "demo", "--yes"], "--hours: 1e-09 h is too short: starting took "),
+        (["--hours", "1", "--gpu-budget", "1e308"], "--gpu_budget: must be at most 1,000,000, not 1e+308"),
         (["--hours", "1"], "what shall it learn from? give --data DIR"),
         (["--hours", "1", "--preset", "124m"], "data.path: no data was given"),
         (["--hours", "1", "--preset", "125m", "--yes"], "125m: no such preset"),
@@ -168,6 +172,24 @@ def test_what_fails_before_training_leaves_no_run(
     assert list((here / "runs").iterdir()) == []
 
 
+def test_hours_in_which_no_step_fits(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by the option that was typed, and without a folder that nothing came of."""
+    virtual(monkeypatch)
+    original = pretrain.first_plan
+
+    def slow(length: Any, stages: Any, elapsed: float, reserve: float, dry: Any) -> Any:
+        return original(length, stages, LIMIT, reserve, dry)
+
+    monkeypatch.setattr(pretrain, "first_plan", slow)
+    line = refused(argv(data), capsys)
+    assert line.startswith(
+        "--hours: 0.0166667 h is too short: setting up took 60 s, evaluation and saving need "
+    )
+    assert list((here / "runs").iterdir()) == []
+
+
 def test_it_asks_once(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +248,8 @@ def test_a_wait_that_took_all_the_hours(
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     line = refused([word for word in argv(data) if word != "--yes"], capsys, code=1)
-    assert line == "nothing is left of the 60 s; begin again with more hours"
+    assert line.startswith("these hours are over: 60 of 60 s are spent, and 6 s are kept for ")
+    assert line.endswith("; begin again with more hours")
     assert list((here / "runs").iterdir()) == []
 
 

@@ -16,12 +16,29 @@ from deskside.go.journal import PHASES, Journal
 from deskside.train.rundir import RunDirectory
 from tests.train import tiny_run
 
+OPTIONS: dict[str, object] = {
+    "preset": "demo",
+    "data": None,
+    "given": {},
+    "gpu_budget": None,
+    "target_loss": None,
+    "probes": "probes",
+}
+
 
 def begun(folder: Path, hours: float = 1.0, spent: float = 0.0) -> Journal:
     deskside.STARTED = time.perf_counter()
-    return Journal.begin(
-        RunDirectory.create(folder, "run", "run"), hours, {"preset": "demo"}, "a test", spent
-    )
+    run = RunDirectory.create(folder, "run", "run")
+    return Journal.begin(run, hours, dict(OPTIONS), "a test", spent)
+
+
+def planned(journal: Journal) -> Journal:
+    """The same road with what training needs."""
+    journal.keep("doctor", {"status": "fit"})
+    journal.keep("probe", {"status": "stored"})
+    journal.keep("plan", {"status": "skipped", "reason": "a test", "pretrain_seconds": 9.0, "config": {}})
+    journal.enter("train")
+    return journal
 
 
 def again(folder: Path) -> Journal:
@@ -33,12 +50,12 @@ def test_a_road_that_goes_on_has_what_was_left(tmp_path: Path) -> None:
     first = begun(tmp_path, hours=1.0, spent=100.0)
     deskside.STARTED -= 50.0  # this process began 50 s ago
     first.keep("doctor", {"status": "fit"})
-    first.enter("plan")
+    first.enter("probe")
     assert first.left() == pytest.approx(3600 - 150, abs=0.5)
     # Whatever lies between the two processes does not count.
     second = again(tmp_path)
-    assert second.phase == "plan" and second.result("doctor") == {"status": "fit"}
-    assert second.result("probe") == {} and second.state["options"] == {"preset": "demo"}
+    assert second.phase == "probe" and second.result("doctor") == {"status": "fit"}
+    assert second.result("probe") == {} and second.state["options"] == OPTIONS
     assert second.seconds() == pytest.approx(150, abs=0.5)
     deskside.STARTED -= 20.0
     assert second.left() == pytest.approx(3600 - 170, abs=0.5)
@@ -146,7 +163,7 @@ def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -
     journal = begun(tmp_path)
     keeps = [
         threading.Thread(target=journal.keep, args=("doctor", {"status": "fit"})),
-        threading.Thread(target=journal.enter, args=("plan",)),
+        threading.Thread(target=journal.enter, args=("probe",)),
     ]
     with journal._lock:
         for thread in keeps:
@@ -155,13 +172,13 @@ def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -
         assert journal.result("doctor") == {} and journal.phase == "doctor"
     for thread in keeps:
         thread.join(10)
-    assert journal.result("doctor") == {"status": "fit"} and again(tmp_path).phase == "plan"
+    assert journal.result("doctor") == {"status": "fit"} and again(tmp_path).phase == "probe"
 
 
 def test_the_other_run_lies_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From wherever it is asked, and after both were moved."""
     monkeypatch.chdir(tmp_path)
-    journal = begun(Path("runs"))
+    journal = planned(begun(Path("runs")))
     assert journal.continued_in is None
     journal.continue_in(RunDirectory.create(Path("runs"), "other", "other"))
     (tmp_path / "runs").rename(tmp_path / "moved")
