@@ -101,7 +101,7 @@ class LossLaw:
     def effective_params(
         self, params: float, tokens: float, unique_tokens: float | None = None, excess: float = EXCESS
     ) -> float:
-        """Parameters that are worth as much, were none in excess of what is optimal for the unique text that is read."""
+        """Parameters that are worth as much, were none in excess of what suits the unique text that is read."""
         read = tokens if unique_tokens is None else min(tokens, unique_tokens)
         return _diminishing(params, min(params, self.best_params(read)), excess)
 
