@@ -116,6 +116,7 @@ def worker(rank: int, folder: str) -> None:
     found = {case: steps(*case, rank) for case in CASES}
     if rank == 0:
         torch.save(found, f"{folder}/result.pt")
+    dist.barrier()  # gloo aborts a process that leaves while the other still talks
     dist.destroy_process_group()
 
 

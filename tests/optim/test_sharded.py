@@ -67,6 +67,7 @@ def worker(rank: int, name: str, folder: str) -> None:
     state = {key: whole(t) for key, t in optimizer.state_dict_flat()[0].items()}
     if rank == 0:
         torch.save((norms, weights, state), f"{folder}/result.pt")
+    dist.barrier()  # gloo aborts a process that leaves while the other still talks
     dist.destroy_process_group()
 
 
