@@ -219,10 +219,7 @@ def _show(config: RunConfig, as_json: bool) -> int:
 
 def _planned(config: RunConfig) -> tuple[int | None, int]:
     """Steps and tokens of a run whose length is in one of them, as training plans them; else None and 0."""
-    start, mean = 0.0, 0.0
-    for stage in config.stages():
-        mean += (stage.until - start) * config.stage_tokens(stage)
-        start = stage.until
+    mean = config.mean_step_tokens()
     length = config.schedule.length
     if length is None or length.unit not in ("steps", "tokens"):
         return None, 0

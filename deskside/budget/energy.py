@@ -23,8 +23,8 @@ MEASURED_SPREAD = 0.03  # watts of a later run against those of a probe on the s
 
 
 @dataclass(frozen=True)
-class Watts:
-    """Average power with its range. source: how it is known; basis: one line, from what."""
+class _Figure:
+    """A number with its range. source: how it is known; basis: one line, from what."""
 
     low: float
     expected: float
@@ -33,15 +33,12 @@ class Watts:
     basis: str
 
 
-@dataclass(frozen=True)
-class Energy:
-    """Kilowatt-hours at the wall, with their range."""
+class Watts(_Figure):
+    """Average power."""
 
-    low: float
-    expected: float
-    high: float
-    source: Literal["measured", "modelled", "published"]
-    basis: str
+
+class Energy(_Figure):
+    """Kilowatt-hours at the wall."""
 
 
 @dataclass(frozen=True)

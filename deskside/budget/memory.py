@@ -36,8 +36,7 @@ per token for the stream's two ends, 1.36 times a part's activations while it is
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deskside.budget.operators import block_matrices
-from deskside.budget.shape import Shape, num_params, root_params
+from deskside.budget.shape import Shape, block_matrices, num_params, root_params
 from deskside.budget.work import Checkpointing, Work
 
 ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm

@@ -16,7 +16,15 @@ pass. Muon's iteration is Newton-Schulz on the smaller side of each logical matr
 from dataclasses import dataclass
 from typing import Literal
 
-from deskside.budget.shape import Shape, attention_span, num_params, root_params
+from deskside.budget.shape import (
+    Shape,
+    attention_matrix,
+    attention_span,
+    block_matrices,
+    mlp_matrix,
+    num_params,
+    root_params,
+)
 from deskside.budget.work import Work
 
 Group = Literal[
@@ -52,7 +60,7 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
     tokens = float(work.tokens // work.gpus)
     layers, D = shape.num_hidden_layers, shape.hidden_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    attention_weights, mlp_weights = D * (2 * q + 2 * kv), _mlp_weights(shape)
+    attention_weights, mlp_weights = attention_matrix(shape), mlp_matrix(shape, shape.num_experts_per_tok)
     again_attention = work.activation_checkpointing in ("attention", "block")
     again_mlp = work.activation_checkpointing in ("mlp", "block")
     span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
@@ -108,28 +116,6 @@ def newton_schulz_flops(shape: Shape) -> float:
         long, short = max(rows, columns), min(rows, columns)
         flops += NEWTON_SCHULZ_STEPS * (4.0 * long * short**2 + 2.0 * short**3)
     return flops * shape.num_hidden_layers
-
-
-def block_matrices(shape: Shape) -> int:
-    """Weights in the matrices of the blocks, all experts included: what Muon updates."""
-    D = shape.hidden_size
-    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    mlp = D * shape.intermediate_size * (3 if shape.gated_mlp else 2)
-    if shape.num_experts:
-        mlp = D * (
-            shape.num_experts
-            + shape.num_experts * shape.moe_intermediate_size * (3 if shape.gated_mlp else 2)
-        )
-    return shape.num_hidden_layers * (D * (2 * q + 2 * kv) + mlp)
-
-
-def _mlp_weights(shape: Shape) -> float:
-    """Weights of one layer's MLP that one token is multiplied with."""
-    matrices = 3 if shape.gated_mlp else 2
-    if shape.num_experts:
-        chosen = shape.num_experts_per_tok * matrices * shape.moe_intermediate_size
-        return float(shape.hidden_size * (shape.num_experts + chosen))
-    return float(shape.hidden_size * matrices * shape.intermediate_size)
 
 
 def _optimizer(shape: Shape, work: Work) -> list[Operator]:

@@ -67,8 +67,8 @@ def parameter_groups(shape: Shape) -> dict[str, int]:
     return {
         "embedding": shape.vocab_size * D,
         "position": shape.max_position_embeddings * D if shape.position_embedding == "learned" else 0,
-        "attention": layers * (_attention_matrix(shape) + _attention_bias(shape)),
-        "mlp": layers * (_mlp_matrix(shape, shape.num_experts) + _mlp_bias(shape)),
+        "attention": layers * (attention_matrix(shape) + _attention_bias(shape)),
+        "mlp": layers * (mlp_matrix(shape, shape.num_experts) + _mlp_bias(shape)),
         "norm": (2 * layers + 1) * per_norm + (layers * 2 * shape.head_dim if shape.qk_norm else 0),
         "head": 0 if shape.tie_word_embeddings else shape.vocab_size * D,
     }
@@ -87,14 +87,19 @@ def root_params(shape: Shape) -> int:
 
 def active_params(shape: Shape) -> int:
     """Parameters that one token uses: of a mixture of experts the chosen experts only, else all."""
-    idle = _mlp_matrix(shape, shape.num_experts) - _mlp_matrix(shape, shape.num_experts_per_tok)
+    idle = mlp_matrix(shape, shape.num_experts) - mlp_matrix(shape, shape.num_experts_per_tok)
     return num_params(shape) - (shape.num_hidden_layers * idle if shape.num_experts else 0)
 
 
 def matmul_params(shape: Shape) -> int:
     """Weights that a token is multiplied with: block matrices (chosen experts, router) and the head, tied or not."""
-    block = _attention_matrix(shape) + _mlp_matrix(shape, shape.num_experts_per_tok)
+    block = attention_matrix(shape) + mlp_matrix(shape, shape.num_experts_per_tok)
     return shape.num_hidden_layers * block + shape.vocab_size * shape.hidden_size
+
+
+def block_matrices(shape: Shape) -> int:
+    """Weights in the matrices of the blocks, all experts included: what Muon updates."""
+    return shape.num_hidden_layers * (attention_matrix(shape) + mlp_matrix(shape, shape.num_experts))
 
 
 def attention_span(sequence_length: int, window: int | None) -> float:
@@ -116,7 +121,8 @@ def kv_bytes_per_token(shape: Shape, bytes_per_element: float) -> float:
     return shape.num_hidden_layers * per_layer * bytes_per_element
 
 
-def _attention_matrix(shape: Shape) -> int:
+def attention_matrix(shape: Shape) -> int:
+    """Weights of one layer's projections, of q, k, v and the output."""
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return shape.hidden_size * (2 * q + 2 * kv)
 
@@ -126,7 +132,8 @@ def _attention_bias(shape: Shape) -> int:
     return q + 2 * kv + shape.hidden_size if shape.attention_bias else 0
 
 
-def _mlp_matrix(shape: Shape, experts: int) -> int:
+def mlp_matrix(shape: Shape, experts: int) -> int:
+    """Weights of one layer's MLP; of a mixture of experts the router and `experts` of them."""
     matrices = 3 if shape.gated_mlp else 2
     if shape.num_experts:
         return shape.hidden_size * (shape.num_experts + experts * matrices * shape.moe_intermediate_size)

@@ -58,6 +58,14 @@ class RunConfig(Part):
         """Tokens per optimiser step in a stage."""
         return stage.batch_tokens or self.batch.tokens
 
+    def mean_step_tokens(self) -> float:
+        """Tokens per optimiser step, averaged over the run."""
+        start, mean = 0.0, 0.0
+        for stage in self.stages():
+            mean += (stage.until - start) * self.stage_tokens(stage)
+            start = stage.until
+        return mean
+
     @model_validator(mode="after")
     def _agree(self) -> "RunConfig":
         if self.model.window_pattern is None and any(stage.window for stage in self.schedule.stages):

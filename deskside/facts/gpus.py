@@ -76,6 +76,7 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(entry.gpu for entry in _table())
 
 
+@cache
 def find(name: str) -> Gpu:
     """The card that a person means by `name`. Case, spaces, hyphens, the order of the words and the vendor's name do
     not matter; a memory size ("4060 ti 16gb") or a form ("a100 80gb sxm") tells variants apart.

@@ -8,7 +8,6 @@ every phase can be taken up again.
 
 import contextlib
 import copy
-import fcntl
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -161,13 +160,7 @@ class Journal:
 
         Raises UsageError when another process is on it.
         """
-        with (self.run.path / ".go.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UsageError(
-                    f"{self.run.path}: another process is on this road; stop that one first"
-                ) from None
+        with self.run.alone(".go.lock", "is on this road"):
             ended = threading.Event()
             beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
             beating.start()

@@ -100,7 +100,7 @@ class Pilot(Watch):
 
     def end(self, total_steps: int) -> None:
         """The pilot is over: compare, write it down, decide."""
-        tokens = total_steps * mean_tokens(self.config)
+        tokens = total_steps * self.config.mean_step_tokens()
         speeds = [row["tokens_per_second"] for row in self.rows if row["tokens_per_second"]]
         memory = [row["memory_gib"] for row in self.rows if row.get("memory_gib")]
         self.found = {
@@ -245,15 +245,6 @@ class Pilot(Watch):
             "budget_hours": self.journal.hours,
             "sft": "skipped: deskside cannot align models yet",
         }
-
-
-def mean_tokens(config: RunConfig) -> float:
-    """Tokens per step, averaged over the run."""
-    start, mean = 0.0, 0.0
-    for stage in config.stages():
-        mean += (stage.until - start) * config.stage_tokens(stage)
-        start = stage.until
-    return mean
 
 
 def better_band(

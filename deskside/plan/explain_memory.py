@@ -1,8 +1,7 @@
 """The memory of a step, item by item, at the instant of its peak (`budget/memory.py` has the four instants)."""
 
 from deskside.budget import memory
-from deskside.budget.operators import block_matrices
-from deskside.budget.shape import num_params, root_params
+from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.plan.estimate import Estimate

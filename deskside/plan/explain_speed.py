@@ -2,7 +2,7 @@
 
 from deskside.budget import operators
 from deskside.budget.operators import Operator, step_operators
-from deskside.budget.shape import attention_span, matmul_params, num_params, root_params
+from deskside.budget.shape import attention_span, block_matrices, matmul_params, num_params, root_params
 from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds, step_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
@@ -99,7 +99,7 @@ def amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str
     units = operators.GATED_UNITS if shape.gated_mlp else operators.PLAIN_UNITS
     activation = units * tokens * layers * unit * inside
     half = operators.RECOMPUTED
-    parameters, matrices = num_params(shape), operators.block_matrices(shape)
+    parameters, matrices = num_params(shape), block_matrices(shape)
     shards = work.gpus if work.sharded else 1
     share = (work.gpus - 1) / work.gpus
     again = operator.recompute

@@ -78,13 +78,17 @@ class RunDirectory:
         if not first:
             yield
             return
-        with (self.path / ".lock").open("w") as file:
+        with self.alone(".lock", "is training this run"):
+            yield
+
+    @contextlib.contextmanager
+    def alone(self, lock: str, doing: str) -> Iterator[None]:
+        """Hold the file `lock` of the run. Raises UsageError when another process, which is `doing` it, has it."""
+        with (self.path / lock).open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UsageError(
-                    f"{self.path}: another process is training this run; stop that one first"
-                ) from None
+                raise UsageError(f"{self.path}: another process {doing}; stop that one first") from None
             yield
 
     def read_json(self, name: str) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from deskside.budget.memory import (
     largest_micro_tokens,
     training_memory,
 )
-from deskside.budget.operators import block_matrices
-from deskside.budget.shape import num_params
+from deskside.budget.shape import block_matrices, num_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext

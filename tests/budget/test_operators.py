@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from deskside.budget.operators import Operator, block_matrices, newton_schulz_flops, step_operators
-from deskside.budget.shape import num_params
+from deskside.budget.operators import Operator, newton_schulz_flops, step_operators
+from deskside.budget.shape import block_matrices, num_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deskside.budget.memory import LIBRARIES, instants
-from deskside.budget.operators import block_matrices, step_operators
+from deskside.budget.operators import step_operators
 from deskside.budget.scaling import Scaling
-from deskside.budget.shape import num_params, root_params
+from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deskside.budget.operators import block_matrices, newton_schulz_flops, step_operators
-from deskside.budget.shape import flops_per_token, parameter_groups
+from deskside.budget.operators import newton_schulz_flops, step_operators
+from deskside.budget.shape import block_matrices, flops_per_token, parameter_groups
 from deskside.budget.speed import ITEMS, Efficiency, Rates, step_seconds, tokens_per_second
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig

@@ -14,7 +14,7 @@ from deskside.budget.shape import matmul_params
 from deskside.config.run import RunConfig
 from deskside.data.rows import PackedDataset
 from deskside.go.journal import Journal
-from deskside.go.pilot import RECENTRE, TARGET, Pilot, better_band, mean_tokens
+from deskside.go.pilot import RECENTRE, TARGET, Pilot, better_band
 from deskside.train import pretrain
 from deskside.train.rundir import RunDirectory
 from deskside.train.stop import StopSignal
@@ -300,4 +300,4 @@ def test_mean_tokens_over_stages() -> None:
     config = RunConfig.model_validate(
         {"schedule": {"name": "wsd", "stages": stages}, "batch": {"tokens": 131072}}
     )
-    assert mean_tokens(config) == 0.25 * 65536 + 0.75 * 131072
+    assert config.mean_step_tokens() == 0.25 * 65536 + 0.75 * 131072
