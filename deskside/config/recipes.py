@@ -1,0 +1,176 @@
+"""Precision recipes as data: which number format each operand of the three products of a linear layer is given.
+
+A linear layer y = x W^T runs three products in a training step: the output (x, W), the input gradient (dy, W) and the
+weight gradient (dy, x). A recipe names the format of both operands of each. NVIDIA's NVFP4 recipe, the ones that
+beat it, and the FP8 recipes are all combinations of the few parts below; `precision/` carries them out.
+
+Sources: FP8 formats, Micikevicius et al. 2022 (arXiv 2209.05433); NVFP4 pretraining, NVIDIA 2025 (arXiv 2509.25149);
+four over six, Cook et al. 2025 (arXiv 2512.02010); MS-EDEN, Panferov et al. 2026 (arXiv 2601.22813).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deskside.errors import UsageError
+
+Format = Literal["float32", "bfloat16", "e4m3", "e5m2", "nvfp4"]
+Scaling = Literal["none", "tensor", "delayed", "row", "1x16", "16x16"]
+Rounding = Literal["nearest", "stochastic", "eden"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand of a product is quantised.
+
+    scaling: what shares a scale. "tensor": the largest value of this very tensor; "delayed": the largest of the last
+        `Recipe.amax_history` steps; "row": each row of the product's left operand, each column of its right one;
+        "1x16": 16 values along the summed dimension; "16x16": a tile, so that W and W^T are the same numbers.
+    hadamard: size of the random Hadamard transform along the summed dimension, 0 for none. Both operands of a product
+        carry the same, so that it cancels.
+    fresh_signs: draw the transform's signs anew at every step; else one fixed vector.
+    rounding: of the values. "eden": nearest, with block scales corrected and rounded stochastically (MS-EDEN).
+    four_over_six: each block chooses the better of a largest value of 6 and of 4.
+    scale_up: round block scales up, so that no value is clipped and stochastic rounding is truly unbiased.
+    """
+
+    format: Format
+    scaling: Scaling = "none"
+    hadamard: Literal[0, 16, 128] = 0
+    fresh_signs: bool = False
+    rounding: Rounding = "nearest"
+    four_over_six: bool = False
+    scale_up: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        return self.format not in ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Product:
+    """The two operands of a product, in the order left (activations or gradients) and right."""
+
+    left: Operand
+    right: Operand
+
+    @property
+    def quantized(self) -> bool:
+        return self.left.quantized
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three products, and where and when they apply.
+
+    keep_first, keep_last: share of the blocks, from the front and from the back, that stays in BF16 (rounded up).
+    tolerance: relative Frobenius error against float64 that the self-check allows to one product of this recipe.
+    """
+
+    name: str
+    output: Product
+    input_gradient: Product
+    weight_gradient: Product
+    tolerance: float
+    amax_history: int = 16
+    keep_first: float = 0.0
+    keep_last: float = 0.0
+
+    @property
+    def quantized(self) -> bool:
+        return any(p.quantized for p in (self.output, self.input_gradient, self.weight_gradient))
+
+    @property
+    def formats(self) -> frozenset[Format]:
+        """Every format of its operands."""
+        products = (self.output, self.input_gradient, self.weight_gradient)
+        return frozenset(o.format for p in products for o in (p.left, p.right))
+
+
+_FP32, _BF16 = Operand("float32"), Operand("bfloat16")
+
+
+def _plain(name: str, operand: Operand, tolerance: float) -> Recipe:
+    product = Product(operand, operand)
+    return Recipe(name, product, product, product, tolerance)
+
+
+def _fp8(name: str, scaling: Scaling) -> Recipe:
+    """E4M3 for activations and weights, E5M2 for gradients, whose range is wider and precision less wanted."""
+    value, gradient = Operand("e4m3", scaling), Operand("e5m2", scaling)
+    return Recipe(
+        name, Product(value, value), Product(gradient, value), Product(gradient, value), tolerance=0.12
+    )
+
+
+_BF16_PRODUCT = Product(_BF16, _BF16)
+_FP8_PRODUCT = Product(Operand("e4m3", "tensor"), Operand("e4m3", "tensor"))
+_NVIDIA_GRADIENT = Operand("nvfp4", "1x16", rounding="stochastic")
+_EDEN = Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden")
+
+
+def _nvfp4(
+    name: str, activation: Operand, weight: Operand, gradient: Operand, keep_last: float = 0.15
+) -> Recipe:
+    """NVIDIA's arrangement: a Hadamard transform on the operands of the weight gradient alone."""
+    return Recipe(
+        name,
+        Product(activation, weight),
+        Product(gradient, weight),
+        Product(_with_hadamard(gradient), _with_hadamard(activation)),
+        tolerance=0.4,
+        keep_last=keep_last,
+        keep_first=0.01,
+    )
+
+
+def _with_hadamard(operand: Operand) -> Operand:
+    # Four over six chooses on the forward's values; after a transform they are close to Gaussian and it gains nothing.
+    return Operand("nvfp4", operand.scaling, 16, rounding=operand.rounding, scale_up=operand.scale_up)
+
+
+def _eden(name: str, output: Product) -> Recipe:
+    """MS-EDEN in the backward: weights and activations are quantised again, unbiased, with fresh transforms."""
+    product = Product(_EDEN, _EDEN)
+    return Recipe(name, output, product, product, tolerance=0.4, keep_first=0.01, keep_last=0.15)
+
+
+_ACTIVATION, _WEIGHT = Operand("nvfp4", "1x16"), Operand("nvfp4", "16x16")
+_BETTER = Operand("nvfp4", "1x16", four_over_six=True)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        # 256-long sums of float32 products: about 1e-6; TF32, where someone switched it on, gives 3e-4.
+        _plain("fp32", _FP32, 2e-5),
+        # Rounding both operands and the result to 8 bits: about 3e-3.
+        _plain("bf16", _BF16, 1e-2),
+        # Both operands lose 2 to 4 % in E4M3 and 4 to 6 % in E5M2: 4 to 7 % together.
+        _fp8("fp8-tensorwise", "tensor"),
+        _fp8("fp8-delayed", "delayed"),
+        _fp8("fp8-rowwise", "row"),
+        # Two operands of 9 to 11 % noise give 15 %; stochastic rounding doubles the variance.
+        _nvfp4("nvfp4", _ACTIVATION, _WEIGHT, _NVIDIA_GRADIENT),
+        _nvfp4(
+            "nvfp4-4o6",
+            _BETTER,
+            Operand("nvfp4", "16x16", four_over_six=True),
+            _NVIDIA_GRADIENT,
+        ),
+        _nvfp4(
+            "nvfp4-unbiased",
+            _ACTIVATION,
+            _WEIGHT,
+            Operand("nvfp4", "1x16", rounding="stochastic", scale_up=True),
+        ),
+        _eden("nvfp4-eden", Product(_BETTER, _BETTER)),
+        _eden("fp8-nvfp4", _FP8_PRODUCT),
+    )
+}
+
+
+def recipe_named(name: str) -> Recipe:
+    """Raises UsageError for a recipe that does not exist. "fp8" is the delayed recipe, the fastest."""
+    name = "fp8-delayed" if name == "fp8" else name
+    if name not in RECIPES:
+        raise UsageError(f"precision '{name}' does not exist; use one of {', '.join(RECIPES)}")
+    return RECIPES[name]
