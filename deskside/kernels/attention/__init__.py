@@ -6,24 +6,31 @@ from deskside.kernels.attention.context import (
     BACKENDS,
     AttentionContext,
     Backend,
+    Pair,
     Requirements,
     backend_named,
     document_ids,
     document_positions,
     prepare,
 )
+from deskside.kernels.attention.explicit import Saved, attention_backward, attention_forward, pair_of
 from deskside.kernels.attention.reference import decode_attention
 
 __all__ = [
     "AttentionContext",
     "Requirements",
     "Backend",
+    "Pair",
     "BACKENDS",
     "backend_named",
     "prepare",
     "choose",
     "Choice",
     "decode_attention",
+    "attention_forward",
+    "attention_backward",
+    "pair_of",
+    "Saved",
     "document_ids",
     "document_positions",
     "flex",

@@ -19,6 +19,7 @@ from deskside.kernels.attention.context import (
     BACKENDS,
     AttentionContext,
     Backend,
+    Pair,
     Requirements,
     backend_named,
     prepare,
@@ -83,6 +84,9 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
             context = prepare(replace(check_context, backend=backend.name), small)
             got = _forward_backward(_callable(backend, context, small), check_inputs)
             errors[backend.name] = worst_error(got, expected)
+            if backend.pair is not None:
+                explicit = worst_error(_explicit(backend.pair, context, check_inputs), expected)
+                errors[backend.name] = max(errors[backend.name], explicit)
             if not errors[backend.name] <= TOLERANCE[need.dtype]:
                 rejected[backend.name] = _wrong(errors[backend.name], need.dtype)
                 continue
@@ -166,6 +170,13 @@ def _forward_backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> 
     leaves = [tensor.detach().requires_grad_() for tensor in qkv]
     output = function(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def _explicit(pair: Pair, context: AttentionContext, inputs: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of q, k, v by the pair that hand-written gradients use."""
+    q, k, v, grad = inputs
+    output, kept = pair.forward(q, k, v, context)
+    return [output, *pair.backward(kept, grad, context)]
 
 
 def _time(function: Callable[..., Tensor], inputs: list[Tensor], device: torch.device) -> float:

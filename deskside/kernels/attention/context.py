@@ -41,6 +41,19 @@ class AttentionContext:
 
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
+Kept = tuple[Any, ...]  # what a forward keeps for its backward
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A kernel's forward and backward as plain functions, for code that writes its gradients by hand.
+
+    forward: (q_BTHC, k_BTKC, v_BTKC, prepared context) -> (o_BTHC, what the backward needs).
+    backward: (that, grad_o_BTHC, the same context) -> (dq_BTHC, dk_BTKC, dv_BTKC).
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, AttentionContext], tuple[Tensor, Kept]]
+    backward: Callable[[Kept, Tensor, AttentionContext], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,7 @@ class Backend:
     )  # devices where `choose` must be asked for it
     for_masks: bool = False  # worth trying, and compiling, only where there are windows or documents
     prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
+    pair: Pair | None = None  # None: `explicit.py` runs `function` under autograd instead
 
     def why_not(self, need: Requirements) -> str | None:
         """The first requirement that this backend does not declare, None when it declares all."""

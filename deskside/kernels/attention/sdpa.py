@@ -4,8 +4,6 @@
 see, so that no dense T x T mask is built. It is the fast way on a CPU, which has no FlexAttention worth its compile.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +16,7 @@ from deskside.kernels.attention.context import (
     document_ids,
     register,
 )
+from deskside.kernels.attention.direct import CUDNN, FLASH, flash_windowed
 from deskside.kernels.attention.reference import QUERY_CHUNK, allowed_keys, visible_keys
 
 HALF = frozenset({torch.bfloat16, torch.float16})
@@ -86,9 +85,14 @@ def chunk_masks(
     return tuple(masks)
 
 
-def _register_kernel(name: str, kernel: SDPBackend, dtypes: frozenset[torch.dtype], grouped: bool) -> None:
-    function: Callable[..., Tensor] = held_to(kernel)
-    register(Backend(name, function, frozenset({"cuda"}), dtypes, grouped=grouped, not_causal=True))
+def flash(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
+    """FlashAttention: through SDPA, or directly where there is a window."""
+    function = flash_full if context.window is None else flash_windowed
+    return function(q_BTHC, k_BTKC, v_BTKC, context)
+
+
+flash_full = held_to(SDPBackend.FLASH_ATTENTION)
+CUDA = frozenset({"cuda"})
 
 
 register(Backend("sdpa", sdpa, frozenset({"cpu", "cuda"}), FLOAT | {torch.float64}, not_causal=True))
@@ -104,6 +108,8 @@ register(
         prepare=chunk_masks,
     )
 )
-_register_kernel("flash", SDPBackend.FLASH_ATTENTION, HALF, grouped=True)
-_register_kernel("cudnn", SDPBackend.CUDNN_ATTENTION, HALF, grouped=True)
-_register_kernel("efficient", SDPBackend.EFFICIENT_ATTENTION, FLOAT, grouped=False)
+register(Backend("flash", flash, CUDA, HALF, window=True, not_causal=True, pair=FLASH))
+register(Backend("cudnn", held_to(SDPBackend.CUDNN_ATTENTION), CUDA, HALF, not_causal=True, pair=CUDNN))
+register(
+    Backend("efficient", held_to(SDPBackend.EFFICIENT_ATTENTION), CUDA, FLOAT, grouped=False, not_causal=True)
+)

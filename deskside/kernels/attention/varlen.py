@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from deskside.kernels.attention.context import AttentionContext, Backend, register
+from deskside.kernels.attention.direct import FLASH
 from deskside.kernels.attention.sdpa import HALF
 
 
@@ -51,5 +52,15 @@ def boundaries(context: AttentionContext, batch: int, tokens: int, device: torch
 
 
 register(
-    Backend("varlen", varlen, frozenset({"cuda"}), HALF, window=True, documents=True, prepare=boundaries)
+    Backend(
+        "varlen",
+        varlen,
+        frozenset({"cuda"}),
+        HALF,
+        window=True,
+        documents=True,
+        for_masks=True,
+        prepare=boundaries,
+        pair=FLASH,
+    )
 )
