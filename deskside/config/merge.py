@@ -57,6 +57,21 @@ def _flat(config: RunConfig) -> bool:
     return isinstance(config.schedule, WsdConfig) and config.schedule.decay == 0
 
 
+def _not_quantized(config: RunConfig) -> bool:
+    return not config.precision.quantized
+
+
+def _fp32(config: RunConfig) -> bool:
+    return config.precision.name == "fp32"
+
+
+def _other_backend(config: RunConfig) -> bool:
+    return config.precision.backend != "deskside"
+
+
+_QUANTIZE = "nothing is quantised in fp32 and bf16: remove it, or use a precision.name such as fp8"
+
+
 NO_EFFECT = (
     NoEffect(
         "model.rope_theta",
@@ -130,6 +145,31 @@ NO_EFFECT = (
         "evaluate.every",
         lambda c: c.evaluate.every is None,
         "the evaluation at the end takes the whole split: remove it, or set evaluate.every",
+    ),
+    *(
+        NoEffect(f"precision.{key}", "precision.name", _not_quantized, _QUANTIZE)
+        for key in ("keep_first", "keep_last", "head", "warmup_steps", "bf16_from", "native", "backend")
+    ),
+    NoEffect(
+        "precision.weight_cache",
+        "precision.name",
+        _fp32,
+        "weights are used in FP32 as they are: remove it, or use another precision.name",
+    ),
+    NoEffect(
+        "precision.accumulate",
+        "precision.name",
+        _fp32,
+        "weight gradients are FP32 as they are: remove it, or use another precision.name",
+    ),
+    *(
+        NoEffect(
+            f"precision.{key}",
+            "precision.backend",
+            _other_backend,
+            "the other libraries decide that for themselves: remove it, or use precision.backend deskside",
+        )
+        for key in ("weight_cache", "accumulate", "native")
     ),
 )
 

@@ -1,11 +1,13 @@
 """The small parts of a run's configuration: data, batch, compute, precision, checkpoints, evaluation, guards."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from deskside.config.base import Part
 from deskside.config.duration import Duration
+from deskside.config.recipes import ALIASES, Recipe, recipe_named
 
 
 def _interval(duration: Duration) -> Duration:
@@ -83,12 +85,76 @@ class ComputeConfig(Part):
     )
 
 
-class PrecisionConfig(Part):
-    """The number formats of the matrix products. Weights stay in float32."""
+PrecisionName = Literal[
+    "auto", "fp32", "bf16", "fp8", "fp8-tensorwise", "fp8-delayed", "fp8-rowwise",
+    "nvfp4", "nvfp4-4o6", "nvfp4-unbiased", "nvfp4-eden", "fp8-nvfp4",
+]  # fmt: skip
+Share = Annotated[float, Field(ge=0, lt=1)]
 
-    name: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="auto: bf16 where the self-check passes on a GPU, else fp32"
+# What the other backends have of the recipes of config/recipes.py: torchao 0.18 deleted delayed scaling, and
+# transformer-engine 2.20 keeps four over six for inference and post-training.
+BACKEND_RECIPES = {
+    "torchao": ("fp8-tensorwise", "fp8-rowwise"),
+    "transformer-engine": ("fp8-delayed", "fp8-tensorwise", "nvfp4"),
+}
+
+
+class PrecisionConfig(Part):
+    """The number formats of the matrix products (`config/recipes.py`). Weights stay in float32."""
+
+    name: PrecisionName = Field(
+        "auto", description="auto: bf16 where the self-check passes on a GPU, else fp32; fp8: fp8-delayed"
     )
+    keep_first: Share | None = Field(
+        None, description="share of the blocks, from the front, that stays in BF16; None: the recipe's"
+    )
+    keep_last: Share | None = Field(
+        None, description="share of the blocks, from the back, that stays in BF16; None: the recipe's"
+    )
+    head: Literal["bf16", "fp8"] = Field("bf16", description="format of the output head's three products")
+    warmup_steps: NonNegativeInt = Field(0, description="steps in BF16 before the recipe begins")
+    bf16_from: float | None = Field(
+        None, gt=0, lt=1, description="progress (0 to 1) from which the run goes on in BF16; None: never"
+    )
+    weight_cache: bool = Field(
+        True, description="convert weights once per optimiser step, not once per pass; costs their memory"
+    )
+    accumulate: Literal["native", "fused"] = Field(
+        "native", description="weight gradients are added up in FP32 by autograd, or inside their product"
+    )
+    native: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: tensor cores of the format where the self-check passes; never: always emulated",
+    )
+    backend: Literal["deskside", "torchao", "transformer-engine"] = Field(
+        "deskside", description="whose layers carry the recipe out"
+    )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any product is in less than 16 bits."""
+        return self.name not in ("auto", "fp32", "bf16")
+
+    def recipe(self, name: str | None = None) -> Recipe:
+        """The recipe with the kept blocks asked for here. name: what "auto" came to.
+
+        Raises UsageError for a recipe that does not exist, "auto" among them.
+        """
+        recipe = recipe_named(name or self.name)
+        first = recipe.keep_first if self.keep_first is None else self.keep_first
+        last = recipe.keep_last if self.keep_last is None else self.keep_last
+        return replace(recipe, keep_first=first, keep_last=last)
+
+    @model_validator(mode="after")
+    def _backend_has_it(self) -> "PrecisionConfig":
+        if self.quantized and self.backend != "deskside":
+            known = BACKEND_RECIPES[self.backend]
+            if ALIASES.get(self.name, self.name) not in known:
+                raise ValueError(
+                    f"backend: {self.backend} has no recipe {self.name}; use one of {', '.join(known)}, or backend "
+                    f"deskside"
+                )
+        return self
 
 
 class CheckpointConfig(Part):

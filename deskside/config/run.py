@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from deskside.config.base import Part
+from deskside.config.dimensions import check_dimensions
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig, OptimConfig
 from deskside.config.parts import (
@@ -89,4 +90,39 @@ class RunConfig(Part):
                 f"batch.sequence_length: {longest} is longer than the model's {limit} positions; "
                 f"raise --model.max_position_embeddings or shorten the sequence"
             )
+        if self.precision.quantized:
+            self._quantizable()
         return self
+
+    def _quantizable(self) -> None:
+        """Raises ValueError where the recipe cannot do this run: by name, and with the remedy."""
+        name, layers = self.precision.name, self.model.num_hidden_layers
+        first, last = self.precision.recipe().kept_blocks(layers)
+        if first + last >= layers:
+            raise ValueError(
+                f"precision.name: {name} keeps the first {first} and the last {last} of {layers} blocks in BF16, so "
+                f"nothing is quantised; set --precision.keep_first 0 --precision.keep_last 0, or use bf16"
+            )
+        length = self.schedule.length
+        if length is not None and length.unit == "steps" and self.precision.warmup_steps >= length.value:
+            raise ValueError(
+                f"precision.warmup_steps: {self.precision.warmup_steps} BF16 steps are the whole run of {length}; "
+                f"lower it, or use precision.name bf16"
+            )
+        if self.parallel.mode == "shard":
+            raise ValueError(
+                f"parallel.mode: sharded weights cannot be trained in {name} yet; use --parallel.mode replicate, "
+                f"or --precision.name bf16"
+            )
+        if self.model.num_experts:
+            raise ValueError(
+                f"precision.name: {name} has no products for a mixture of experts yet; use bf16, or a dense model "
+                f"(model.num_experts 0)"
+            )
+        check_dimensions(
+            self.precision.recipe(),
+            self.model,
+            head=self.precision.head == "fp8",
+            sequence_lengths=[stage.sequence_length for stage in self.stages()],
+            micro_tokens=None if self.batch.micro_tokens == "auto" else self.batch.micro_tokens,
+        )

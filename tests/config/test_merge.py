@@ -91,6 +91,35 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"evaluate": {"every": "1m", "tokens": 5000}},
         {"evaluate": {"every": None}},
     ),
+    **{
+        (f"precision.{key}", "precision.name"): (
+            {"precision": {"name": "fp8-tensorwise", key: value}},
+            {"precision": {"name": "bf16"}},
+        )
+        for key, value in {
+            "keep_first": 0.1,
+            "keep_last": 0.2,
+            "head": "fp8",
+            "warmup_steps": 10,
+            "bf16_from": 0.8,
+            "native": "never",
+            "backend": "torchao",
+        }.items()
+    },
+    **{
+        (f"precision.{key}", "precision.name"): (
+            {"precision": {"name": "bf16", key: value}},
+            {"precision": {"name": "fp32"}},
+        )
+        for key, value in {"weight_cache": False, "accumulate": "fused"}.items()
+    },
+    **{
+        (f"precision.{key}", "precision.backend"): (
+            {"precision": {"name": "fp8-tensorwise", key: value}},
+            {"precision": {"name": "fp8-tensorwise", "backend": "torchao"}},
+        )
+        for key, value in {"weight_cache": False, "accumulate": "fused", "native": "never"}.items()
+    },
 }
 RULES = [pytest.param(rule, id=f"{rule.key}<-{rule.cause}") for rule in NO_EFFECT]
 
@@ -220,6 +249,18 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"checkpoint": {"every": "1 epochs"}}, ("checkpoint.every", "steps, tokens or time", "10m")),
     ({"checkpoint": {"keep_every": "2 epochs"}}, ("checkpoint.keep_every", "steps, tokens or time")),
     ({"evaluate": {"every": "0.5 epochs"}}, ("evaluate.every", "steps, tokens or time")),
+    ({"precision": {"name": "fp4"}}, ("precision.name", "nvfp4")),
+    ({"precision": {"name": "fp8", "backend": "torchao"}}, ("precision.backend", "fp8-tensorwise, fp8-rowwise")),
+    ({"precision": {"name": "fp8", "keep_first": 1.0}}, ("precision.keep_first", "1.0")),
+    ({"precision": {"name": "fp8", "bf16_from": 0}}, ("precision.bf16_from", "0")),
+    ({"precision": {"name": "fp8", "keep_first": 0.5, "keep_last": 0.5}},
+     ("precision.name", "the first 6 and the last 6 of 12", "--precision.keep_first 0")),
+    ({"precision": {"name": "nvfp4"}, "model": {"num_hidden_layers": 2}}, ("precision.name", "nothing is quantised")),
+    ({"precision": {"name": "fp8", "warmup_steps": 50}, "schedule": {"steps": 50}},
+     ("precision.warmup_steps", "50 steps", "bf16")),
+    ({"precision": {"name": "nvfp4"}, "parallel": {"mode": "shard"}},
+     ("parallel.mode", "nvfp4", "--parallel.mode replicate")),
+    ({"precision": {"name": "fp8"}, "model": {"num_experts": 8}}, ("precision.name", "mixture of experts", "bf16")),
     ({"modle": {"hidden_size": 64}}, ("modle", "model")),
 ]  # fmt: skip
 

@@ -30,6 +30,7 @@ def parse(*argv: str) -> tuple[Own, dict[str, Any]]:
 
 # What else a key needs before it has an effect.
 MOE = {"model": {"num_experts": 16}}
+FP8 = {"precision": {"name": "fp8-tensorwise"}}
 NEEDS: dict[str, dict[str, Any]] = {
     "model.norm_bias": {"model": {"norm": "layernorm"}},
     "model.num_experts_per_tok": MOE,
@@ -40,6 +41,13 @@ NEEDS: dict[str, dict[str, Any]] = {
     "model.window_pattern": {"model": {"sliding_window": 512}},
     "data.val_fraction": {"data": {"sources": ["a.txt"]}},
     "schedule.clock": {"schedule": {"length": "3h"}},
+    "precision.keep_first": FP8,
+    "precision.keep_last": FP8,
+    "precision.head": FP8,
+    "precision.warmup_steps": FP8,
+    "precision.bf16_from": FP8,
+    "precision.native": FP8,
+    "precision.backend": FP8,
 }
 # Values where "another one of its kind" would not be valid.
 VALUES: dict[str, str] = {

@@ -1,0 +1,91 @@
+"""Do a model's sizes divide as a recipe needs them to? Answered before training starts, with the nearest that would.
+
+FP8 products take sizes that are multiples of 16 in every dimension; NVFP4 has blocks of 16, and a Hadamard transform
+works on 16 or 128 values, along the dimension that a product sums over. That dimension is, for y = x W^T, the columns
+of W in the output, the rows of W in the input gradient, and the tokens of a pass in the weight gradient. A fused
+weight (q, k and v in one) counts as one.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from deskside.config.model import ModelConfig
+from deskside.config.recipes import Product, Recipe
+
+UNIT = 16  # every dimension of a quantised product
+
+
+def check_dimensions(
+    recipe: Recipe,
+    model: ModelConfig,
+    head: bool = False,
+    sequence_lengths: Sequence[int] = (),
+    micro_tokens: int | None = None,
+) -> None:
+    """Raises ValueError that names the key and the nearest size that divides.
+
+    head: the output head's products are quantised too; sequence_lengths: of the stages; micro_tokens: of one pass,
+    None where it is any number of whole rows.
+    """
+    columns, rows, tokens = (_multiple(product) for product in recipe.products)
+    hidden, inside = model.hidden_size, model.intermediate_size
+    heads, kv_heads, channels = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    _divides("model.hidden_size", hidden, math.lcm(columns, rows), recipe)
+    _divides("model.intermediate_size", inside, _of_mlp(model, columns, rows), recipe)
+
+    def attention(size: int) -> bool:
+        """Whether heads of `size` channels divide: queries enter a product and, with keys and values, leave one."""
+        q, kv = heads * size, kv_heads * size
+        leaving = [q + 2 * kv] if model.fused_qkv else [q, kv]
+        return size % 2 == 0 and q % columns == 0 and all(n % rows == 0 for n in leaving)
+
+    if not attention(channels):
+        near = _nearest(channels, attention)
+        raise ValueError(
+            f"model.head_dim: {heads} query and {kv_heads} key-value heads of {channels} channels do not divide by "
+            f"{math.lcm(columns, rows)}, as {recipe.name} needs; use --model.head_dim {near}, or other numbers of heads"
+        )
+    if head:
+        _divides("model.vocab_size", model.vocab_size, UNIT, recipe)
+    for length in sequence_lengths:
+        key = "batch.sequence_length" if len(sequence_lengths) == 1 else "schedule.stages"
+        if micro_tokens is None:
+            _divides(key, length, tokens, recipe)
+    if micro_tokens is not None:
+        step = math.lcm(tokens, *sequence_lengths)
+        if micro_tokens % tokens:
+            near = _nearest(micro_tokens, lambda n: n % step == 0)
+            raise ValueError(
+                f"batch.micro_tokens: {micro_tokens} is no multiple of {tokens}, as {recipe.name} needs for the weight "
+                f"gradient; use {near}"
+            )
+
+
+def _multiple(product: Product) -> int:
+    """What the summed dimension of a product must be a multiple of; 1 where it is not quantised."""
+    if not product.quantized:
+        return 1
+    return math.lcm(UNIT, product.left.hadamard or 1, product.right.hadamard or 1)
+
+
+def _of_mlp(model: ModelConfig, columns: int, rows: int) -> int:
+    """The multiple that the MLP's width must be: it enters the down projection and leaves the one before."""
+    if model.gated_mlp and model.fused_gate_up:  # 2 x width leaves as one
+        rows = rows // math.gcd(rows, 2)
+    return math.lcm(columns, rows)
+
+
+def _divides(key: str, size: int, by: int, recipe: Recipe) -> None:
+    if size % by:
+        near = _nearest(size, lambda n: n % by == 0)
+        raise ValueError(f"{key}: {size} is no multiple of {by}, as {recipe.name} needs; use {near}")
+
+
+def _nearest(size: int, good: Callable[[int], bool]) -> int:
+    """The nearest size that is good, the larger of two as near."""
+    distance = 0
+    while True:
+        for candidate in (size + distance, size - distance):
+            if candidate > 0 and good(candidate):
+                return candidate
+        distance += 1

@@ -1,0 +1,73 @@
+"""Sizes that do not divide are refused by key, with a size that does; what is suggested is accepted."""
+
+from typing import Any
+
+import pytest
+
+from deskside.config import presets
+from deskside.config.merge import build
+from deskside.config.recipes import RECIPES
+from deskside.errors import UsageError
+
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+
+
+def refused(**parts: Any) -> str:
+    with pytest.raises(UsageError) as error:
+        build([parts])
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize(
+    "preset", [*(n for n in presets.names() if n not in ("demo", "gpt2")), "d12", "d14", "d20"]
+)
+def test_every_preset_that_is_a_shape_divides(preset: str, recipe: str) -> None:
+    build([*presets.layers(preset), {"precision": {"name": recipe, "head": "fp8"}}])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "key", "mend"),
+    [
+        ("fp8", {"hidden_size": 770, "head_dim": 64}, "model.hidden_size: 770", {"hidden_size": 768}),
+        ("nvfp4", {"intermediate_size": 2050}, "model.intermediate_size: 2050", {"intermediate_size": 2048}),
+        ("nvfp4-eden", {"hidden_size": 832, "head_dim": 64}, "model.hidden_size: 832", {"hidden_size": 896}),
+        ("fp8", {"head_dim": 62}, "model.head_dim: 12 query", {"head_dim": 64}),
+        # 12 heads of 64 and 3 of 64: 1152 rows together are 9 x 128, 192 of k alone are not.
+        ("fp8-nvfp4", {"fused_qkv": False}, "model.head_dim: 12 query", {"head_dim": 128}),
+        ("fp8-nvfp4", {"intermediate_size": 2112, "fused_gate_up": False}, "model.intermediate_size: 2112",
+         {"intermediate_size": 2176}),
+    ],
+)  # fmt: skip
+def test_a_size_that_does_not_divide(
+    recipe: str, model: dict[str, Any], key: str, mend: dict[str, Any]
+) -> None:
+    line = refused(model=model, precision={"name": recipe})
+    assert line.startswith(key)
+    assert str(next(iter(mend.values()))) in line
+    build([{"model": {**model, **mend}, "precision": {"name": recipe}}])
+    build([{"model": model, "precision": {"name": "bf16"}}])
+
+
+def test_the_width_that_leaves_a_fused_gate_counts_twice() -> None:
+    """Rows of the fused gate and up: 2 x 2112 = 33 x 128, but columns of the down projection need 16 alone."""
+    build([{"model": {"intermediate_size": 2112}, "precision": {"name": "nvfp4-eden"}}])
+
+
+def test_the_vocabulary_counts_only_with_the_head() -> None:
+    model = {"vocab_size": 32770}
+    build([{"model": model, "precision": {"name": "fp8"}}])
+    assert refused(model=model, precision={"name": "fp8", "head": "fp8"}).startswith(
+        "model.vocab_size: 32770 is no multiple of 16, as fp8-delayed needs; use 32768"
+    )
+
+
+def test_tokens_are_what_the_weight_gradient_sums_over() -> None:
+    rows = {"sequence_length": 200, "tokens": 64000}
+    build([{"batch": {**rows, "micro_tokens": 3200}, "precision": {"name": "fp8"}}])
+    assert refused(batch=rows, precision={"name": "fp8"}).startswith("batch.sequence_length: 200")
+    line = refused(batch={**rows, "micro_tokens": 1000}, precision={"name": "fp8"})
+    assert line.startswith("batch.micro_tokens: 1000") and line.endswith("use 1200")
+    build([{"batch": {**rows, "micro_tokens": 6400}, "precision": {"name": "nvfp4-eden"}}])  # 50 x 128
