@@ -1,6 +1,6 @@
 """Attention kernels behind one interface; importing this package registers them and runs nothing."""
 
-from deskside.kernels.attention import flex, reference, sdpa, varlen
+from deskside.kernels.attention import fa4, flex, reference, sdpa, varlen
 from deskside.kernels.attention.choose import Choice, choose
 from deskside.kernels.attention.context import (
     BACKENDS,
@@ -33,6 +33,7 @@ __all__ = [
     "Saved",
     "document_ids",
     "document_positions",
+    "fa4",
     "flex",
     "reference",
     "sdpa",

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -106,6 +108,7 @@ class Backend:
     for_masks: bool = False  # worth trying, and compiling, only where there are windows or documents
     prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
     pair: Pair | None = None  # None: `explicit.py` runs `function` under autograd instead
+    package: str | None = None  # an optional distribution that it needs; also the name of deskside's extra
 
     def why_not(self, need: Requirements) -> str | None:
         """The first requirement that this backend does not declare, None when it declares all."""
@@ -123,7 +126,19 @@ class Backend:
             return "is causal only"
         if need.head_dim > self.max_head_dim:
             return f"head_dim {need.head_dim} is above its {self.max_head_dim}"
+        if self.package is not None and not _installed(self.package):
+            return f"needs the package {self.package}: pip install 'deskside[{self.package}]'"
         return None
+
+
+@lru_cache(maxsize=8)
+def _installed(distribution: str) -> bool:
+    """Asked without importing it, which can take seconds."""
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 BACKENDS: dict[str, Backend] = {}

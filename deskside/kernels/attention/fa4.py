@@ -1,0 +1,206 @@
+"""FlashAttention-4, the optional package flash-attn-4: CuTe kernels for compute capability 9.0 and newer.
+
+Whole rows, or documents as one ragged row, each with or without a left window (Zadouri et al. 2026,
+arXiv 2603.05451).
+The package is imported at the first call. Its public functions are autograd functions that torch.compile cannot see
+through, so its forward and backward kernels are wrapped as two custom operators with shapes and a derivative of their
+own; code that writes its gradients by hand calls the kernels without them.
+
+The package declares its forward for compute capability 8.x to 12.x and its backward for 9.x to 12.x. That is not
+asked here: the trial runs both, and what they answer is recorded. Kernels are compiled at first use, in some seconds,
+and kept in the user's cache directory (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another one).
+"""
+
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, register
+from deskside.kernels.attention.sdpa import HALF
+
+Kernel = Callable[..., Any]
+
+
+@lru_cache(maxsize=1)
+def _library() -> tuple[Kernel, Kernel, tuple[type[Exception], ...]]:
+    """(forward kernel, backward kernel, what they raise where they cannot run). Raises RuntimeError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskside" / "flash-attn-4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
+    try:
+        kernels = import_module("flash_attn.cute.interface")
+        refusal = import_module("cutlass.base_dsl.common").DSLBaseError
+    except (ImportError, OSError) as error:
+        raise RuntimeError(f"flash-attn-4 does not import: {error}") from error
+    return kernels._flash_attn_fwd, kernels._flash_attn_bwd, (AssertionError, refusal)
+
+
+def _forward(
+    q_BTHC: Tensor,
+    k_BTKC: Tensor,
+    v_BTKC: Tensor,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(o_BTHC, logarithms of the softmax's sums). Raises RuntimeError where the package cannot run it."""
+    forward, _, refusals = _library()
+    q, k, v = _rows(q_BTHC, k_BTKC, v_BTKC, cu_seqlens=cu_seqlens)
+    options = _options(cu_seqlens, longest, scale, causal, window)
+    try:
+        o, lse = forward(q, k, v, return_lse=True, **options)[:2]
+    except refusals as error:
+        raise RuntimeError(f"forward: {_first_line(error)}") from error
+    return o.view(q_BTHC.shape), lse
+
+
+def _backward(
+    grad_o_BTHC: Tensor,
+    q_BTHC: Tensor,
+    k_BTKC: Tensor,
+    v_BTKC: Tensor,
+    o_BTHC: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq_BTHC, dk_BTKC, dv_BTKC), contiguous. Raises RuntimeError where the package cannot run it."""
+    _, backward, refusals = _library()
+    q, k, v = _rows(q_BTHC, k_BTKC, v_BTKC, cu_seqlens=cu_seqlens)
+    o, grad_o = _rows(o_BTHC, grad_o_BTHC, cu_seqlens=cu_seqlens)
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHC, k_BTKC, v_BTKC)]
+    dq, dk, dv = _rows(*gradients, cu_seqlens=cu_seqlens)
+    options = _options(cu_seqlens, longest, scale, causal, window)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        backward(q, k, v, o, grad_o, lse, dq=dq, dk=dk, dv=dv, deterministic=deterministic, **options)
+    except refusals as error:
+        raise RuntimeError(f"backward: {_first_line(error)}") from error
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _rows(*tensors_BTHC: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """As they are, or with documents (B * T, H, C): views in either case, of a fused projection too."""
+    return [x if cu_seqlens is None else x.flatten(0, 1) for x in tensors_BTHC]
+
+
+def _options(
+    cu_seqlens: Tensor | None, longest: int, scale: float | None, causal: bool, window: int | None
+) -> dict[str, Any]:
+    """The package counts the keys before a query, the window holds the query as well."""
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+    if window is not None:
+        options |= {"window_size_left": window - 1, "window_size_right": 0 if causal else None}
+    if cu_seqlens is not None:
+        options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return options
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+forward_op = torch.library.custom_op("deskside::fa4_forward", _forward, mutates_args=())
+backward_op = torch.library.custom_op("deskside::fa4_backward", _backward, mutates_args=())
+
+
+@forward_op.register_fake
+def _forward_shapes(
+    q_BTHC: Tensor,
+    k_BTKC: Tensor,
+    v_BTKC: Tensor,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q_BTHC.shape
+    shape = (B, H, T) if cu_seqlens is None else (H, B * T)
+    return q_BTHC.new_empty(q_BTHC.shape), q_BTHC.new_empty(shape, dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _backward_shapes(
+    grad_o_BTHC: Tensor, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q_BTHC, k_BTKC, v_BTKC))
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+
+
+def _derivative(ctx: Any, grad_o_BTHC: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    """The sums' gradient is never asked for: `fa4` hands out the output alone."""
+    gradients = backward_op(grad_o_BTHC, *ctx.saved_tensors, *ctx.options)
+    return *gradients, None, None, None, None, None
+
+
+forward_op.register_autograd(_derivative, setup_context=_keep)
+
+
+def _longest(q_BTHC: Tensor, context: AttentionContext) -> int:
+    return q_BTHC.shape[1] if context.max_seqlen is None else context.max_seqlen
+
+
+def fa4(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
+    """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C)."""
+    o_BTHC, _ = forward_op(
+        q_BTHC,
+        k_BTKC,
+        v_BTKC,
+        context.cu_seqlens,
+        _longest(q_BTHC, context),
+        context.scale,
+        context.causal,
+        context.window,
+    )
+    assert isinstance(o_BTHC, Tensor)
+    return o_BTHC
+
+
+def _pair_forward(
+    q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
+) -> tuple[Tensor, Kept]:
+    q, k, v = (tensor.detach() for tensor in (q_BTHC, k_BTKC, v_BTKC))
+    longest = _longest(q, context)
+    o, lse = _forward(q, k, v, context.cu_seqlens, longest, context.scale, context.causal, context.window)
+    return o, (q, k, v, o, lse)
+
+
+def _pair_backward(
+    kept: Kept, grad_o_BTHC: Tensor, context: AttentionContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, o, lse = kept
+    cu_seqlens, longest, scale = context.cu_seqlens, _longest(q, context), context.scale
+    return _backward(grad_o_BTHC, q, k, v, o, lse, cu_seqlens, longest, scale, context.causal, context.window)
+
+
+register(
+    Backend(
+        "fa4",
+        fa4,
+        frozenset({"cuda"}),
+        HALF,
+        window=True,
+        documents=True,
+        not_causal=True,
+        package="flash-attn-4",
+        pair=Pair(_pair_forward, _pair_backward),
+    )
+)
