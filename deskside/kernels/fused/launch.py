@@ -1,0 +1,167 @@
+"""Launching the fused Triton kernels: output tensors, grids and tile sizes. Imported only where tensors are on a GPU.
+
+Tile sizes are fixed, not tuned at run time: a search would cost more at every start than it gives back. They were
+chosen on an H200 (docs/log.md) and keep within the shared memory of consumer cards.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from deskside.kernels.fused import triton_gated, triton_norm, triton_rope
+from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
+
+KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
+FP8_ROWS = 64  # rows of a tile that is also written transposed: 64 bytes of a column are contiguous
+PROGRAMS_PER_SM = 16  # of kernels that keep sums in registers; enough of them to hide the latency of loads
+
+
+def _fp8(shape: tuple[int, int], cast: Cast, device: torch.device) -> Fp8:
+    rows, columns = shape
+    return Fp8(
+        torch.empty(rows, columns, dtype=cast.dtype, device=device),
+        torch.empty(columns, rows, dtype=cast.dtype, device=device),
+    )
+
+
+def _warps(elements: int) -> int:
+    return 4 if elements <= 4096 else 8
+
+
+def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
+    """(N, K) -> rows and columns."""
+    N, K = x.shape
+    out = _fp8((N, K), cast, x.device)
+    grid = (triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 64))
+    triton_norm.cast_fp8[grid](
+        x, out.rows, out.columns, cast.scale, cast.amax, N, K, FP8_ROWS, 64, cast.largest, num_warps=4
+    )
+    return out
+
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None
+) -> tuple[Tensor, Tensor | Fp8, Tensor]:
+    """residual, delta: (N, D) contiguous."""
+    N, D = residual.shape
+    out = residual if delta is None else torch.empty_like(residual)
+    rstd = torch.empty(N, dtype=torch.float32, device=residual.device)
+    if cast is None:
+        block = triton.next_power_of_2(D)
+        rows = max(1, 4096 // block)
+        normed = torch.empty_like(residual)
+        triton_norm.add_norm[(triton.cdiv(N, rows),)](
+            residual, delta, weight, out, normed, rstd, N, eps, D, rows, block, delta is not None,
+            num_warps=_warps(rows * block),
+        )  # fmt: skip
+        return out, normed, rstd
+    fp8 = _fp8((N, D), cast, residual.device)
+    triton_norm.add_norm_fp8[(triton.cdiv(N, FP8_ROWS),)](
+        residual, delta, weight, out, fp8.rows, fp8.columns, rstd, cast.scale, cast.amax, N, eps,
+        D, FP8_ROWS, 64, delta is not None, cast.largest, num_warps=4,
+    )  # fmt: skip
+    return out, fp8, rstd
+
+
+def add_norm_backward(
+    grad_normed: Tensor, residual_out: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(N, D) each, contiguous."""
+    N, D = residual_out.shape
+    grad = torch.empty_like(residual_out)
+    block = triton.next_power_of_2(D)
+    rows = max(1, 4096 // block)
+    programs = min(PROGRAMS_PER_SM * multiprocessors(residual_out.device), triton.cdiv(N, rows))
+    each = triton.cdiv(N, programs)
+    sums = torch.empty(programs, D, dtype=torch.float32, device=grad.device)
+    triton_norm.add_norm_backward[(programs,)](
+        grad_normed, residual_out, rstd, weight, grad_residual, grad, sums, N, each,
+        D, rows, block, grad_residual is not None, num_warps=_warps(rows * block),
+    )  # fmt: skip
+    return grad, sums.sum(0)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    angles: tuple[Tensor, Tensor] | None,
+    layout: QkvLayout,
+) -> tuple[Tensor, Tensor]:
+    """qkv: (N, width) contiguous."""
+    N, C = len(qkv), layout.head_dim
+    q = torch.empty(N, layout.heads, C, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(N, layout.kv_heads, C, dtype=qkv.dtype, device=qkv.device)
+    cos, sin = angles or (None, None)
+    rows = max(16, 2048 // C)
+    triton_rope.qk_norm_rope[(triton.cdiv(N, rows),)](
+        qkv, q, k, q_weight, k_weight, cos, sin, N, 1 if cos is None else len(cos), layout.eps,
+        layout.heads, layout.kv_heads, C, rows, q_weight is not None, angles is not None, num_warps=4,
+    )  # fmt: skip
+    return q, k
+
+
+def qk_norm_rope_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    angles: tuple[Tensor, Tensor] | None,
+    layout: QkvLayout,
+    cast: Cast | None,
+) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
+    """grads: (N, heads, C), (N, kv_heads, C) twice, channels contiguous, any other strides."""
+    (N, width), C = qkv.shape, layout.head_dim
+    rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
+    programs, heads, width_in_heads = triton.cdiv(N, rows), layout.heads, width // C
+    shape = (programs, heads + layout.kv_heads, C) if q_weight is not None else (0,)
+    sums = torch.empty(shape, dtype=torch.float32, device=qkv.device)
+    fp8 = None if cast is None else _fp8((N, width), cast, qkv.device)
+    out = torch.empty_like(qkv) if fp8 is None else fp8.rows
+    cos, sin = angles or (None, None)
+    strides = [stride for g in grads for stride in g.stride()[:2]]
+    triton_rope.qk_norm_rope_backward[(width_in_heads, programs)](
+        *grads, qkv, q_weight, k_weight, cos, sin,
+        out, None if fp8 is None else fp8.columns, None if cast is None else cast.scale,
+        None if cast is None else cast.amax, sums, N, 1 if cos is None else len(cos), layout.eps, *strides,
+        layout.heads, layout.kv_heads, C, rows, q_weight is not None, angles is not None,
+        cast is not None, 1.0 if cast is None else cast.largest, num_warps=4,
+    )  # fmt: skip
+    result: Tensor | Fp8 = out if fp8 is None else fp8
+    if q_weight is None:
+        return result, None, None
+    total = sums.sum(0)
+    return result, total[:heads].sum(0), total[heads:].sum(0)
+
+
+def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
+    """(N, 2F) or (N, F) -> (N, F)."""
+    N, F = len(x), x.shape[1] // (2 if two else 1)
+    fp8 = None if cast is None else _fp8((N, F), cast, x.device)
+    out = torch.empty(N, F, dtype=x.dtype, device=x.device) if fp8 is None else fp8.rows
+    _gated(triton_gated.gated, (x,), out, fp8, kind, two, cast, N, F)
+    return out if fp8 is None else fp8
+
+
+def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
+    """grad (N, F), x as in `gated` -> the gradient of x."""
+    N, F = grad.shape
+    fp8 = None if cast is None else _fp8((N, x.shape[1]), cast, x.device)
+    out = torch.empty_like(x) if fp8 is None else fp8.rows
+    _gated(triton_gated.gated_backward, (grad, x), out, fp8, kind, two, cast, N, F)
+    return out if fp8 is None else fp8
+
+
+def _gated(kernel, inputs, out, fp8, kind, two, cast, N, F):  # type: ignore[no-untyped-def]
+    rows, columns = (FP8_ROWS, 64) if cast is not None else (8, 512)
+    grid = (triton.cdiv(N, rows), triton.cdiv(F, columns))
+    kernel[grid](
+        *inputs, out, None if fp8 is None else fp8.columns, None if cast is None else cast.scale,
+        None if cast is None else cast.amax, N, F, KINDS[kind], two, rows, columns,
+        cast is not None, 1.0 if cast is None else cast.largest, num_warps=4,
+    )  # fmt: skip
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the card."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

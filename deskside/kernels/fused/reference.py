@@ -1,0 +1,134 @@
+"""The fused operators in plain torch: what the Triton kernels are tested against, and what runs on a CPU.
+
+Inputs may be any floating dtype; arithmetic is in float32, or float64 where the inputs are. Backward forms come from
+autograd on the forward forms, so that no derivative is written by hand twice.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """float32, or float64 where x is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
+    """See `deskside.kernels.fused.cast_fp8`."""
+    torch.maximum(cast.amax, x.detach().abs().max().to(cast.amax.dtype), out=cast.amax)
+    scaled = (x.to(wide(x)) * cast.scale).clamp(-cast.largest, cast.largest)
+    rows = scaled.to(cast.dtype)
+    return Fp8(rows, rows.T.contiguous())
+
+
+def _finish(values: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor | Fp8:
+    return values.to(dtype) if cast is None else cast_fp8(values, cast)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.to(wide(x))
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None
+) -> tuple[Tensor, Tensor | Fp8, Tensor]:
+    """See `deskside.kernels.fused.add_norm`."""
+    out = residual if delta is None else residual + delta
+    x = out.to(wide(out))
+    rstd = torch.rsqrt(x.square().mean(-1) + eps)
+    return out, _finish(_norm(out, weight, eps), cast, residual.dtype), rstd
+
+
+def add_norm_backward(
+    grad_normed: Tensor,
+    residual_out: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    grad_residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See `deskside.kernels.fused.add_norm_backward`."""
+    x, dtype = residual_out.to(wide(residual_out)), wide(residual_out)
+    normal = x * rstd[:, None]
+    grad = grad_normed.to(dtype)
+    grad_weight = (grad * normal).sum(0)
+    grad = grad * weight.to(dtype)
+    grad = (grad - normal * (grad * normal).mean(-1, keepdim=True)) * rstd[:, None]
+    if grad_residual is not None:
+        grad = grad + grad_residual
+    return grad.to(residual_out.dtype), grad_weight
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    angles: tuple[Tensor, Tensor] | None,
+    layout: QkvLayout,
+) -> tuple[Tensor, Tensor]:
+    """See `deskside.kernels.fused.qk_norm_rope`."""
+    q, k, _ = layout.split(qkv)
+    return tuple(  # type: ignore[return-value]
+        _turn(x if weight is None else _norm(x, weight, layout.eps), angles).to(qkv.dtype)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+
+
+def _turn(x_NHC: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+    x = x_NHC.to(wide(x_NHC))
+    if angles is None:
+        return x
+    cos, sin = (t.to(x.dtype).repeat(len(x) // len(t), 1)[:, None] for t in angles)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def qk_norm_rope_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    angles: tuple[Tensor, Tensor] | None,
+    layout: QkvLayout,
+    cast: Cast | None,
+) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
+    """See `deskside.kernels.fused.qk_norm_rope_backward`."""
+    with torch.enable_grad():
+        leaf = qkv.detach().to(wide(qkv)).requires_grad_()
+        weights = [None if w is None else w.detach().to(leaf.dtype).requires_grad_() for w in (q_weight, k_weight)]
+        q, k = qk_norm_rope(leaf, weights[0], weights[1], angles, layout)
+        outputs = (q, k, layout.split(leaf)[2])
+        wanted = [leaf, *(w for w in weights if w is not None)]
+        grad, *rest = torch.autograd.grad(outputs, wanted, [g.to(leaf.dtype) for g in grads])
+    if q_weight is None:
+        return _finish(grad, cast, qkv.dtype), None, None
+    return _finish(grad, cast, qkv.dtype), rest[0], rest[1]
+
+
+def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
+    """See `deskside.kernels.fused.gated`."""
+    return _finish(_hidden(x.to(wide(x)), kind, two), cast, x.dtype)
+
+
+def _hidden(x: Tensor, kind: str, two: bool) -> Tensor:
+    first, *up = x.chunk(2, dim=-1) if two else (x,)
+    hidden = ACTIVATIONS[kind](first)
+    return hidden * up[0] if up else hidden
+
+
+def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
+    """See `deskside.kernels.fused.gated_backward`."""
+    with torch.enable_grad():
+        leaf = x.detach().to(wide(x)).requires_grad_()
+        (grad_x,) = torch.autograd.grad(_hidden(leaf, kind, two), leaf, grad.to(leaf.dtype))
+    return _finish(grad_x, cast, x.dtype)

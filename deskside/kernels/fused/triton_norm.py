@@ -1,0 +1,118 @@
+"""Residual add + RMSNorm (+ cast to FP8), forward and backward, and the cast of a tensor that exists already.
+
+Forward, bytes per element in BF16: reads 2 tensors, writes 2. In FP8 the normalised values are written as two tensors
+of one byte, rows and columns, which is the same traffic as one BF16 tensor.
+Backward: one pass reads the output's gradient, the residual and the gradient that reached the residual from above, and
+writes their sum's gradient; the weight's gradient is added up in registers and left as one row per program.
+"""
+
+import triton
+import triton.language as tl
+
+from deskside.kernels.fused.triton_common import note_amax, store_fp8
+
+
+@triton.jit
+def add_norm(  # type: ignore[no-untyped-def]
+    RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, NORMED, RSTD, N, eps,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N whole rows per program; BLOCK_D is the power of two that holds D."""
+    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (columns < D)[None, :]
+    place = rows[:, None] * D + columns[None, :]
+    x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
+        tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
+        x = rounded.to(tl.float32)  # the norm of what is stored, which the backward sees
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
+    tl.store(RSTD + rows, rstd, mask=rows < N)
+    weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)
+    tl.store(NORMED + place, (x * rstd[:, None] * weight[None, :]).to(NORMED.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_norm_fp8(  # type: ignore[no-untyped-def]
+    RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, COLUMNS, RSTD, SCALE, AMAX, N, eps,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows per program, in two passes over pieces of BLOCK_D columns; the second one finds them in cache.
+
+    The sum is computed again rather than read back: another thread may have written it.
+    """
+    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    square = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        mask = (rows < N)[:, None] & (columns < D)[None, :]
+        place = rows[:, None] * D + columns[None, :]
+        x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+        if HAS_DELTA:
+            x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+            rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
+            tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
+            x = rounded.to(tl.float32)
+        square += tl.sum(x * x, axis=1)
+    rstd = tl.rsqrt(square / D + eps)
+    tl.store(RSTD + rows, rstd, mask=rows < N)
+    scale = tl.load(SCALE)
+    for start in range(0, D, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        mask = (rows < N)[:, None] & (columns < D)[None, :]
+        place = rows[:, None] * D + columns[None, :]
+        x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+        if HAS_DELTA:
+            x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+            x = x.to(RESIDUAL_OUT.dtype.element_ty).to(tl.float32)
+        weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)
+        normed = x * rstd[:, None] * weight[None, :]
+        note_amax(AMAX, normed)
+        store_fp8(ROWS, COLUMNS, normed, scale, rows, columns, rows < N, columns < D, D, N, LARGEST)
+
+
+@triton.jit
+def add_norm_backward(  # type: ignore[no-untyped-def]
+    GRAD_NORMED, RESIDUAL_OUT, RSTD, WEIGHT, GRAD_RESIDUAL, GRAD, GRAD_WEIGHT, N, rows_each,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_GRAD_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """`rows_each` rows per program, BLOCK_N at a time. GRAD_WEIGHT: (programs, D), one row of sums each."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_D)
+    weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    grad_weight = tl.zeros((BLOCK_D,), tl.float32)
+    start = 0
+    while start < rows_each:
+        offset = start + tl.arange(0, BLOCK_N)
+        rows = (program * rows_each + offset).to(tl.int64)
+        here = (rows < N) & (offset < rows_each)
+        mask = here[:, None] & (columns < D)[None, :]
+        place = rows[:, None] * D + columns[None, :]
+        rstd = tl.load(RSTD + rows, mask=here, other=0.0)[:, None]
+        normal = tl.load(RESIDUAL_OUT + place, mask=mask, other=0.0).to(tl.float32) * rstd
+        dy = tl.load(GRAD_NORMED + place, mask=mask, other=0.0).to(tl.float32)
+        grad_weight += tl.sum(dy * normal, axis=0)
+        dy = dy * weight
+        mean = tl.sum(dy * normal, axis=1)[:, None] / D
+        grad = (dy - normal * mean) * rstd
+        if HAS_GRAD_RESIDUAL:
+            grad += tl.load(GRAD_RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(GRAD + place, grad.to(GRAD.dtype.element_ty), mask=mask)
+        start += BLOCK_N
+    tl.store(GRAD_WEIGHT + program * D + columns, grad_weight, mask=columns < D)
+
+
+@triton.jit
+def cast_fp8(  # type: ignore[no-untyped-def]
+    X, ROWS, COLUMNS, SCALE, AMAX, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """One tile per program: X (N, K) into ROWS (N, K) and COLUMNS (K, N)."""
+    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < N)[:, None] & (columns < K)[None, :]
+    x = tl.load(X + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    note_amax(AMAX, x)
+    store_fp8(ROWS, COLUMNS, x, tl.load(SCALE), rows, columns, rows < N, columns < K, K, N, LARGEST)

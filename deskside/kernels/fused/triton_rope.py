@@ -1,0 +1,115 @@
+"""QK-norm + RoPE on the fused projection's output, forward and backward (+ cast of the gradient to FP8).
+
+The input's row holds H query heads, K key heads and K value heads of C channels. The forward writes q and k, normalised
+and turned; v stays where it is, as a view. The backward reads the three gradients and the raw rows, and writes the
+gradient of the whole row. A program takes some tokens and goes over all their heads, so that the angles are read once.
+Channels c and c + C/2 are a pair, so every head is loaded as two halves.
+"""
+
+import triton
+import triton.language as tl
+
+from deskside.kernels.fused.triton_common import note_amax, store_fp8
+
+
+@triton.jit
+def qk_norm_rope(  # type: ignore[no-untyped-def]
+    QKV, Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN, N, P, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """QKV: (N, (HEADS + 2 KV_HEADS) C). Q: (N, HEADS, C), K: (N, KV_HEADS, C). COS, SIN: (P, C / 2), used again and again."""
+    HALF: tl.constexpr = C // 2
+    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    here = rows < N
+    mask = here[:, None]
+    half = tl.arange(0, HALF)
+    if ROPE:
+        angle = (rows % P)[:, None] * HALF + half[None, :]
+        cos = tl.load(COS + angle, mask=mask, other=0.0)
+        sin = tl.load(SIN + angle, mask=mask, other=0.0)
+    for head in range(HEADS + KV_HEADS):
+        is_query = head < HEADS
+        place = QKV + rows[:, None] * ((HEADS + 2 * KV_HEADS) * C) + head * C + half[None, :]
+        a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
+            weights = Q_WEIGHT if is_query else K_WEIGHT
+            a = a * rstd * tl.load(weights + half).to(tl.float32)[None, :]
+            b = b * rstd * tl.load(weights + HALF + half).to(tl.float32)[None, :]
+        if ROPE:
+            first, second = a * cos - b * sin, b * cos + a * sin
+        else:
+            first, second = a, b
+        if is_query:
+            out = Q + rows[:, None] * (HEADS * C) + head * C + half[None, :]
+        else:
+            out = K + rows[:, None] * (KV_HEADS * C) + (head - HEADS) * C + half[None, :]
+        tl.store(out, first.to(Q.dtype.element_ty), mask=mask)
+        tl.store(out + HALF, second.to(Q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
+    GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN,
+    ROWS, COLUMNS, SCALE, AMAX, GRAD_WEIGHTS, N, P, eps,
+    q_row, q_head, k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """One head of some tokens per program: its latency is hidden by the other programs, not by a loop.
+
+    GRAD_Q etc. with the strides of a row and of a head. ROWS: (N, (HEADS + 2 KV_HEADS) C), COLUMNS its transpose.
+    GRAD_WEIGHTS: (programs of tokens, HEADS + KV_HEADS, C), each program's share of its norm's weight gradient.
+    """
+    HALF: tl.constexpr = C // 2
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    rows = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    here = rows < N
+    half = tl.arange(0, HALF)
+    there = half < HALF
+    mask = here[:, None] & there[None, :]
+    if head < HEADS:
+        grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
+    elif head < HEADS + KV_HEADS:
+        grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
+    else:
+        grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+    first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if ROPE:
+            angle = (rows % P)[:, None] * HALF + half[None, :]
+            cos = tl.load(COS + angle, mask=mask, other=0.0)
+            sin = tl.load(SIN + angle, mask=mask, other=0.0)
+            turned = first * cos + second * sin
+            second = second * cos - first * sin
+            first = turned
+        if NORM:
+            place = QKV + rows[:, None] * WIDTH + head * C + half[None, :]
+            a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
+            a, b = a * rstd, b * rstd
+            sums = GRAD_WEIGHTS + (block * (HEADS + KV_HEADS) + head) * C + half
+            tl.store(sums, tl.sum(first * a, axis=0))
+            tl.store(sums + HALF, tl.sum(second * b, axis=0))
+            weights = Q_WEIGHT if head < HEADS else K_WEIGHT
+            first *= tl.load(weights + half).to(tl.float32)[None, :]
+            second *= tl.load(weights + HALF + half).to(tl.float32)[None, :]
+            mean = ((tl.sum(first * a, axis=1) + tl.sum(second * b, axis=1)) / C)[:, None]
+            first = (first - a * mean) * rstd
+            second = (second - b * mean) * rstd
+    column = head * C + half
+    if FP8:
+        scale = tl.load(SCALE)
+        note_amax(AMAX, tl.maximum(tl.abs(first), tl.abs(second)))
+        store_fp8(ROWS, COLUMNS, first, scale, rows, column, here, there, WIDTH, N, LARGEST)
+        store_fp8(ROWS, COLUMNS, second, scale, rows, column + HALF, here, there, WIDTH, N, LARGEST)
+    else:
+        out = ROWS + rows[:, None] * WIDTH + column[None, :]
+        tl.store(out, first.to(ROWS.dtype.element_ty), mask=mask)
+        tl.store(out + HALF, second.to(ROWS.dtype.element_ty), mask=mask)
