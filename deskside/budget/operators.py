@@ -13,9 +13,11 @@ A weight is cast once in the forward pass, and its gradient is cast and added up
 pass. Muon's iteration is Newton-Schulz on the smaller side of each logical matrix (Jordan et al. 2024).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from deskside.budget.formats import FP8_TRAFFIC, Kind, RunsAs, kinds, nvfp4_bytes, quantized, runs_as
 from deskside.budget.shape import (
     Shape,
     attention_matrix,
@@ -28,7 +30,7 @@ from deskside.budget.shape import (
 from deskside.budget.work import Work
 
 Group = Literal[
-    "matmul", "head", "attention", "traffic", "loss_traffic", "weights",
+    "matmul", "head", "attention", "traffic", "loss_traffic", "weights", "quantize",
     "optimizer_matmul", "optimizer_traffic", "communication", "offload", "layers",
 ]  # fmt: skip
 
@@ -45,7 +47,8 @@ class Operator:
     """Work of one kind in one optimiser step on one GPU.
 
     flops, or bytes moved, or a count of layers, each with its fixed delay; recompute: it exists because of activation
-    checkpointing; width: head_dim for attention.
+    checkpointing; width: head_dim for attention; runs_as: the format whose rate a product runs at; share: the part of
+    all FLOPs under this name that do.
     """
 
     name: str
@@ -53,6 +56,8 @@ class Operator:
     amount: float
     recompute: bool = False
     width: int = 0
+    runs_as: RunsAs = "bf16"
+    share: float = 1.0
 
 
 def step_operators(shape: Shape, work: Work) -> list[Operator]:
@@ -76,9 +81,14 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
     activation = elements * inside * (GATED_UNITS if shape.gated_mlp else PLAIN_UNITS)
 
     found = [
-        Operator("attention projections", "matmul", 6.0 * tokens * layers * attention_weights),
-        Operator("MLP", "matmul", 6.0 * tokens * layers * mlp_weights),
-        Operator("head", "head", 6.0 * tokens * D * shape.vocab_size),
+        *_products("attention projections", 6.0 * tokens * layers * attention_weights, shape, work),
+        *_products("MLP", 6.0 * tokens * layers * mlp_weights, shape, work),
+        Operator(
+            "head",
+            "head",
+            6.0 * tokens * D * shape.vocab_size,
+            runs_as=runs_as("fp8", work.native) if work.fp8_head else _plain(work),
+        ),
         Operator("attention", "attention", 3 * scores, width=shape.head_dim),
         Operator("norms and residuals", "traffic", norm),
         Operator("QK-norm and RoPE", "traffic", rope),
@@ -86,19 +96,92 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
         Operator("loss", "loss_traffic", tokens * shape.vocab_size * unit * LOSS_UNITS),
         Operator("weights", "weights", float(WEIGHT_BYTES * num_params(shape) * work.accumulation)),
         Operator("layers", "layers", float(layers * work.accumulation)),
+        *_quantizing(norm + rope + activation, values_quantized(shape, tokens), work, layers),
     ]
     if again_attention:
         found += [
-            Operator("attention projections", "matmul", 2.0 * tokens * layers * attention_weights, True),
+            *_products("attention projections", 2.0 * tokens * layers * attention_weights, shape, work, True),
             Operator("attention", "attention", scores, True, shape.head_dim),
             Operator("QK-norm and RoPE", "traffic", RECOMPUTED * (rope + norm / 2), True),
+            *_quantizing(
+                RECOMPUTED * (rope + norm / 2), (tokens * layers * (D + q), 0.0), work, layers, True
+            ),
         ]
     if again_mlp:
         found += [
-            Operator("MLP", "matmul", 2.0 * tokens * layers * mlp_weights, True),
+            *_products("MLP", 2.0 * tokens * layers * mlp_weights, shape, work, True),
             Operator("activation", "traffic", RECOMPUTED * (activation + norm / 2), True),
+            *_quantizing(
+                RECOMPUTED * (activation + norm / 2),
+                (tokens * layers * (D + inside), 0.0),
+                work,
+                layers,
+                True,
+            ),
         ]
     return found + _optimizer(shape, work) + _between_gpus(shape, work)
+
+
+def _plain(work: Work) -> RunsAs:
+    return "fp32" if work.precision == "fp32" else "bf16"
+
+
+def _products(
+    name: str, flops: float, shape: Shape, work: Work, recompute: bool = False
+) -> Iterator[Operator]:
+    """The projections of all blocks, by the rate they run at. A third of a step's FLOPs are the forward's, and all of
+    what is recomputed."""
+    blocks = 1 - work.kept_blocks / shape.num_hidden_layers if quantized(work.precision) else 0.0
+    forward, backward = kinds(work.precision)
+    shares: dict[RunsAs, float] = {_plain(work): 1 - blocks}
+    of_step: tuple[tuple[Kind, float], ...] = ((forward, 1 / 3), (backward, 2 / 3))
+    for kind, share in ((forward, 1.0),) if recompute else of_step:
+        rate = runs_as(kind, work.native)
+        shares[rate] = shares.get(rate, 0.0) + blocks * share
+    for rate, share in shares.items():
+        if share > 0:
+            yield Operator(name, "matmul", flops * share, recompute, runs_as=rate, share=share)
+
+
+def values_quantized(shape: Shape, tokens: float) -> tuple[float, float]:
+    """(values that enter the projections of all blocks, values of the gradients that leave them), of `tokens`."""
+    D = shape.hidden_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    inside, leaving = shape.intermediate_size, 2 if shape.gated_mlp else 1
+    if shape.num_experts:
+        inside = shape.num_experts_per_tok * shape.moe_intermediate_size
+    entering = D + q + D + inside
+    gradients = (q + 2 * kv) + D + leaving * inside + D
+    return tokens * shape.num_hidden_layers * entering, tokens * shape.num_hidden_layers * gradients
+
+
+def _quantizing(
+    traffic: float, values: tuple[float, float], work: Work, layers: int, recompute: bool = False
+) -> Iterator[Operator]:
+    """Bytes that converting moves beyond the element-wise `traffic` of BF16. values: as `values_quantized` has them.
+
+    In NVFP4 what enters is converted for the output and for the weight gradient, a gradient for the input gradient and
+    for the weight gradient; recomputed, only the output is. In FP8 the producers convert, for all products at once.
+    """
+    if not quantized(work.precision):
+        return
+    blocks = 1 - work.kept_blocks / layers
+    forward, backward = kinds(work.precision)
+    if forward == "fp8":
+        share = 1.0 if backward == "fp8" or recompute else 0.5  # of both passes, or of the forward alone
+        yield Operator(
+            "quantising to FP8",
+            "quantize",
+            blocks * share * (FP8_TRAFFIC - 1) * traffic,
+            recompute,
+            share=blocks,
+        )
+    if backward == "nvfp4":
+        entering, gradients = values
+        both = entering * ((forward == "nvfp4") + (not recompute)) + 2 * gradients
+        if both:
+            amount = blocks * nvfp4_bytes(work.native) * both
+            yield Operator("quantising to NVFP4", "quantize", amount, recompute, share=blocks)
 
 
 def newton_schulz_flops(shape: Shape) -> float:

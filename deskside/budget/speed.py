@@ -5,6 +5,7 @@ Every operator is priced alone and the times add up, because a GPU does one afte
     products    FLOPs / (large matmul rate x efficiency)
     attention   FLOPs / (large matmul rate x efficiency at this head_dim)
     traffic     bytes / (bandwidth x efficiency)
+    quantize    bytes / (bandwidth x efficiency of traffic)
     layers      a fixed delay for each in each pass: launches, and the tails of many small kernels
 
 Meanwhile the host prepares what comes next. A step of small passes ends when the host is done, not the device; the
@@ -19,6 +20,7 @@ them too.
 
 from dataclasses import dataclass, field, replace
 
+from deskside.budget.formats import EMULATED
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import Shape
 from deskside.budget.work import Work
@@ -27,6 +29,7 @@ ITEMS = (
     "matmul",
     "attention",
     "traffic",
+    "quantize",
     "loss",
     "optimizer",
     "recompute",
@@ -36,14 +39,9 @@ ITEMS = (
 )
 ITEM_OF = {
     "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
-    "weights": "traffic", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
+    "weights": "traffic", "quantize": "quantize", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
     "communication": "communication", "offload": "communication", "layers": "launches",
 }  # fmt: skip
-
-
-# Quantising costs traffic: what published llmq runs in FP8 and BF16 need per element, 12.3 against 8.39. Nothing of
-# deskside's own is measured in FP8 yet.
-FP8_TRAFFIC = 1.47
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,16 @@ class Rates:
     """What a device does per second.
 
     matmul_flops: a large product in the activations' format, sustained, FLOP/s; bandwidth: bytes/s of its memory, read
-    plus written; low_precision_flops: of a large FP8 product, None where there is none; single_flops: of a
-    product in FP32, None where matmul_flops is that already; link_bandwidth: bytes/s that
-    one GPU exchanges with the others while all do; host_bandwidth: with the host. compute, memory and delay multiply
-    the times of groups of operators: this is where a probe's correction goes.
+    plus written; low_precision_flops, fp4_flops: of a large FP8 and of an NVFP4 product, None where there is none;
+    single_flops: of a product in FP32, None where matmul_flops is that already; link_bandwidth: bytes/s that one GPU
+    exchanges with the others while all do; host_bandwidth: with the host. compute, memory and delay multiply the times
+    of groups of operators: this is where a probe's correction goes.
     """
 
     matmul_flops: float
     bandwidth: float
     low_precision_flops: float | None = None
+    fp4_flops: float | None = None
     single_flops: float | None = None
     link_bandwidth: float = 20e9
     host_bandwidth: float = 20e9
@@ -106,27 +105,33 @@ class Rates:
 
 
 def operator_seconds(operator: Operator, rates: Rates, precision: str = "bf16") -> float:
-    """Seconds of one operator. Raises ValueError for FP8 on a device without it."""
+    """Seconds of one operator. Raises ValueError for a product in a format that the device lacks."""
     e, group, amount = rates.efficiency, operator.group, operator.amount
     if group in ("matmul", "head", "optimizer_matmul", "attention"):
-        peak = rates.matmul_flops
-        if group == "matmul" and precision == "fp8":
-            if rates.low_precision_flops is None:
-                raise ValueError("this device has no FP8 products")
-            peak = rates.low_precision_flops
+        peak = product_rate(operator, rates)
         # Muon iterates in bfloat16 whatever the activations are in.
         if precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
             peak = rates.single_flops
         share = e.attention(operator.width) if group == "attention" else float(getattr(e, group))
         return rates.compute * amount / (peak * share)
-    if group in ("traffic", "loss_traffic", "weights", "optimizer_traffic"):
-        share = e.traffic if group == "loss_traffic" else float(getattr(e, group))
-        if group == "traffic" and precision == "fp8":
-            amount *= FP8_TRAFFIC
+    if group in ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic"):
+        share = e.traffic if group in ("quantize", "loss_traffic") else float(getattr(e, group))
         return rates.memory * amount / (rates.bandwidth * share)
     if group == "layers":
         return rates.delay * amount * e.layer_seconds
     return amount / (rates.link_bandwidth if group == "communication" else rates.host_bandwidth)
+
+
+def product_rate(operator: Operator, rates: Rates) -> float:
+    """FLOP/s of a large product as this one runs. Raises ValueError for a format that the device lacks."""
+    if operator.runs_as == "emulated":
+        return EMULATED * rates.matmul_flops
+    if operator.runs_as in ("fp8", "nvfp4"):
+        rate = rates.low_precision_flops if operator.runs_as == "fp8" else rates.fp4_flops
+        if rate is None:
+            raise ValueError(f"this device has no {operator.runs_as.upper()} products")
+        return rate
+    return rates.matmul_flops
 
 
 def step_seconds(shape: Shape, work: Work, rates: Rates) -> dict[str, float]:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from deskside.budget.formats import ALL_NATIVE, LowKind, Precision
+
 Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
-Precision = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,9 @@ class Work:
 
     tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
     optimizer states are spread over the GPUs (FSDP), else every GPU holds them; loss_chunk_tokens: tokens whose logits
-    exist at one time; offload_optimizer: optimizer states and the update live on the host (priced here for comparison:
-    deskside does not train that way).
+    exist at one time; native: formats below 16 bits that the tensor cores run, the others are emulated; kept_blocks:
+    that stay in BF16 when precision is quantised; fp8_head: the head's products are in FP8; offload_optimizer:
+    optimizer states and the update live on the host (priced here for comparison: deskside does not train that way).
     """
 
     sequence_length: int
@@ -25,6 +27,9 @@ class Work:
     sharded: bool = False
     optimizer: OptimizerName = "muon"
     precision: Precision = "bf16"
+    native: frozenset[LowKind] = ALL_NATIVE
+    kept_blocks: int = 0
+    fp8_head: bool = False
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192

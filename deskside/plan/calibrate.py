@@ -185,6 +185,6 @@ def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, Work]:
 def _column(group: str) -> int:
     if group in ("matmul", "head", "attention", "optimizer_matmul"):
         return 0
-    if group in ("traffic", "loss_traffic", "weights", "optimizer_traffic"):
+    if group in ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic"):
         return 1
     return 2 if ITEM_OF[group] == "launches" else 3

@@ -58,6 +58,7 @@ def sheet_rates(gpu: Gpu) -> Rates:
     """Rates of a card by what is published about it, with deskside's efficiencies from Hopper."""
     rate = matmul_rate(gpu)
     low = None if gpu.fp8_flops is None else gpu.fp8_flops * rate / gpu.bf16_flops
+    fp4 = None if gpu.fp4_flops is None else gpu.fp4_flops * rate / gpu.bf16_flops
     # FP32 runs beside the tensor cores, two FLOPs per lane and clock.
     lanes = 64 if gpu.compute_capability == "8.0" else 128
     single = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
@@ -66,6 +67,7 @@ def sheet_rates(gpu: Gpu) -> Rates:
         rate,
         gpu.bandwidth,
         low_precision_flops=low,
+        fp4_flops=fp4,
         single_flops=single,
         link_bandwidth=link,
         source="published",

@@ -1,0 +1,86 @@
+"""What the number formats of a run's products cost: the rate they run at, the bytes that converting moves, the copies.
+
+`config/recipes.py` says what a recipe computes; here is its price, with what is known of it so far:
+
+- A product whose format the tensor cores have runs at that format's rate. Emulated, the same numbers are multiplied in
+  BF16 (every code x block scale is a BF16 number), at EMULATED of BF16's rate: what that kernel was written to reach
+  against the vendor's, not measured yet.
+- FP8 is converted by the kernels that produce a tensor. What that costs in traffic is what published llmq runs in FP8
+  and BF16 need per element, 12.3 against 8.39 (facts/measurements.csv). Nothing of deskside's own is measured yet.
+- NVFP4 needs the largest value of a tensor first: it is read twice and written once for each product it enters.
+
+Copies of the weights are made once per optimiser step and stay until the next (`precision.weight_cache`).
+"""
+
+from typing import Literal
+
+Precision = Literal[
+    "fp32", "bf16", "fp8", "fp8-tensorwise", "fp8-delayed", "fp8-rowwise",
+    "nvfp4", "nvfp4-4o6", "nvfp4-unbiased", "nvfp4-eden", "fp8-nvfp4",
+]  # fmt: skip
+Kind = Literal["fp32", "bf16", "fp8", "nvfp4"]
+LowKind = Literal["fp8", "nvfp4"]
+RunsAs = Literal["fp32", "bf16", "fp8", "nvfp4", "emulated"]  # what a product's rate is
+
+ALL_NATIVE: frozenset[LowKind] = frozenset({"fp8", "nvfp4"})
+EMULATED = 0.8  # of BF16's rate
+FP8_TRAFFIC = 1.47  # element-wise traffic against BF16's
+NVFP4_READ, NVFP4_WRITTEN = (
+    4.0,
+    {True: 0.5625, False: 2.0},
+)  # bytes per value and product; written: native, emulated
+SAVED_BF16, SAVED_FP8 = 2.0, 1.0  # bytes per value that a weight gradient needs again
+
+
+def kinds(precision: Precision) -> tuple[Kind, Kind]:
+    """Of the forward's product, and of the backward's two."""
+    if precision == "fp8-nvfp4":
+        return "fp8", "nvfp4"
+    for kind in ("fp32", "bf16", "fp8", "nvfp4"):
+        if precision.startswith(kind):
+            return kind, kind
+    raise ValueError(f"precision: {precision} is none that is priced here")
+
+
+def quantized(precision: Precision) -> bool:
+    return kinds(precision)[1] not in ("fp32", "bf16")
+
+
+def emulated(precision: Precision, native: frozenset[LowKind]) -> bool:
+    """Whether any of its products is computed in BF16 with the numbers of a lower format."""
+    return quantized(precision) and not set(kinds(precision)) <= native
+
+
+def runs_as(kind: Kind, native: frozenset[LowKind]) -> RunsAs:
+    """What a product of this kind is priced as, on a device whose tensor cores have `native`."""
+    return "emulated" if kind in ALL_NATIVE and kind not in native else kind
+
+
+def weight_copies(precision: Precision, native: frozenset[LowKind]) -> float:
+    """Bytes per weight of the copies that the forward and the backward multiply with.
+
+    FP8 products read W and W^T, each laid out for its own (they take one layout only below compute capability 10).
+    Emulated, one BF16 copy serves both, unless the backward quantises anew (MS-EDEN). BF16 has one copy, FP32 none.
+    """
+    forward, backward = kinds(precision)
+    if not quantized(precision):
+        return 0.0 if precision == "fp32" else 2.0
+    each = {kind: _copy_bytes(kind, native) for kind in (forward, backward)}
+    if precision in ("nvfp4-eden", "fp8-nvfp4") or backward in native:
+        return each[forward] + each[backward]
+    return each[forward]
+
+
+def _copy_bytes(kind: Kind, native: frozenset[LowKind]) -> float:
+    return {"fp8": 1.0, "nvfp4": 0.5625}[kind] if kind in native else 2.0
+
+
+def saved_bytes(precision: Precision, native: frozenset[LowKind]) -> float:
+    """Bytes per value of what a quantised projection reads (a normed input, the MLP's inside), kept for its weight
+    gradient: transposed FP8 where the backward is native FP8, else 16 bits."""
+    return SAVED_FP8 if kinds(precision)[1] == "fp8" and "fp8" in native else SAVED_BF16
+
+
+def nvfp4_bytes(native: frozenset[LowKind]) -> float:
+    """Bytes that quantising one value for one product moves."""
+    return NVFP4_READ + NVFP4_WRITTEN["nvfp4" in native]

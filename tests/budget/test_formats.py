@@ -1,0 +1,136 @@
+"""The price of formats: agrees with what the recipes are, grows and shrinks where it must."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from deskside.budget.formats import (
+    ALL_NATIVE,
+    Precision,
+    emulated,
+    kinds,
+    nvfp4_bytes,
+    quantized,
+    runs_as,
+    saved_bytes,
+    weight_copies,
+)
+from deskside.budget.operators import step_operators, values_quantized
+from deskside.budget.speed import Rates, step_seconds
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
+from deskside.config.recipes import ALIASES, RECIPES, Operand, recipe_named
+
+NONE: frozenset[str] = frozenset()
+FP8_ONLY = frozenset({"fp8"})
+WORK = Work(2048, 65536, 65536)
+CARD = Rates(790e12, 4.8e12, 1580e12, 3160e12)
+SHAPE = ModelConfig()
+
+
+def kind_of(operand: Operand) -> str:
+    return {"float32": "fp32", "bfloat16": "bf16", "e4m3": "fp8", "e5m2": "fp8", "nvfp4": "nvfp4"}[
+        operand.format
+    ]
+
+
+def test_every_recipe_is_priced_as_what_it_is() -> None:
+    assert set(get_args(Precision)) == {*RECIPES, *ALIASES}
+    for name in get_args(Precision):
+        recipe = recipe_named(name)
+        for operands, kind in zip(
+            ((recipe.output,), (recipe.input_gradient, recipe.weight_gradient)), kinds(name), strict=True
+        ):
+            assert {kind_of(o) for p in operands for o in (p.left, p.right)} == {kind}
+        assert quantized(name) == recipe.quantized
+    with pytest.raises(ValueError, match="fp4"):
+        kinds("int8 and fp4")  # type: ignore[arg-type]
+
+
+def test_emulation_follows_from_what_the_device_has() -> None:
+    assert not emulated("bf16", frozenset())
+    assert emulated("fp8", frozenset()) and not emulated("fp8", FP8_ONLY)  # type: ignore[arg-type]
+    assert emulated("nvfp4", FP8_ONLY) and not emulated("nvfp4", ALL_NATIVE)  # type: ignore[arg-type]
+    assert emulated("fp8-nvfp4", FP8_ONLY)  # type: ignore[arg-type]
+    assert [runs_as(kind, FP8_ONLY) for kind in ("bf16", "fp8", "nvfp4")] == ["bf16", "fp8", "emulated"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("precision", "native", "copies"),
+    [
+        ("fp32", ALL_NATIVE, 0.0),
+        ("bf16", ALL_NATIVE, 2.0),
+        ("fp8-delayed", FP8_ONLY, 2.0),  # W and W^T
+        ("fp8-delayed", frozenset(), 2.0),  # one BF16 copy of the same numbers
+        ("nvfp4", frozenset(), 2.0),
+        ("nvfp4", ALL_NATIVE, 1.125),  # twice 4.5 bits
+        ("nvfp4-eden", frozenset(), 4.0),  # quantised anew for the backward
+        ("fp8-nvfp4", FP8_ONLY, 3.0),
+    ],
+)
+def test_copies_of_a_weight(precision: Precision, native: frozenset, copies: float) -> None:  # type: ignore[type-arg]
+    assert weight_copies(precision, native) == copies
+
+
+def test_fp8_keeps_one_byte_for_the_weight_gradient_only_where_it_is_fp8() -> None:
+    assert saved_bytes("fp8", ALL_NATIVE) == 1.0
+    assert saved_bytes("fp8", frozenset()) == saved_bytes("bf16", ALL_NATIVE) == 2.0
+    assert saved_bytes("fp8-nvfp4", ALL_NATIVE) == 2.0
+    assert nvfp4_bytes(ALL_NATIVE) < nvfp4_bytes(frozenset())
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+@pytest.mark.parametrize("checkpointing", ["none", "attention", "mlp", "block"])
+@pytest.mark.parametrize("native", [frozenset(), FP8_ONLY, ALL_NATIVE])
+def test_formats_change_where_products_run_and_not_how_many(precision, checkpointing, native) -> None:  # type: ignore[no-untyped-def]
+    work = replace(
+        WORK, precision=precision, activation_checkpointing=checkpointing, native=native, kept_blocks=3
+    )
+    plain = replace(work, precision="bf16")
+
+    def flops(of: Work) -> dict[tuple[str, bool], float]:
+        found: dict[tuple[str, bool], float] = {}
+        for o in step_operators(SHAPE, of):
+            if o.group in ("matmul", "head", "attention"):
+                found[o.name, o.recompute] = found.get((o.name, o.recompute), 0.0) + o.amount
+        return found
+
+    assert flops(work) == pytest.approx(flops(plain))
+    rates = {o.runs_as for o in step_operators(SHAPE, work)}
+    assert ("emulated" in rates) == emulated(precision, native)
+
+
+def test_values_quantized_by_hand() -> None:
+    """A token of one block: 768 into qkv, 768 into the output, 768 into gate-up, 2048 into down; the same four out."""
+    entering, gradients = values_quantized(ModelConfig(num_hidden_layers=1), 1.0)
+    assert entering == 768 + 768 + 768 + 2048
+    assert gradients == (768 + 2 * 192) + 768 + 2 * 2048 + 768
+
+
+def test_the_order_of_speeds() -> None:
+    def seconds(precision: Precision, native=ALL_NATIVE, **options: int) -> float:  # type: ignore[no-untyped-def]
+        return sum(
+            step_seconds(SHAPE, replace(WORK, precision=precision, native=native, **options), CARD).values()
+        )
+
+    bf16 = seconds("bf16")
+    assert seconds("fp8") < seconds("fp8", kept_blocks=3) < bf16
+    assert seconds("nvfp4", FP8_ONLY) > bf16 < seconds("fp8", frozenset())
+    assert seconds("nvfp4") < seconds("nvfp4", FP8_ONLY)
+    assert seconds("fp8-nvfp4", FP8_ONLY) < seconds("nvfp4-eden", FP8_ONLY)
+    assert seconds("fp8", kept_blocks=12) == pytest.approx(bf16)
+
+
+def test_quantising_is_an_item_of_its_own_and_free_in_bf16() -> None:
+    item = {
+        p: step_seconds(SHAPE, replace(WORK, precision=p), CARD)["quantize"] for p in ("bf16", "fp8", "nvfp4")
+    }
+    assert item["bf16"] == 0 < item["fp8"] < item["nvfp4"]
+
+
+def test_the_head_in_fp8_halves_its_products() -> None:
+    half = step_seconds(SHAPE, replace(WORK, precision="fp8", fp8_head=True), CARD)["loss"]
+    whole = step_seconds(SHAPE, replace(WORK, precision="fp8"), CARD)["loss"]
+    head = 6.0 * 65536 * 768 * 32768 / (790e12 * CARD.efficiency.head)
+    assert whole - half == pytest.approx(head / 2)
