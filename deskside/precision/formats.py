@@ -28,14 +28,14 @@ def e4m3_up(x: Tensor) -> Tensor:
     """float32 in [0, 448] -> the smallest E4M3 value that is not below it; what is larger becomes 448."""
     nearest = to_fp8(x, "e4m3")
     # The codes of values >= 0 are in the order of the values. Nothing is above the code of 448, for x was clamped.
-    return _e4m3_at(_codes(nearest) + (nearest.float() < x.clamp(max=LARGEST["e4m3"])))
+    return _e4m3_at(_codes(nearest) + (nearest.float() < x.clamp(max=LARGEST["e4m3"])).to(torch.uint8))
 
 
 def e4m3_stochastic(x: Tensor, noise: Tensor) -> Tensor:
     """float32 >= 0 -> one of its two neighbours in E4M3, so that the mean is x. noise: uniform in [0, 1), like x."""
     x = x.clamp(max=LARGEST["e4m3"])
     nearest = to_fp8(x, "e4m3")
-    below = _codes(nearest) - (nearest.float() > x)
+    below = _codes(nearest) - (nearest.float() > x).to(torch.uint8)
     low, high = _e4m3_at(below).float(), _e4m3_at(below + 1).float()
     # The difference of neighbours is a power of two, so this is exact. Above 448 there is NaN, which is never smaller.
     return _e4m3_at(below + (noise < (x - low) / (high - low)))

@@ -6,6 +6,7 @@ loaded by path, with empty stand-ins for the four modules they import; nothing s
 
 import importlib.util
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -70,6 +71,14 @@ def quantizer(tile: int, hadamard: bool = False, four_over_six: bool = False) ->
         nvfp4_e4m3_max=256 if four_over_six else 448,
         nvfp4_4over6_err_mode="MSE",
     )
+
+
+def quantized(by: Any, x_NK: Tensor) -> Any:
+    """by.quantize(x). Without oneDNN, whose bfloat16 products (the transform) take subnormal numbers for zeros."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
+        with torch.backends.mkldnn.flags(enabled=False):
+            return by.quantize(x_NK)
 
 
 def multiply(quantized_by: Any, x: Any, w: Any, weight_gradient: bool = False) -> Tensor:
