@@ -1,7 +1,11 @@
 """Attention backends against brute force in float64: one softmax over an explicit mask."""
 
+import importlib
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +199,52 @@ def test_choose_records_times_errors_and_reasons() -> None:
     assert "window" in choice.rejected["sdpa"] and "not on cpu" in choice.rejected["cudnn"]
     assert set(choice.seconds) | set(choice.rejected) == set(BACKENDS)
     assert choose(need()).name in {"sdpa", "chunked"}
+
+
+@pytest.mark.parametrize("name", ["chunked", "leaks"])
+def test_choose_compares_a_part_of_a_large_problem(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows, heads and tokens are compared, and a fault within them is seen."""
+    choosing = importlib.import_module("deskside.kernels.attention.choose")
+    monkeypatch.setattr(choosing, "CHECK_SCORES", 2 * 4 * 512**2)
+    large = need(batch=3, heads=12, kv_heads=6, tokens=1024, window=100, documents=True)
+    part = choosing._checked_part(large)
+    assert (part.batch, part.heads, part.kv_heads, part.tokens) == (2, 4, 2, 512)
+
+    def leaks(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        return BACKENDS["reference"].function(q, k, v, replace(context, cu_seqlens=None))
+
+    reference = BACKENDS["reference"]
+    register(replace(reference, name="leaks", function=leaks))
+    try:
+        choice = choose(large, [name, "reference"])
+    finally:
+        del BACKENDS["leaks"]
+    if name == "chunked":
+        assert choice.name == name and choice.errors[name] < 1e-5
+    else:
+        assert choice.rejected[name].startswith("wrong")
+
+
+def test_choose_does_not_go_on_timing_what_is_far_slower() -> None:
+    calls = {"quick": 0, "slow": 0}
+
+    def sleeping(name: str, seconds: float) -> Callable[..., Tensor]:
+        def function(*inputs: Any) -> Tensor:
+            calls[name] += 1
+            time.sleep(seconds)
+            return BACKENDS["reference"].function(*inputs)
+
+        return function
+
+    for name, seconds in (("quick", 0.01), ("slow", 0.1)):
+        register(replace(BACKENDS["reference"], name=name, function=sleeping(name, seconds)))
+    try:
+        choice = choose(need(), ["quick", "slow"])
+    finally:
+        for name in calls:
+            del BACKENDS[name]
+    assert choice.name == "quick" and choice.seconds["slow"] > 0.1
+    assert calls == {"quick": 4, "slow": 3}  # one run is the check
 
 
 @pytest.mark.parametrize("fault", ["zero gradient", "no mask", "nan", "raises"])
