@@ -23,6 +23,10 @@ Hc is heads x head_dim, Kc is key-value heads x head_dim. Of a mixture of expert
 each choice has its own copy of input and output. A recomputed part keeps what enters it and nothing of the
 float32-to-bfloat16 copies of its weights; a recomputed block keeps the pair (residual, delta), 4 D.
 
+A precision below 16 bits keeps its converted weights from one optimiser step to the next (`budget/formats.py` has their
+bytes), and in native FP8 what a projection reads - the normed inputs, 2 D, and the MLP's inside, F - is kept as
+transposed FP8, one byte instead of two, for the weight gradient. Blocks that stay in BF16 are as above.
+
 Sharded weights (FSDP2, each block a group and the rest one, `train/parallel.py`) are gathered in float32: two blocks at
 a time, and the root (embedding, head) from the forward to the end of the backward. Gradients are scattered with the
 last pass of a step. So every GPU holds whole gradients when there are several passes; when there is one, the gradients
@@ -36,6 +40,7 @@ per token for the stream's two ends, 1.36 times a part's activations while it is
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deskside.budget.formats import SAVED_BF16, quantized, saved_bytes, weight_copies
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
 from deskside.budget.work import Checkpointing, Work
 
@@ -107,11 +112,17 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
     several = work.accumulation > 1
     earlier = whole if several else 0.0
     one_layer, root = 4 * matrices / shape.num_hidden_layers, 4.0 * root_params(shape)
-    parts = _Parts(shape, work.compiled, width)
+    parts = _Parts(shape, work.compiled, width, saved_per_value(shape, work))
     kept = N * (parts.kept(work.activation_checkpointing) + ENDS * D * width)
     again = N * parts.recomputed(work.activation_checkpointing)
     temporary = N * parts.block * TEMPORARY if work.activation_checkpointing == "none" else again * RECOMPUTE
-    copies = parts.copied_weights(work.activation_checkpointing) * 2 if width == 1 else 0
+    copies: float = parts.copied_weights(work.activation_checkpointing) * 2 if width == 1 else 0
+    head_copy: float = 2 * V * D if width == 1 else 0
+    lasting = 0.0  # copies that are there at the update too
+    if quantized(work.precision):
+        copies = lasting = cached_weights(shape, work)
+        if work.fp8_head:  # W and W^T, and among the lasting ones already
+            head_copy = 0
     # FSDP gathers one block in float32 while it computes, and the next one meanwhile, if there is a next one.
     fixed = LIBRARIES + (2 * one_layer + root if work.sharded else 0.0)
     fixed_at_end = LIBRARIES + (one_layer + root if work.sharded else 0.0)
@@ -128,7 +139,7 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
         "loss": {
             **always,
             "gradients": earlier,
-            "copies": copies + (2 * V * D if width == 1 else 0),
+            "copies": copies + head_copy,
             "activations": kept,
             "logits": logits + head + d_hidden,
             "workspace": fixed,
@@ -145,7 +156,7 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
         "gradients": {
             **always,
             "gradients": whole if several else (whole - root) / shards + root,
-            "copies": 0,
+            "copies": lasting,
             "activations": N * (parts.block + ENDS * D * width),
             "logits": 0,
             # Of several passes the one before the last, which scatters nothing yet.
@@ -154,13 +165,30 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
         "update": {
             **always,
             "gradients": whole / shards,
-            "copies": 0,
+            "copies": lasting,
             "activations": 0,
             "logits": 0,
             # One after the other: gradients are summed before they are used.
             "workspace": LIBRARIES + max(update, bucket_bytes(shape, work)),
         },
     }
+
+
+def cached_weights(shape: Shape, work: Work) -> float:
+    """Bytes of the converted weights of a quantised run, which stay from step to step: blocks in the recipe's formats,
+    kept blocks in BF16, and the head's W and W^T where it is in FP8."""
+    share = work.kept_blocks / shape.num_hidden_layers
+    each = (1 - share) * weight_copies(work.precision, work.native) + share * weight_copies(
+        "bf16", work.native
+    )
+    head = weight_copies("fp8", work.native) * shape.vocab_size * shape.hidden_size if work.fp8_head else 0.0
+    return each * block_matrices(shape) + head
+
+
+def saved_per_value(shape: Shape, work: Work) -> float:
+    """Bytes per value of what projections read, kept for their weight gradients: the mean over the blocks."""
+    share = work.kept_blocks / shape.num_hidden_layers
+    return share * SAVED_BF16 + (1 - share) * saved_bytes(work.precision, work.native)
 
 
 def bucket_bytes(shape: Shape, work: Work) -> int:
@@ -171,9 +199,9 @@ def bucket_bytes(shape: Shape, work: Work) -> int:
 
 
 class _Parts:
-    """Bytes per token that one layer keeps, by part."""
+    """Bytes per token that one layer keeps, by part. saved: bytes per value of what projections read."""
 
-    def __init__(self, shape: Shape, compiled: bool, width: int):
+    def __init__(self, shape: Shape, compiled: bool, width: int, saved: float = SAVED_BF16):
         D = shape.hidden_size
         heads = shape.num_attention_heads + shape.num_key_value_heads
         channels = heads * shape.head_dim
@@ -183,25 +211,28 @@ class _Parts:
         if shape.qk_norm:
             attention += 4 * heads + (0 if compiled else 8 * channels)
         per_ffn = (6 if compiled else 8) if shape.gated_mlp else 4
+        inside: float = shape.intermediate_size
         if shape.num_experts:
-            mlp = shape.num_experts_per_tok * (per_ffn * shape.moe_intermediate_size + 4 * D)
+            inside = shape.num_experts_per_tok * shape.moe_intermediate_size
+            mlp: float = per_ffn * inside + shape.num_experts_per_tok * 4 * D
         else:
-            mlp = per_ffn * shape.intermediate_size
+            mlp = per_ffn * inside
+        less = SAVED_BF16 - saved
         self.width, self.layers = width, shape.num_hidden_layers
-        self.stream = width * ((8 if compiled else 20) * D + 8)
-        self.attention, self.mlp = width * attention, width * mlp
-        self.hidden = width * D
+        self.stream = width * ((8 if compiled else 20) * D + 8) - 2 * D * less
+        self.attention, self.mlp = width * attention, width * mlp - inside * less
+        self.hidden, self.normed = width * D, width * D - D * less / 2
         self.matrices = block_matrices(shape)
         self.attention_matrices = self.layers * D * 2 * channels
 
     @property
-    def block(self) -> int:
+    def block(self) -> float:
         return self.stream + self.attention + self.mlp
 
-    def kept(self, checkpointing: Checkpointing) -> int:
+    def kept(self, checkpointing: Checkpointing) -> float:
         """By all layers."""
-        # A recomputed half does not keep its normed input, 2 D.
-        half = self.stream - 2 * self.hidden
+        # A recomputed half does not keep its normed input: 2 D, or D in FP8.
+        half = self.stream - 2 * self.normed
         return (
             self.layers
             * {
@@ -212,7 +243,7 @@ class _Parts:
             }[checkpointing]
         )
 
-    def recomputed(self, checkpointing: Checkpointing) -> int:
+    def recomputed(self, checkpointing: Checkpointing) -> float:
         """Of the layer that is being recomputed."""
         return {
             "none": 0,

@@ -1,6 +1,7 @@
 """The memory of a step, item by item, at the instant of its peak (`budget/memory.py` has the four instants)."""
 
 from deskside.budget import memory
+from deskside.budget.formats import quantized, weight_copies
 from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
@@ -122,6 +123,8 @@ def _optimizer(shape: ModelConfig, work: Work, instant: str) -> Told:
 
 
 def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:
+    if quantized(work.precision):
+        return _cached(shape, work, instant)
     if instant not in ("loss", "backward") or work.precision == "fp32":
         return [], ("no copies are kept at this instant", "0")
     matrices = block_matrices(shape)
@@ -136,11 +139,33 @@ def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:
     return [], ("2 bytes x weights of the blocks that are not recomputed", product(2, weights))
 
 
+def _cached(shape: ModelConfig, work: Work, instant: str) -> Told:
+    """Of a precision below 16 bits: the converted weights stay from step to step."""
+    blocks, kept, table = shape.num_hidden_layers, work.kept_blocks, shape.vocab_size * shape.hidden_size
+    low, plain_ = weight_copies(work.precision, work.native), weight_copies("bf16", work.native)
+    words = [f"weights of the blocks x their copies' bytes in {work.precision}"]
+    terms = [f"{plain(block_matrices(shape))} x {plain(low)}"]
+    if kept:
+        words = [
+            f"weights of the blocks x (share in {work.precision} x its copies' bytes + share in BF16 x 2)"
+        ]
+        shares = f"{blocks - kept} / {blocks} x {plain(low)} + {kept} / {blocks} x {plain(plain_)}"
+        terms = [f"{plain(block_matrices(shape))} x ({shares})"]
+    if work.fp8_head:
+        words.append("the head's copies in FP8")
+        terms.append(f"{plain(weight_copies('fp8', work.native))} x {plain(table)}")
+    elif instant == "loss":
+        words.append("2 bytes x vocabulary x hidden")
+        terms.append(f"2 x {plain(table)}")
+    return [], (" + ".join(words), " + ".join(terms))
+
+
 def _activations(shape: ModelConfig, work: Work, instant: str) -> Told:
     if instant == "update":
         return [], ("none are left at the update", "0")
     told, layer = _layer(shape, work)
     D, width, layers = shape.hidden_size, _width(work), shape.num_hidden_layers
+    normed = 2 * width * D - D * _less(shape, work)
     ends = f"{product(memory.ENDS, D, width)}"
     if instant == "gradients":
         return told, (
@@ -149,8 +174,8 @@ def _activations(shape: ModelConfig, work: Work, instant: str) -> Told:
         )
     kept = {
         "none": layer["block"],
-        "attention": layer["stream"] - 2 * width * D + layer["mlp"],
-        "mlp": layer["stream"] - 2 * width * D + layer["attention"],
+        "attention": layer["stream"] - normed + layer["mlp"],
+        "mlp": layer["stream"] - normed + layer["attention"],
         "block": 4 * width * D,
     }[work.activation_checkpointing]
     if work.activation_checkpointing != "none":
@@ -230,21 +255,28 @@ def _attention_matrices(shape: ModelConfig) -> int:
     return shape.num_hidden_layers * shape.hidden_size * 2 * heads * shape.head_dim
 
 
-def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, int]]:
+def _less(shape: ModelConfig, work: Work) -> float:
+    """Bytes that a value which a weight gradient needs again takes less than 2."""
+    return memory.SAVED_BF16 - memory.saved_per_value(shape, work)
+
+
+def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, float]]:
     """Bytes that one layer keeps per token: residual stream and norms, attention, MLP."""
     D, H, K, C = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     width, eager = _width(work), not work.compiled
     lines_: list[Line] = []
     per_channel = 6 if shape.qk_norm or shape.position_embedding == "rope" else 4
     norms = 4 * (H + K) + (8 * (H + K) * C if eager else 0) if shape.qk_norm else 0
-    stream = width * ((20 if eager else 8) * D + 8)
+    less = _less(shape, work)
+    in_fp8 = " - normed inputs in FP8" if less else ""
+    stream = width * ((20 if eager else 8) * D + 8) - 2 * D * less
     attention = width * (per_channel * (H + K) * C + 4 * H + norms)
     per_ffn = (8 if eager else 6) if shape.gated_mlp else 4
     lines_.append(
         Line(
             "stream and norms, per token and layer",
-            f"{'20' if eager else '8'} hidden + 8",
-            f"{width} x ({product(20 if eager else 8, D)} + 8)",
+            f"{'20' if eager else '8'} hidden + 8{in_fp8}",
+            f"{width} x ({product(20 if eager else 8, D)} + 8){f' - {product(2, D, less)}' if less else ''}",
             stream,
             "bytes",
         )
@@ -260,13 +292,16 @@ def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, int]]:
     )
     if shape.num_experts:
         chosen, inside = shape.num_experts_per_tok, shape.moe_intermediate_size
-        mlp = width * chosen * (per_ffn * inside + 4 * D)
+        mlp: float = width * chosen * (per_ffn * inside + 4 * D)
         text = (
             "chosen experts x (6 x their width + 4 hidden)",
             f"{width} x {chosen} x ({product(per_ffn, inside)} + {4 * D})",
         )
     else:
-        mlp = width * per_ffn * shape.intermediate_size
-        text = (f"{per_ffn} x MLP width", product(width, per_ffn, shape.intermediate_size))
+        F = shape.intermediate_size
+        mlp = width * per_ffn * F - F * less
+        text = (f"{per_ffn} x MLP width", product(width, per_ffn, F))
+        if less:
+            text = (f"{per_ffn} x MLP width - its inside in FP8", f"{text[1]} - {product(F, less)}")
     lines_.append(Line("MLP, per token and layer", text[0], text[1], mlp, "bytes"))
     return lines_, {"stream": stream, "attention": attention, "mlp": mlp, "block": stream + attention + mlp}

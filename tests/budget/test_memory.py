@@ -1,6 +1,7 @@
 """Modelled memory against what autograd really saves, and against a run measured on a GPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,54 @@ def test_the_largest_micro_batch_fits_and_its_double_does_not() -> None:
 def test_wrong_work_is_refused(sequence_length: int, tokens: int, micro_tokens: int, gpus: int) -> None:
     with pytest.raises(ValueError, match=r"tokens"):
         Work(sequence_length, tokens, micro_tokens, gpus)
+
+
+FP8 = frozenset({"fp8"})
+
+
+def test_converted_weights_stay_from_step_to_step() -> None:
+    """W and W^T of the 12 blocks in FP8: two bytes per weight, at every instant, the update included."""
+    shape = ModelConfig()
+    work = Work(2048, 65536, 32768, precision="fp8", native=FP8)  # type: ignore[arg-type]
+    head = 2 * shape.vocab_size * shape.hidden_size
+    copies = {name: memory.items["copies"] for name, memory in instants(shape, work).items()}
+    blocks = 2 * block_matrices(shape)
+    assert copies == {"loss": blocks + head, "backward": blocks, "gradients": blocks, "update": blocks}
+    with_head = instants(shape, replace(work, fp8_head=True))
+    assert {m.items["copies"] for m in with_head.values()} == {blocks + head}
+
+
+@pytest.mark.parametrize(
+    ("precision", "native", "kept", "per_weight"),
+    [
+        ("nvfp4", FP8, 0, 2.0),
+        ("nvfp4", FP8, 3, 2.0),
+        ("nvfp4-eden", FP8, 0, 4.0),
+        ("nvfp4-eden", FP8, 3, 3.5),
+        ("nvfp4", FP8 | {"nvfp4"}, 0, 1.125),
+        ("fp8-nvfp4", FP8, 0, 3.0),
+    ],
+)
+def test_copies_by_recipe(precision: Any, native: Any, kept: int, per_weight: float) -> None:
+    shape, work = (
+        ModelConfig(),
+        Work(2048, 65536, 32768, precision=precision, native=native, kept_blocks=kept),
+    )
+    assert instants(shape, work)["update"].items["copies"] == int(per_weight * block_matrices(shape))
+
+
+def test_fp8_keeps_what_projections_read_in_one_byte() -> None:
+    """Two normed inputs of 768 and the MLP's inside of 2048, one byte less each, per token of each of 12 blocks."""
+    shape, bf16 = ModelConfig(), Work(2048, 65536, 32768)
+    fp8 = replace(bf16, precision="fp8", native=FP8)
+
+    def kept(work: Work) -> int:
+        return instants(shape, work)["loss"].items["activations"]
+
+    less = 12 * 32768 * (2 * 768 + 2048)
+    assert kept(bf16) - kept(fp8) == less
+    assert kept(bf16) - kept(replace(fp8, kept_blocks=3)) == less * 9 // 12
+    assert kept(replace(fp8, native=frozenset())) == kept(bf16) == kept(replace(fp8, precision="nvfp4"))
+    # Recomputed, a half does not keep its normed input whatever its format: the rest is the MLP's inside.
+    again = [kept(replace(work, activation_checkpointing="attention")) for work in (bf16, fp8)]
+    assert again[0] - again[1] == 12 * 32768 * (768 + 2048)
