@@ -4,13 +4,28 @@ The learning rates and the weight decay here hold at the reference point of `bud
 768, its batch and horizon). With `scale = true` they are scaled to this run's.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from deskside.config.base import Part
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+StateFormat = Literal["float32", "bfloat16", "8bit"]
+LARGEST_BFLOAT16_BETA = 0.995
+"""bfloat16 keeps 8 bits: a moment that changes by less than 1/256 in a step may never change at all."""
+
+
+States = Annotated[
+    StateFormat,
+    Field(
+        description="optimiser state: float32, bfloat16 (half), or 8bit (block-wise, arXiv 2110.02861; a quarter)"
+    ),
+]
+Offload = Annotated[
+    bool,
+    Field(description="keep optimiser state in the host's memory and stream it through the GPU at each step"),
+]
 
 
 class AdamWConfig(Part):
@@ -25,10 +40,20 @@ class AdamWConfig(Part):
     )
     grad_clip: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 is no clipping")
     scale: bool = Field(True, description="scale learning rate and decay to this model, batch and horizon")
+    states: States = "float32"
+    offload: Offload = False
+
+    @model_validator(mode="after")
+    def _states_can_change(self) -> Self:
+        _check_states(self.states, self.betas)
+        return self
 
 
 class MuonConfig(Part):
-    """Muon for block matrices (Jordan et al. 2024, kellerjordan.github.io), AdamW for everything else."""
+    """Muon for block matrices (Jordan et al. 2024, kellerjordan.github.io), AdamW for everything else.
+
+    `states` float32 keeps Muon's momentum in float32, bfloat16 and 8bit in bfloat16.
+    """
 
     name: Literal["muon"] = Field("muon", description="which optimiser: adamw or muon")
     lr: PositiveFloat = Field(0.04, description="peak learning rate of the block matrices (Muon)")
@@ -72,6 +97,21 @@ class MuonConfig(Part):
     eps: PositiveFloat = Field(1e-10, description="AdamW's eps for embeddings, head and vectors")
     grad_clip: NonNegativeFloat = Field(0.0, description="largest global gradient norm; 0 is no clipping")
     scale: bool = Field(True, description="scale learning rates and decay to this model, batch and horizon")
+    states: States = "float32"
+    offload: Offload = False
+
+    @model_validator(mode="after")
+    def _states_can_change(self) -> Self:
+        _check_states(self.states, self.betas)
+        return self
+
+
+def _check_states(states: StateFormat, betas: tuple[float, float]) -> None:
+    if states == "bfloat16" and max(betas) > LARGEST_BFLOAT16_BETA:
+        raise ValueError(
+            f"states: bfloat16 rounds away what a beta of {max(betas)} changes in a step; use float32 or 8bit, or "
+            f"betas of at most {LARGEST_BFLOAT16_BETA}"
+        )
 
 
 OptimConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]

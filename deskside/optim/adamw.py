@@ -1,22 +1,41 @@
-"""Fused AdamW with state that can be named, saved and skipped.
+"""AdamW with state that can be named, saved, skipped, made small and put aside.
 
-The arithmetic is torch's fused kernel, called through `torch.optim.adamw.adamw`, its functional form. We hold the
-state ourselves because a checkpoint wants it by parameter name, and because the kernel's `found_inf` gives what the
-training step needs: a step that changes nothing when a number on the device says so, without asking the host.
+A checkpoint wants state by parameter name. A training step wants a step that changes nothing when a number on the
+device says so, without asking the host. Float32 state on the device has both from torch's fused kernel, called through
+its functional form `torch.optim.adamw.adamw` with `found_inf`. State in bfloat16 or 8 bits, and state in the host's
+memory, is updated by `kernels/adamw.py` instead. Weights of less than 4,096 elements (norms, biases) keep float32 state
+on the device: small ones save nothing, and are where 8 bits hurt.
 
-A sharded parameter (FSDP2's DTensor) is updated as its local shard: AdamW works on each element alone.
+A sharded parameter (FSDP2's DTensor) is updated as its local shard: AdamW works on each element alone. Blocks of 256
+would not stay the same blocks on another number of GPUs, so 8-bit and offloaded state is for whole weights.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from deskside.config.optim import StateFormat
+from deskside.kernels.adamw import (
+    BLOCK,
+    FIRST,
+    FIRST_MAX,
+    SECOND,
+    SECOND_MAX,
+    Rule,
+    adamw_update,
+    blocks,
+    zero_code,
+)
 from deskside.optim.groups import ParameterInfo
+from deskside.optim.offload import Job, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, local
 
-STATE = ("exp_avg", "exp_avg_sq", "step")
+SMALL = 4096  # elements; state of smaller weights is float32 and stays on the device
+STEP = "step"
 
 
 @dataclass
@@ -31,55 +50,141 @@ class AdamWGroup:
 
 
 class AdamW:
-    """AdamW over groups. State is created by the first step, or by `create_state`."""
+    """AdamW over groups. State is created by the first step, or by `create_state`.
 
-    def __init__(self, groups: list[AdamWGroup], betas: tuple[float, float], eps: float):
+    states: the format of the moments; streamer: where given, they lie in the host's memory and are streamed by it;
+    fused: run the Triton kernel rather than its reference, None for CUDA alone.
+    """
+
+    def __init__(
+        self,
+        groups: list[AdamWGroup],
+        betas: tuple[float, float],
+        eps: float,
+        states: StateFormat = "float32",
+        streamer: Streamer | None = None,
+        fused: bool | None = None,
+    ):
         self.groups = groups
         self.betas = betas
         self.eps = eps
+        self.states = states
+        self.streamer = streamer
+        self.fused = fused
         self.state: dict[str, dict[str, Tensor]] = {}
 
     def create_state(self) -> None:
-        """Zero moments in the parameter's own dtype (and sharding), and a step counter per parameter on its device."""
+        """Zero moments (sharded as the parameter is), and a step counter per parameter on its device."""
         for group in self.groups:
             for info in group.parameters:
                 if info.name not in self.state:
-                    self.state[info.name] = {
-                        "exp_avg": torch.zeros_like(info.parameter, requires_grad=False),
-                        "exp_avg_sq": torch.zeros_like(info.parameter, requires_grad=False),
-                        "step": torch.zeros((), dtype=torch.float32, device=local(info.parameter).device),
-                    }
+                    step = torch.zeros((), dtype=torch.float32, device=local(info.parameter).device)
+                    self.state[info.name] = self._zero_moments(info.parameter) | {STEP: step}
 
     def step(self, skip: Tensor | None) -> None:
         """One update of every group. `skip`: float scalar on the device; at 1 nothing changes, counters included."""
         self.create_state()
+        jobs: list[Job] = []
         for group in self.groups:
-            parameters, gradients = [], []
-            states: dict[str, list[Tensor]] = {key: [] for key in STATE}
-            for info in group.parameters:
-                shard = local(info.parameter.detach())
-                if shard.numel() == 0:  # a rank without rows of this parameter
-                    continue
-                parameters.append(shard)
-                gradients.append(local(gradient_of(info)))
-                for key in STATE:
-                    states[key].append(local(self.state[info.name][key]))
-            if not parameters:
-                continue
-            adamw(
-                parameters,
-                gradients,
-                states["exp_avg"],
-                states["exp_avg_sq"],
-                [],
-                states["step"],
-                fused=True,
-                found_inf=skip,
-                amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                lr=group.lr,
-                weight_decay=group.weight_decay,
-                eps=self.eps,
-                maximize=False,
-            )
+            held = [info for info in group.parameters if local(info.parameter).numel()]
+            self._step_plain([info for info in held if self._plain(info.parameter)], group, skip)
+            jobs += self._jobs([info for info in held if not self._plain(info.parameter)], group, skip)
+        if self.streamer is not None and jobs:
+            self.streamer.run(jobs)
+            return
+        for job in jobs:
+            job.update(job.held)
+
+    def _plain(self, parameter: Tensor) -> bool:
+        """Whether torch's own kernel updates it: its state is in the weight's dtype and on its device."""
+        return parameter.numel() < SMALL or (self.states == "float32" and self.streamer is None)
+
+    def _zero_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        if self._plain(parameter):
+            return {key: torch.zeros_like(parameter, requires_grad=False) for key in (FIRST, SECOND)}
+        if self.states != "8bit":
+            dtype = torch.bfloat16 if self.states == "bfloat16" else parameter.dtype
+            return {key: self._zeros(parameter, parameter.shape, dtype) for key in (FIRST, SECOND)}
+        scales = (blocks(parameter.numel()),)
+        return {
+            FIRST: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=True)),
+            SECOND: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=False)),
+            FIRST_MAX: self._zeros(parameter, scales, torch.float32),
+            SECOND_MAX: self._zeros(parameter, scales, torch.float32),
+        }
+
+    def _zeros(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.streamer is not None:
+            return host_zeros(shape, dtype, parameter.device)
+        if shape == parameter.shape:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+
+    def _step_plain(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> None:
+        if not infos:
+            return
+        states = [self.state[info.name] for info in infos]
+        adamw(
+            [local(info.parameter.detach()) for info in infos],
+            [local(gradient_of(info)) for info in infos],
+            [local(state[FIRST]) for state in states],
+            [local(state[SECOND]) for state in states],
+            [],
+            [state[STEP] for state in states],
+            fused=True,
+            found_inf=skip,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=group.lr,
+            weight_decay=group.weight_decay,
+            eps=self.eps,
+            maximize=False,
+        )
+
+    def _jobs(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> list[Job]:
+        """The updates of all parameters, in pieces where their state is streamed. Counts the step."""
+        if not infos:
+            return []
+        steps = [self.state[info.name][STEP] for info in infos]
+        if skip is None:
+            skip = torch.zeros_like(steps[0])
+        torch._foreach_add_(steps, [1 - skip] * len(steps))
+        rule = Rule(group.lr, self.betas, self.eps, group.weight_decay)
+        jobs = []
+        for info, step in zip(infos, steps, strict=True):
+            shard = local(info.parameter.detach())
+            p, g = shard.view(-1), local(gradient_of(info)).reshape(-1)
+            state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
+            fused = shard.is_cuda if self.fused is None else self.fused
+            for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
+                scales = slice(part.start // BLOCK, blocks(part.stop))
+                jobs.append(
+                    Job(
+                        [t[scales if key in (FIRST_MAX, SECOND_MAX) else part] for key, t in state.items()],
+                        partial(
+                            _update,
+                            keys=tuple(state),
+                            p=p[part],
+                            g=g[part],
+                            step=step,
+                            skip=skip,
+                            rule=rule,
+                            fused=fused,
+                        ),
+                    )
+                )
+        return jobs
+
+
+def _update(
+    held: Sequence[Tensor],
+    keys: tuple[str, ...],
+    p: Tensor,
+    g: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    rule: Rule,
+    fused: bool,
+) -> None:
+    adamw_update(p, g, dict(zip(keys, held, strict=True)), step, skip, rule, fused)

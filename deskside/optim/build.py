@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from deskside.budget.scaling import Scaling
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.errors import RunError, UsageError
-from deskside.optim.adamw import STATE, AdamW, AdamWGroup
+from deskside.optim.adamw import AdamW, AdamWGroup
 from deskside.optim.groups import ParameterInfo, Role, classify
 from deskside.optim.muon import Muon
+from deskside.optim.offload import Streamer
 from deskside.optim.sharded import gradient_of, local, sum_of_squares, sum_over_shards
 
 FUSED_DEVICES = ("cuda", "cpu", "xpu", "mps")
@@ -31,10 +32,12 @@ class Optimizer:
         muon: Muon | None = None,
         muon_peak_lr: float = 0.0,
         muon_peak_decay: float = 0.0,
+        streamer: Streamer | None = None,
     ):
         self.parameters = parameters
         self.adamw = adamw
         self.muon = muon
+        self.streamer = streamer
         self._muon_peak_lr = muon_peak_lr
         self._muon_peak_decay = muon_peak_decay
         self._ready = False
@@ -107,12 +110,15 @@ class Optimizer:
     def state_dict_flat(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state as tensors under `kind/parameter name`, such as `exp_avg/layers.0.attn.qkv.weight`, and JSON data.
 
-        Tensors of sharded parameters are DTensors. Most tensors are the state itself, not copies. Before the first
-        step there is none, unless `create_state` was called (torch.distributed.checkpoint loads into what it finds).
+        Tensors of sharded parameters are DTensors, offloaded ones lie on the host. Most tensors are the state itself,
+        not copies. Before the first step there is none, unless `create_state` was called
+        (torch.distributed.checkpoint loads into what it finds).
         """
+        if self.streamer is not None:
+            self.streamer.wait()
         tensors: dict[str, Tensor] = {}
         for name, state in self.adamw.state.items():
-            tensors.update({f"{key}/{name}": state[key] for key in STATE})
+            tensors.update({f"{key}/{name}": tensor for key, tensor in state.items()})
         if self.muon is not None:
             tensors.update({f"momentum/{name}": t for name, t in self.muon.momentum_of.items()})
             tensors.update({f"row_sizes/{name}": t for name, t in self.muon.row_sizes_of().items()})
@@ -164,12 +170,13 @@ class Optimizer:
 
 
 def build(
-    model: nn.Module, config: AdamWConfig | MuonConfig, scaling: Scaling, compiled: bool | None = None
+    model: nn.Module, config: AdamWConfig | MuonConfig, scaling: Scaling, fused: bool | None = None
 ) -> Optimizer:
     """The optimiser for a model's trainable parameters, with `scaling` applied where `config.scale` says so.
 
     AdamW decays matrices, head, embeddings and positions, never vectors (norms, biases, scalars). Under Muon only the
-    matrices are decayed. compiled: see `Muon`. Raises UsageError for a parameter of unknown role or unusable device.
+    matrices are decayed. fused: see `Muon` and `AdamW`. Raises UsageError for a parameter of unknown role or unusable
+    device, and for sharded weights where the state's format or place needs whole ones.
     """
     parameters = classify(model)
     for info in parameters:
@@ -178,7 +185,15 @@ def build(
             raise UsageError(
                 f"parameter '{info.name}' is on '{device}'; move the model to a CPU or GPU first"
             )
+        if isinstance(info.parameter, DTensor) and (config.offload or config.states == "8bit"):
+            option = "optim.offload" if config.offload else "optim.states: 8bit"
+            raise UsageError(
+                f"{option} works on whole weights, and parallel.mode shard splits them; use parallel.mode replicate"
+                + ("" if config.offload else ", or optim.states bfloat16")
+            )
     s = scaling if config.scale else Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
+
+    streamer = Streamer(local(parameters[0].parameter).device) if config.offload and parameters else None
 
     def of(*roles: Role) -> list[ParameterInfo]:
         return [info for info in parameters if info.role in roles]
@@ -189,7 +204,7 @@ def build(
             AdamWGroup("weights", of("matrix", "head", "embedding", "position"), lr, decay),
             AdamWGroup("vectors", of("vector"), lr, 0.0),
         ]
-        return Optimizer(parameters, AdamW(_filled(groups), config.betas, config.eps))
+        return Optimizer(parameters, _adamw(groups, config, streamer, fused), streamer=streamer)
     groups = [
         AdamWGroup("embedding", of("embedding", "position"), config.embedding_lr * s.embedding_lr, 0.0),
         AdamWGroup("head", of("head"), config.head_lr * s.embedding_lr, 0.0),
@@ -197,12 +212,19 @@ def build(
     ]
     return Optimizer(
         parameters,
-        AdamW(_filled(groups), config.betas, config.eps),
-        Muon(of("matrix"), config, compiled),
+        _adamw(groups, config, streamer, fused),
+        Muon(of("matrix"), config, streamer, fused),
         config.lr * s.lr,
         config.weight_decay * s.weight_decay,
+        streamer,
     )
 
 
-def _filled(groups: list[AdamWGroup]) -> list[AdamWGroup]:
-    return [group for group in groups if group.parameters]
+def _adamw(
+    groups: list[AdamWGroup],
+    config: AdamWConfig | MuonConfig,
+    streamer: Streamer | None,
+    fused: bool | None,
+) -> AdamW:
+    filled = [group for group in groups if group.parameters]
+    return AdamW(filled, config.betas, config.eps, config.states, streamer, fused)

@@ -46,8 +46,8 @@ def orthogonalize(x: Tensor, polynomials: Coefficients) -> Tensor:
 
     Tall, so that the products X^T X are of the smaller size; the caller transposes wide matrices.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
-    norm = wide.square().sum(dim=(-2, -1), keepdim=True).sqrt()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     x = x * (1 / (norm * SAFETY + 1e-12)).to(x.dtype)
     for a, b, c in polynomials:
         gram = x.mT @ x

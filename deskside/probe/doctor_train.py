@@ -100,7 +100,7 @@ def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper,
     initialize(model, 0, InitOptions(output="fan_in", head_std=0.02))
     model = model.to(device)
     apply(model, precision)
-    optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0), compiled=False)
+    optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 0)
     stepper = Stepper(
         model,

@@ -1,4 +1,4 @@
-"""Optimiser steps on the card against the CPU's float32, compiled against eager, and steps that are skipped."""
+"""Optimiser steps on the card against the CPU's float32, kernels against torch, small and offloaded states, skips."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.optim import muon
+from deskside.optim import adamw, muon, offload
 from deskside.optim.build import Optimizer, build
 from tests.gpu.card import DEVICE, NEEDS_CARD
 from tests.optim.models import NO_SCALING, backward, make, weights
@@ -32,10 +32,10 @@ def train(model: nn.Module, optimizer: Optimizer, source: nn.Module, skip: Tenso
         optimizer.zero_grad()
 
 
-def moved(config: Config, device: str, compiled: bool | None = False) -> dict[str, Tensor]:
+def moved(config: Config, device: str, fused: bool | None = False) -> dict[str, Tensor]:
     """How far each weight has gone after STEPS steps."""
     model, before = make().to(device), weights(make())
-    train(model, build(model, config, NO_SCALING, compiled), make())
+    train(model, build(model, config, NO_SCALING, fused), make())
     return {name: value.cpu() - before[name] for name, value in weights(model).items()}
 
 
@@ -49,21 +49,86 @@ def test_adamw_equals_the_cpu() -> None:
     check(moved(AdamWConfig(), DEVICE), moved(AdamWConfig(), "cpu"), 1e-4)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_muon_in_float32_equals_the_cpu(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_muon_in_float32_equals_the_cpu(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "_iteration_dtype", lambda weight: torch.float32)
-    check(moved(MuonConfig(), DEVICE, compiled), moved(MuonConfig(), "cpu"), 1e-3)
+    check(moved(MuonConfig(), DEVICE, fused), moved(MuonConfig(), "cpu"), 1e-3)
 
 
-def test_muon_in_bfloat16_is_near_the_cpu_compiled_or_not() -> None:
+def test_muon_in_bfloat16_is_near_the_cpu_fused_or_not() -> None:
     """Rounding to bfloat16 turns the directions of small singular values, which orthogonalising makes as long as all
     others: 0.16 on a CPU. A wrong update is wrong by its own size."""
-    compiled = moved(MuonConfig(), DEVICE, compiled=None)
-    check(compiled, moved(MuonConfig(), DEVICE), 0.3)
-    check(compiled, moved(MuonConfig(), "cpu"), 0.3)
+    fused = moved(MuonConfig(), DEVICE, fused=None)
+    check(fused, moved(MuonConfig(), DEVICE), 0.3)
+    check(fused, moved(MuonConfig(), "cpu"), 0.3)
 
 
-@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()], ids=["adamw", "muon"])
+def small(name: str, states: str, offload: bool = False) -> Config:
+    """A configuration; the models here are so small that `small_states` must be there too."""
+    kind = AdamWConfig if name == "adamw" else MuonConfig
+    return kind.model_validate({"name": name, "states": states, "offload": offload})
+
+
+@pytest.fixture
+def small_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "SMALL", 64)
+    monkeypatch.setattr(offload, "PIECE", 256)
+
+
+@pytest.mark.usefixtures("small_states")
+@pytest.mark.parametrize(("states", "within"), [("float32", 1e-4), ("bfloat16", 1e-2), ("8bit", 2e-2)])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_adamw_states_equal_the_cpu(states: str, within: float, offloaded: bool) -> None:
+    config = small("adamw", states, offloaded)
+    check(moved(config, DEVICE, fused=None), moved(config, "cpu"), within)
+
+
+@pytest.mark.usefixtures("small_states")
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
+def test_offloaded_state_is_the_same_to_the_last_bit(name: str, states: str) -> None:
+    """The same kernels on the same numbers, through the host's memory. Muon's streamed momentum is torch's, not
+    Triton's: there a direction may be rounded to another bfloat16."""
+    here, there = (moved(small(name, states, place), DEVICE, fused=None) for place in (False, True))
+    for key, value in here.items():
+        if name == "adamw":
+            assert torch.equal(value, there[key]), key
+    check(there, here, 0.3 if name == "muon" else 1e-9)
+
+
+@pytest.mark.usefixtures("small_states")
+def test_offloaded_state_leaves_the_device() -> None:
+    model = make().to(DEVICE)
+    optimizer = build(model, small("adamw", "float32", True), NO_SCALING)
+    train(model, optimizer, make())
+    tensors, _ = optimizer.state_dict_flat()
+    assert {
+        t.device.type for key, t in tensors.items() if key.startswith("exp_avg/") and t.numel() >= 64
+    } == {"cpu"}
+    assert optimizer.streamer is not None
+    assert 0 < optimizer.streamer.buffer_bytes <= 3 * 2 * 4 * 256
+    saved = {key: t.clone() for key, t in tensors.items()}
+    again = build(make().to(DEVICE), small("adamw", "float32", True), NO_SCALING)
+    again.load_state_dict_flat(saved, optimizer.state_dict_flat()[1])
+    for key, t in again.state_dict_flat()[0].items():
+        assert torch.equal(t, saved[key]), key
+
+
+@pytest.mark.usefixtures("small_states")
+@pytest.mark.parametrize(
+    "config",
+    [
+        AdamWConfig(),
+        MuonConfig(),
+        *(
+            small(name, states, place)
+            for name in ("adamw", "muon")
+            for states in ("bfloat16", "8bit")
+            for place in (False, True)
+        ),
+    ],
+    ids=lambda config: f"{config.name}-{config.states}-{config.offload}",
+)
 def test_a_skipped_step_changes_no_bit(config: Config) -> None:
     model: Any = make().to(DEVICE)
     optimizer = build(model, config, NO_SCALING)

@@ -151,19 +151,19 @@ def test_bfloat16_weights_keep_float32_momentum() -> None:
     assert optimizer.momentum_of["weight"].dtype == torch.float32
 
 
-@pytest.mark.full
-def test_compiled_update_equals_eager() -> None:
-    results = []
-    for compiled in (False, True):
+@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
+def test_small_states_keep_momentum_in_bfloat16_and_move_alike(states: str) -> None:
+    results, start = [], weights(make(moe=True))
+    for config in (MuonConfig(), MuonConfig.model_validate({"name": "muon", "states": states})):
         model = make(moe=True)
-        parameters = [info for info in classify(model) if info.role == "matrix"]
-        optimizer = Muon(parameters, MuonConfig(), compiled=compiled)
-        optimizer.weight_decay = 0.1
-        for step in range(3):
-            optimizer.lr = 0.01 * (step + 1)
+        optimizer = matrices(model, config)
+        for step in range(5):
             backward(model, step)
-            optimizer.step(torch.tensor(1.0 if step == 1 else 0.0))
+            optimizer.step(None)
             model.zero_grad()
-        results.append(weights(model))
-    for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], atol=2e-5, rtol=0)
+        results.append((weights(model), optimizer.momentum_of))
+    assert {t.dtype for t in results[1][1].values()} == {torch.bfloat16}
+    for name in results[0][1]:
+        moved = results[0][0][name] - start[name]
+        # Rounding turns directions of small singular values, which orthogonalising makes as long as all others.
+        assert 0 < float((results[1][0][name] - results[0][0][name]).norm() / moved.norm()) < 0.1, name

@@ -1,0 +1,184 @@
+"""Small and offloaded optimiser state in the whole optimiser: bytes, exact resume, skips, convergence, refusals."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.errors import RunError, UsageError
+from deskside.optim import adamw, offload
+from deskside.optim.build import Optimizer, build
+from deskside.optim.offload import Job, Streamer, host_zeros, pieces
+from tests.optim.models import NO_SCALING, backward, make, weights
+
+Config = AdamWConfig | MuonConfig
+
+
+def config(name: str, states: str, offload: bool = False, **more: Any) -> Config:
+    kind = AdamWConfig if name == "adamw" else MuonConfig
+    return kind.model_validate({"name": name, "states": states, "offload": offload, **more})
+
+
+CONFIGS = [
+    config(name, states, offload)
+    for name in ("adamw", "muon")
+    for states in ("float32", "bfloat16", "8bit")
+    for offload in (False, True)
+    if states != "float32" or offload
+]
+IDS = [f"{c.name} {c.states}{' offload' if c.offload else ''}" for c in CONFIGS]
+
+
+@pytest.fixture(autouse=True)
+def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of these tests have at most 384 weights in a matrix."""
+    monkeypatch.setattr(adamw, "SMALL", 64)
+    monkeypatch.setattr(offload, "PIECE", 256)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range, skip: bool = True) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.set_progress(1 - step / 20, step / 20, step)
+        optimizer.clip_and_norm(0.5)
+        optimizer.step(torch.tensor(0.0) if skip else None)
+        optimizer.zero_grad()
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    return sum(t.nbytes for t in optimizer.state_dict_flat()[0].values())
+
+
+@pytest.mark.parametrize("given", CONFIGS, ids=IDS)
+def test_saved_and_loaded_midway_gives_the_same_bits(given: Config) -> None:
+    straight = make(moe=True)
+    train(straight, build(straight, given, NO_SCALING), range(8))
+    first = make(moe=True)
+    optimizer = build(first, given, NO_SCALING)
+    train(first, optimizer, range(3), skip=False)
+    tensors, data = optimizer.state_dict_flat()
+    saved = {name: t.clone() for name, t in tensors.items()}, json.loads(json.dumps(data))
+    resumed = make(seed=9, moe=True)
+    resumed.load_state_dict(first.state_dict())
+    fresh = build(resumed, given, NO_SCALING)
+    fresh.load_state_dict_flat(*saved)
+    train(resumed, fresh, range(3, 8))
+    for name, value in weights(straight).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+
+@pytest.mark.parametrize("given", CONFIGS, ids=IDS)
+def test_a_skipped_step_changes_nothing(given: Config) -> None:
+    model = make(moe=True)
+    optimizer = build(model, given, NO_SCALING)
+    train(model, optimizer, range(3))
+    before, state = weights(model), {k: v.clone() for k, v in optimizer.state_dict_flat()[0].items()}
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, (math.nan, math.inf)[number % 2])
+    optimizer.step(torch.tensor(1.0))
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name]), name
+    for name, value in optimizer.state_dict_flat()[0].items():
+        assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
+def test_offloading_changes_no_bit(name: str, states: str) -> None:
+    results = []
+    for place in (False, True):
+        model = make(moe=True)
+        train(model, build(model, config(name, states, place), NO_SCALING), range(5))
+        results.append(weights(model))
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_offloaded_float32_is_torchs_kernel(name: str) -> None:
+    results = []
+    for place in (False, True):
+        model = make(moe=True)
+        train(model, build(model, config(name, "float32", place), NO_SCALING), range(5))
+        results.append(weights(model))
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
+def test_bytes_of_the_state(states: str) -> None:
+    model = make()
+    optimizer = build(model, config("adamw", states), NO_SCALING)
+    optimizer.create_state()
+    per = {"float32": 8, "bfloat16": 4, "8bit": 2}[states]
+    expected = 0
+    for parameter in model.parameters():
+        n = parameter.numel()
+        expected += 4 + (8 * n if n < 64 else per * n + (8 * -(-n // 256) if states == "8bit" else 0))
+    assert state_bytes(optimizer) == expected
+
+
+@pytest.mark.parametrize("given", [AdamWConfig(), *CONFIGS], ids=["adamw float32", *IDS])
+def test_a_small_problem_is_learned_as_well_as_with_float32(given: Config) -> None:
+    """Cross-entropy on one fixed batch after 60 steps."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 11, (4, 12))
+
+    def final(chosen: Config) -> float:
+        model = make()
+        optimizer = build(model, chosen.model_copy(update={"lr": 0.02}), NO_SCALING)
+        for step in range(60):
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.set_progress(1.0, 0.0, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    plain = final(given.model_copy(update={"states": "float32", "offload": False}))
+    assert plain < 1.5
+    assert final(given) == pytest.approx(plain, rel=0.03)
+
+
+def test_state_of_another_format_is_refused() -> None:
+    one = build(make(), config("adamw", "8bit"), NO_SCALING)
+    one.create_state()
+    other = build(make(), config("adamw", "float32"), NO_SCALING)
+    with pytest.raises(RunError, match="exp_avg"):
+        other.load_state_dict_flat(*one.state_dict_flat())
+
+
+def test_bfloat16_refuses_a_beta_that_it_would_round_away() -> None:
+    with pytest.raises(ValueError, match=r"states: bfloat16 rounds away what a beta of 0\.999"):
+        config("adamw", "bfloat16", betas=(0.9, 0.999))
+    assert config("adamw", "8bit", betas=(0.9, 0.999)).betas[1] == 0.999
+
+
+def test_pieces_cover_everything_once() -> None:
+    for n in (1, 256, 257, 1000):
+        covered = [i for part in pieces(n) for i in range(n)[part]]
+        assert covered == list(range(n))
+        assert all(part.start % 256 == 0 for part in pieces(n))
+
+
+def test_a_streamer_on_the_cpu_works_in_place() -> None:
+    device = torch.device("cpu")
+    held = host_zeros((5,), torch.float32, device)
+    Streamer(device).run([Job([held[1:3]], lambda parts: parts[0].add_(1))])
+    assert held.tolist() == [0, 1, 1, 0, 0]
+
+
+def test_sharded_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every parameter counts as a DTensor here; real ones need processes (test_sharded.py)."""
+    monkeypatch.setattr("deskside.optim.build.DTensor", nn.Parameter)
+    for given, named in (
+        (config("adamw", "8bit"), "optim.states: 8bit"),
+        (config("muon", "float32", True), "optim.offload"),
+    ):
+        with pytest.raises(UsageError, match=f"{named} works on whole weights.*replicate"):
+            build(make(), given, NO_SCALING)
