@@ -12,6 +12,7 @@ and kept in the user's cache directory (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
@@ -36,6 +37,8 @@ def _library() -> tuple[Kernel, Kernel, tuple[type[Exception], ...]]:
     try:
         kernels = import_module("flash_attn.cute.interface")
         refusal = import_module("cutlass.base_dsl.common").DSLBaseError
+        # Said by the package's compiler of the package's own code, at every compilation.
+        warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     except (ImportError, OSError) as error:
         raise RuntimeError(f"flash-attn-4 does not import: {error}") from error
     return kernels._flash_attn_fwd, kernels._flash_attn_bwd, (AssertionError, refusal)

@@ -1,0 +1,127 @@
+"""Every attention backend on this card against float64: output and three gradients, in each way it is called."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskside.kernels.attention import (
+    BACKENDS,
+    AttentionContext,
+    Requirements,
+    attention_backward,
+    attention_forward,
+    choose,
+    prepare,
+)
+from deskside.kernels.attention.choose import worst_error
+from deskside.ops.attention import attention
+from tests.gpu import card
+
+pytestmark = card.NEEDS_CARD
+TOKENS, ROWS, TOLERANCE = 384, 3, 1e-2
+BACKWARD_FROM = {"fa4": 9, "cudnn": 8, "flash": 8, "varlen": 8}  # major compute capability; the others: any
+
+HEADS = {"12x3x64": (12, 3, 64), "6x2x128": (6, 2, 128), "4x4x64": (4, 4, 64)}
+MASKS = {
+    "full": (None, False),
+    "window": (100, False),
+    "documents": (None, True),
+    "window and documents": (100, True),
+}
+CASES = [  # each way and each shape, not all of both: FlexAttention is compiled for every one
+    ("12x3x64", "eager"),
+    ("12x3x64", "compiled"),
+    ("12x3x64", "by hand"),
+    ("6x2x128", "by hand"),
+    ("4x4x64", "eager"),
+]
+NAMES = sorted(
+    name for name, backend in BACKENDS.items() if "cuda" in backend.devices and name != "reference"
+)
+
+
+def problem(shape: str, masks: str) -> tuple[Requirements, AttentionContext]:
+    """The requirements, and a context with documents of all kinds: one token, a whole row, and empty padding."""
+    heads, kv_heads, head_dim = HEADS[shape]
+    window, documents = MASKS[masks]
+    device = torch.device(card.DEVICE)
+    need = Requirements(
+        ROWS, TOKENS, heads, kv_heads, head_dim, torch.bfloat16, device, window=window, documents=documents
+    )
+    ends = [0, 1, 130, TOKENS, 2 * TOKENS, 2 * TOKENS + 255, 3 * TOKENS, 3 * TOKENS, 3 * TOKENS]
+    cu = torch.tensor(ends, dtype=torch.int32, device=device) if documents else None
+    return need, AttentionContext(window=window, cu_seqlens=cu, max_seqlen=TOKENS if documents else None)
+
+
+def projection(need: Requirements) -> Tensor:
+    """(B, T, (H + 2 K) C), of which q, k and v are views."""
+    width = (need.heads + 2 * need.kv_heads) * need.head_dim
+    generator = torch.Generator(need.device).manual_seed(0)
+    return torch.randn(need.batch, need.tokens, width, generator=generator, device=need.device).to(need.dtype)
+
+
+def views(fused_BTX: Tensor, need: Requirements) -> list[Tensor]:
+    sizes = [need.heads * need.head_dim, need.kv_heads * need.head_dim, need.kv_heads * need.head_dim]
+    return [part.unflatten(-1, (-1, need.head_dim)) for part in fused_BTX.split(sizes, dim=-1)]
+
+
+def by_autograd(fused: Tensor, need: Requirements, context: AttentionContext, compiled: bool) -> list[Tensor]:
+    function = torch.compile(attention, fullgraph=True, dynamic=False) if compiled else attention
+    fused = fused.detach().requires_grad_()
+    o = function(*views(fused, need), context)
+    (gradient,) = torch.autograd.grad(o, fused, grad_of(need).to(o.dtype))
+    return [o.detach(), *views(gradient, need)]
+
+
+def by_hand(fused: Tensor, need: Requirements, context: AttentionContext) -> list[Tensor]:
+    with torch.no_grad():
+        o, saved = attention_forward(*views(fused, need), context)
+        return [o, *attention_backward(saved, grad_of(need).to(o.dtype))]
+
+
+def grad_of(need: Requirements) -> Tensor:
+    generator = torch.Generator(need.device).manual_seed(1)
+    shape = (need.batch, need.tokens, need.heads, need.head_dim)
+    return torch.randn(shape, generator=generator, device=need.device).to(need.dtype)
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize(("shape", "way"), CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_float64(name: str, shape: str, masks: str, way: str) -> None:
+    need, context = problem(shape, masks)
+    reason = BACKENDS[name].why_not(need)
+    if reason is not None:
+        pytest.skip(reason)
+    if torch.cuda.get_device_capability()[0] < BACKWARD_FROM.get(name, 0):
+        pytest.skip(f"{name} has no backward on this compute capability")
+    fused = projection(need)
+    exact_need = replace(need, dtype=torch.float64)
+    exact = by_autograd(fused.double(), exact_need, prepare(context, exact_need), compiled=False)
+    context = prepare(replace(context, backend=name), need)
+    if way == "by hand":
+        got = by_hand(fused, need, context)
+    else:
+        got = by_autograd(fused, need, context, compiled=way == "compiled")
+    assert worst_error(got, exact) < TOLERANCE
+
+
+@pytest.mark.parametrize("masks", MASKS)
+def test_the_trial_finds_a_fast_one(masks: str) -> None:
+    """At a size where the plain ones are far behind, so that a fast kernel that fails would show."""
+    window, documents = MASKS[masks]
+    device = torch.device(card.DEVICE)
+    need = Requirements(4, 2048, 12, 3, 64, torch.bfloat16, device, window=window, documents=documents)
+    choice = choose(need)
+    assert choice.name not in {"reference", "chunked", "efficient"}, choice
+    assert not [reason for reason in choice.rejected.values() if reason.startswith("wrong")], choice.rejected
+
+
+def test_a_window_costs_less_than_full_attention() -> None:
+    """Sixteen times fewer scores in long rows: whatever is chosen has to be far faster than the best for full rows."""
+    device = torch.device(card.DEVICE)
+    full = Requirements(2, 8192, 12, 3, 64, torch.bfloat16, device)
+    best = {window: min(choose(replace(full, window=window)).seconds.values()) for window in (None, 512)}
+    assert best[512] < best[None] / 3, best
