@@ -1,0 +1,174 @@
+"""Base weights in NF4 or INT8 for adapters: stored small, dequantised where they are used, never trained.
+
+NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): blocks of 64 weights share a largest magnitude, and each weight is
+one of 16 quantiles of a Gaussian; the magnitudes themselves are stored in 8 bits, 256 to a float32 scale: 4.13 bits per
+weight. INT8: each output row has a float32 scale (LLM.int8(), arXiv 2208.07339, without its outlier columns), which is
+applied to the product, so nothing but the rounding to 8 bits is lost. NF4's storage and kernels are bitsandbytes';
+INT8 is a division and needs no library.
+
+A frozen 4-bit weight does not train: an update is far smaller than the step between two of 16 values, so it would be
+rounded away. What trains is an adapter beside it, through which the gradient of the input flows on. So memory for
+gradients and optimiser states is the adapter's, and a model's own pretraining is no use for these formats.
+
+`freeze` replaces modules; an adapter wraps the `FrozenLinear` it finds, and `dense()` gives the weight to merge with.
+"""
+
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deskside.errors import UsageError
+from deskside.ops.linear import Linear
+
+Format = Literal["nf4", "int8"]
+BLOCK = 64  # NF4 weights that share a magnitude
+SCALE_BLOCK = 256  # magnitudes that share a scale
+DOES_NOT_TRAIN = (
+    "a frozen {0} weight does not train: updates are smaller than the steps between its values and would be rounded "
+    "away; train adapters beside it, or keep the weights in full precision"
+)
+
+
+class FrozenLinear(Linear):
+    """y = x W^T + b with W in `format`. Only the input gets a gradient; there is no parameter `weight`.
+
+    x: (..., in) in any float dtype, which is the product's too. Raises UsageError when it is asked to train.
+    """
+
+    codes: Tensor  # nf4: two to a byte; int8: (rows, in)
+    row_scale: Tensor  # int8: (rows,) float32
+    magnitude: Tensor  # nf4: uint8, one for each block
+    magnitude_scale: Tensor  # float32, one for 256 magnitudes
+    magnitude_map: Tensor  # the 256 values of a uint8
+    magnitude_mean: Tensor  # what was subtracted from the magnitudes
+
+    def __init__(self, source: Linear, format: Format):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.role, self.slices, self.format = source.role, source.slices, format
+        self.execution = None
+        self.bias = source.bias
+        self.register_parameter("weight", None)
+        weight = source.weight.detach()
+        if format == "int8":
+            largest = weight.float().abs().amax(dim=1)
+            scale = torch.where(largest > 0, largest, 1.0) / 127
+            self.register_buffer("codes", (weight.float() / scale[:, None]).round().to(torch.int8))
+            self.register_buffer("row_scale", scale)
+            return
+        functional = _bitsandbytes()
+        codes, state = functional.quantize_4bit(
+            weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+        )
+        self.register_buffer("codes", codes)
+        self.register_buffer("magnitude", state.absmax)
+        self.register_buffer("magnitude_scale", state.state2.absmax)
+        self.register_buffer("magnitude_map", state.state2.code)
+        self.register_buffer("magnitude_mean", state.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _FrozenProduct.apply(x, self)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (rows, in) that the codes stand for."""
+        if self.format == "int8":
+            return (self.codes.float() * self.row_scale[:, None]).to(dtype)
+        functional = _bitsandbytes()
+        magnitude = functional.dequantize_blockwise(
+            self.magnitude, absmax=self.magnitude_scale, code=self.magnitude_map, blocksize=SCALE_BLOCK
+        )
+        state = functional.QuantState(
+            absmax=magnitude + self.magnitude_mean,
+            shape=torch.Size((self.out_features, self.in_features)),
+            dtype=dtype,
+            blocksize=BLOCK,
+            quant_type="nf4",
+        )
+        weight: Tensor = functional.dequantize_4bit(self.codes, state)
+        return weight
+
+    def requires_grad_(self, requires_grad: bool = True) -> "FrozenLinear":
+        if requires_grad:
+            raise UsageError(DOES_NOT_TRAIN.format(self.format))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, frozen {self.format}"
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x W^T. The backward dequantises again: keeping the dense weight would undo what freezing saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
+        ctx.layer = layer
+        if layer.format == "int8":
+            return (F.linear(x, layer.codes.to(x.dtype)).float() * layer.row_scale).to(x.dtype)
+        return F.linear(x, layer.dense(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        (grad,), layer = grads, ctx.layer
+        if layer.format == "int8":
+            grad = (grad.float() * layer.row_scale).to(grad.dtype)
+            return grad @ layer.codes.to(grad.dtype), None
+        return grad @ layer.dense(grad.dtype), None
+
+
+def freeze(model: nn.Module, format: Format) -> nn.Module:
+    """Freezes a Linear (returned as a new module) or a whole model (in place): nothing in it trains any more.
+
+    Of a model every block matrix is stored in `format`; head and embeddings become bfloat16, because a weight that
+    does not train needs no float32 master; vectors stay as they are. Raises UsageError without bitsandbytes, for an
+    unknown format, and for experts, which are not made of Linears.
+    """
+    if format not in ("nf4", "int8"):
+        raise UsageError(f"'{format}' is no format of frozen weights; use nf4 or int8")
+    if format == "nf4":
+        _bitsandbytes()
+    if isinstance(model, Linear):
+        if model.bias is not None:
+            model.bias.requires_grad_(False)
+        return model if isinstance(model, FrozenLinear) else FrozenLinear(model, format)
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "slices", None), dict):
+            raise UsageError(
+                f"'{name}' holds experts, whose weights cannot be frozen in {format}; use full precision"
+            )
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear) and not isinstance(child, FrozenLinear) and child.role == "matrix":
+                setattr(parent, name, FrozenLinear(child, format))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def require_adapters(model: nn.Module) -> None:
+    """Raises UsageError, saying why, for a model with frozen weights and nothing that trains."""
+    frozen = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(DOES_NOT_TRAIN.format(frozen[0].format))
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of all weights as they are stored, frozen ones included, tied ones once."""
+    tensors = {t.untyped_storage().data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
+    return sum(t.nbytes for t in tensors.values())
+
+
+def _bitsandbytes() -> ModuleType:
+    try:
+        from bitsandbytes import functional
+    except ImportError as error:
+        raise UsageError(
+            f"frozen nf4 weights need bitsandbytes ({error}); install it with: pip install 'deskside[bitsandbytes]'"
+        ) from None
+    module: ModuleType = functional
+    return module

@@ -1,0 +1,180 @@
+"""Frozen NF4 and INT8 weights against bitsandbytes' own modules, float64, and what they promise about training."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from deskside.config.model import ModelConfig
+from deskside.config.optim import AdamWConfig
+from deskside.errors import UsageError
+from deskside.kernels.attention import AttentionContext
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
+from deskside.ops.linear import Linear
+from deskside.optim.build import build
+from deskside.precision.frozen import FrozenLinear, freeze, require_adapters, stored_bytes
+from tests.optim.models import NO_SCALING, make
+
+FORMATS = ["nf4", "int8"]
+IN, ROWS = 192, 96
+
+
+def linear(bias: bool = False) -> Linear:
+    layer = Linear(IN, [("q", 64), ("k", 32)], bias=bias)
+    torch.manual_seed(0)
+    nn.init.normal_(layer.weight, std=0.02)
+    return layer
+
+
+def frozen(given: Linear, format: str) -> FrozenLinear:
+    layer = freeze(given, format)  # type: ignore[arg-type]
+    assert isinstance(layer, FrozenLinear)
+    return layer
+
+
+def transformer(experts: int = 0) -> Transformer:
+    config = ModelConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, max_position_embeddings=64,
+        **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if experts else {}),
+    )  # fmt: skip
+    model = Transformer(config)
+    initialize(model, 0)
+    return model
+
+
+def test_nf4_is_bitsandbytes_linear4bit() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    source = linear()
+    theirs = bitsandbytes.nn.Linear4bit(
+        IN, ROWS, bias=False, compute_dtype=torch.bfloat16, compress_statistics=True, quant_type="nf4"
+    )
+    theirs.weight = bitsandbytes.nn.Params4bit(
+        source.weight.detach().clone(),
+        requires_grad=False,
+        compress_statistics=True,
+        quant_type="nf4",
+        blocksize=64,
+    )
+    theirs = theirs.to("cpu")
+    ours = frozen(source, "nf4")
+    assert torch.equal(ours.codes.flatten(), theirs.weight.data.flatten())
+    x = torch.randn(5, IN).bfloat16().requires_grad_()
+    y, other = ours(x), theirs(x)
+    torch.testing.assert_close(y, other, rtol=0.02, atol=2e-3)
+    (grad,) = torch.autograd.grad(y.float().sum(), x)
+    (expected,) = torch.autograd.grad(other.float().sum(), x)
+    torch.testing.assert_close(grad, expected, rtol=0.02, atol=2e-3)
+
+
+def test_int8_codes_are_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    source = linear()
+    with torch.no_grad():
+        source.weight.copy_(source.weight.half())  # theirs takes float16
+    codes, largest, _ = functional.int8_vectorwise_quant(source.weight.detach().half())
+    ours = frozen(source, "int8")
+    away = (codes.int() - ours.codes.int()).abs()
+    assert int(away.max()) <= 1 and float(away.float().mean()) < 1e-3  # theirs divides in float16
+    torch.testing.assert_close(ours.row_scale * 127, largest.float())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("format", "error"), [("nf4", 0.12), ("int8", 0.01)])
+def test_output_and_gradient_are_those_of_the_stored_weight(format: str, error: float, bias: bool) -> None:
+    source = linear(bias)
+    if source.bias is not None:
+        nn.init.normal_(source.bias)
+    weight = source.weight.detach().double()
+    layer = frozen(source, format)
+    dense = layer.dense().double()
+    assert 1e-4 < float((dense - weight).norm() / weight.norm()) < error
+    x, grad = torch.randn(2, 3, IN).bfloat16().requires_grad_(), torch.randn(2, 3, ROWS).bfloat16()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    expected = x.detach().double() @ dense.T + (0 if source.bias is None else source.bias.detach().double())
+    assert float((y.detach().double() - expected).norm() / expected.norm()) < 0.006
+    (dx,) = torch.autograd.grad(y, x, grad)
+    truth = grad.double() @ dense
+    assert float((dx.double() - truth).norm() / truth.norm()) < 0.006
+
+
+@pytest.mark.parametrize(("format", "bits"), [("nf4", 4 + 8 / 64 + 32 / (64 * 256)), ("int8", 8 + 32 / 1024)])
+def test_bytes_per_weight(format: str, bits: float) -> None:
+    layer = frozen(Linear(1024, [("w", 512)]), format)
+    constant = 4 * 257 if format == "nf4" else 0  # NF4's map of 256 values and the mean
+    assert stored_bytes(layer) == pytest.approx(1024 * 512 * bits / 8 + constant, abs=1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_dense_weight_is_not_kept_for_the_backward(format: str) -> None:
+    kept: list[torch.Tensor] = []
+    layer = frozen(linear(), format)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(4, IN, requires_grad=True))
+    assert kept == []
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_is_frozen_whole_and_computes_nearly_the_same(format: str) -> None:
+    model = transformer()
+    tokens, context = torch.arange(32)[None], AttentionContext(backend="sdpa")
+    before, size = model.hidden(tokens, context).detach(), stored_bytes(model)
+    freeze(model, format)  # type: ignore[arg-type]
+    after = model.hidden(tokens, context).detach()
+    assert 1e-4 < float((after.float() - before).norm() / before.norm()) < (0.25 if format == "nf4" else 0.03)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert sum(isinstance(m, FrozenLinear) for m in model.modules()) == 2 * 4
+    assert not isinstance(model.head, FrozenLinear)
+    assert stored_bytes(model) < 0.5 * size
+    again = stored_bytes(model)
+    assert stored_bytes(freeze(model, format)) == again  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_saved_and_loaded_it_computes_the_same(format: str) -> None:
+    layer, x = frozen(linear(), format), torch.randn(3, IN)
+    other = frozen(Linear(IN, [("q", 64), ("k", 32)]), format)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_training_it_is_refused_with_the_reason(format: str) -> None:
+    model = make()
+    freeze(model, format)  # type: ignore[arg-type]
+    reason = f"a frozen {format} weight does not train.*train adapters"
+    with pytest.raises(UsageError, match=reason):
+        require_adapters(model)
+    with pytest.raises(UsageError, match=reason):
+        model.down.requires_grad_()
+    model.adapter = nn.Parameter(torch.zeros(3))
+    require_adapters(model)
+    assert [info.name for info in build(model, AdamWConfig(), NO_SCALING).parameters] == ["adapter"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_adapter_beside_it_learns(format: str) -> None:
+    """y = x W^T + (x A) B: the adapter gets the gradients that it would get beside the dense weight."""
+    layer = frozen(linear(), format)
+    x = torch.randn(8, IN)
+    a, b = (0.1 * torch.randn(IN, 4)).requires_grad_(), torch.zeros(4, ROWS, requires_grad=True)
+    target = torch.randn(8, ROWS)
+    ours = torch.autograd.grad((layer(x) + x @ a @ b - target).square().sum(), (a, b))
+    dense = torch.autograd.grad((x @ layer.dense().T + x @ a @ b - target).square().sum(), (a, b))
+    for got, expected in zip(ours, dense, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    assert float(ours[1].norm()) > 0
+
+
+def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="'fp4' is no format of frozen weights; use nf4 or int8"):
+        freeze(linear(), "fp4")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"experts.*cannot be frozen in int8"):
+        freeze(transformer(experts=4), "int8")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UsageError, match=r"frozen nf4 weights need bitsandbytes.*deskside\[bitsandbytes\]"):
+        freeze(linear(), "nf4")
+    assert isinstance(freeze(linear(), "int8"), FrozenLinear)
