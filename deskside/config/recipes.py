@@ -93,8 +93,7 @@ class Recipe:
 
     def kept_blocks(self, layers: int) -> tuple[int, int]:
         """Blocks at the front and at the back of a model of `layers` that stay in BF16."""
-        first, last = (math.ceil(share * layers - 1e-9) for share in (self.keep_first, self.keep_last))
-        return first, last
+        return kept_blocks(self.keep_first, layers), kept_blocks(self.keep_last, layers)
 
 
 _FP32, _BF16 = Operand("float32"), Operand("bfloat16")
@@ -191,6 +190,11 @@ RECIPES: dict[str, Recipe] = {
 
 
 ALIASES = {"fp8": "fp8-delayed"}
+
+
+def kept_blocks(share: float, layers: int) -> int:
+    """A share of the blocks, rounded up."""
+    return math.ceil(share * layers - 1e-9)
 
 
 def recipe_named(name: str) -> Recipe:

@@ -35,7 +35,7 @@ from deskside.plan.estimate import (
     of_config,
     pass_sizes,
 )
-from deskside.plan.request import DEEPEST, Request, longer, trainable
+from deskside.plan.request import DEEPEST, Request, longer
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
 SHORTEST_STAGE = 256
@@ -161,17 +161,22 @@ def _merit(request: Request, found: Candidate) -> float:
 
 def fits_at_all(request: Request) -> bool:
     """Whether the smallest shape fits in any way."""
-    smallest = of_config(shapes(request)[0].config, request.gpus, precision(request), request.card.is_cpu)
+    smallest = setting_of(request, shapes(request)[0].config)
     one_row = stages(request.sequence, request.sequence * request.gpus)[-1]
     row = replace(smallest, stages=(replace(one_row, share=1.0),), micro_tokens=request.sequence)
     return fastest(request, row).fits != "no"
 
 
 def precision(request: Request) -> Precision:
-    """What the bands train in: what was asked for if training can do it, else what a card of this kind uses."""
-    if request.precision is not None and trainable(request.precision):
+    """What the bands train in: what was asked for, else what a card of this kind uses."""
+    if request.precision is not None:
         return request.precision  # type: ignore[return-value]
     return "fp32" if request.card.is_cpu else "bf16"
+
+
+def setting_of(request: Request, config: RunConfig) -> Setting:
+    """The setting of a configuration, on the card and in the precision of the request."""
+    return of_config(config, request.gpus, precision(request), request.card.is_cpu, request.card.native)
 
 
 def batch_tokens(total_tokens: float, sequence_length: int, gpus: int) -> int:
@@ -300,7 +305,7 @@ def _rank(found: Estimate) -> tuple[int, float]:
 def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
     """Ways to do a step, the fastest first; what was decided by hand stays."""
     own = request.overrides.get("compute", {})
-    both = base.gpus > 1 and "parallel" not in request.overrides
+    both = base.gpus > 1 and base.shardable and "parallel" not in request.overrides
     for sharded in (False, True) if both else (base.sharded,):
         for rung, chunk in LADDER:
             if "activation_checkpointing" in own and rung != own["activation_checkpointing"]:
@@ -329,9 +334,7 @@ def _ways(request: Request, shape: Shape, end: int, staged: bool) -> Iterator[Ca
 def _way(
     request: Request, shape: Shape, optimizer: OptimizerName, end: int, staged: bool
 ) -> Candidate | None:
-    base = replace(
-        of_config(shape.config, request.gpus, precision(request), request.card.is_cpu), optimizer=optimizer
-    )
+    base = replace(setting_of(request, shape.config), optimizer=optimizer)
     if _wants_larger(request) and _tokens(request, base, end) is None:
         return None
     by_hand = "stages" in request.overrides.get("schedule", {})

@@ -59,7 +59,7 @@ class PlanOptions:
     gpus: Annotated[int, tyro.conf.arg(metavar="N", help="cards of this kind in one machine")] = 1
     precision: Annotated[
         str | None,
-        tyro.conf.arg(metavar="P", help="bf16, fp32 or fp8; left out: what the card trains best in"),
+        tyro.conf.arg(metavar="P", help="a recipe such as fp8; left out: bf16, on a CPU fp32"),
     ] = None
     sequence: Annotated[int | None, tyro.conf.arg(metavar="T", help="tokens per row")] = None
     unique_tokens: Annotated[

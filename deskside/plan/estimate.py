@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from deskside.budget.formats import LowKind, emulated, quantized
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import step_seconds
 from deskside.budget.work import Checkpointing, OptimizerName, Precision, Work
+from deskside.config import recipes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
@@ -44,7 +46,8 @@ class StageSetting:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, and how one optimiser step of it is done. micro_tokens: of one pass on one GPU."""
+    """A model, and how one optimiser step of it is done. micro_tokens: of one pass on one GPU; native: formats below 16
+    bits that the card's tensor cores run; kept: shares of the blocks, front and back, that stay in BF16."""
 
     model: ModelConfig
     stages: tuple[StageSetting, ...]
@@ -53,6 +56,9 @@ class Setting:
     sharded: bool = False
     optimizer: OptimizerName = "muon"
     precision: Precision = "bf16"
+    native: frozenset[LowKind] = frozenset()
+    kept: tuple[float, float] = (0.0, 0.0)
+    fp8_head: bool = False
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192
@@ -62,6 +68,16 @@ class Setting:
     def sequence_length(self) -> int:
         """Of the longest stage."""
         return max(stage.sequence_length for stage in self.stages)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether products of a lower format are computed in BF16, with the same numbers."""
+        return emulated(self.precision, self.native) or (self.fp8_head and "fp8" not in self.native)
+
+    @property
+    def shardable(self) -> bool:
+        """Whether training takes it sharded over several GPUs."""
+        return not quantized(self.precision)
 
     @property
     def tokens_per_step(self) -> float:
@@ -87,6 +103,7 @@ class Setting:
             per_gpu = stage.tokens // (stage.sequence_length * self.gpus)
             while per_gpu % rows:
                 rows -= 1
+            layers = shape.num_hidden_layers
             yield (
                 stage,
                 shape,
@@ -98,6 +115,9 @@ class Setting:
                     sharded=self.sharded,
                     optimizer=self.optimizer,
                     precision=self.precision,
+                    native=self.native,
+                    kept_blocks=min(layers, sum(recipes.kept_blocks(share, layers) for share in self.kept)),
+                    fp8_head=self.fp8_head,
                     activation_checkpointing=self.activation_checkpointing,
                     compiled=self.compiled,
                     loss_chunk_tokens=self.loss_chunk_tokens,
@@ -235,8 +255,30 @@ def check_shared(setting: Setting) -> None:
             )
 
 
-def of_config(config: RunConfig, gpus: int, precision: Precision, cpu: bool = False) -> Setting:
-    """The setting that `deskside train` would run for a configuration, the micro-batch as large as the step."""
+def in_precision(
+    setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowKind]
+) -> Setting:
+    """The setting in a precision, with the configuration's own options of it. native: of the card."""
+    asked = config.precision
+    recipe = asked.model_copy(update={"name": precision}).recipe()
+    return replace(
+        setting,
+        precision=precision,
+        native=frozenset() if asked.native == "never" else native,
+        kept=(recipe.keep_first, recipe.keep_last) if recipe.quantized else (0.0, 0.0),
+        fp8_head=recipe.quantized and asked.head == "fp8",
+    )
+
+
+def of_config(
+    config: RunConfig,
+    gpus: int,
+    precision: Precision,
+    cpu: bool = False,
+    native: frozenset[LowKind] = frozenset(),
+) -> Setting:
+    """The setting that `deskside train` would run for a configuration, the micro-batch as large as the step. native:
+    formats below 16 bits that the card's tensor cores have."""
     start, stages = 0.0, []
     for stage in config.stages():
         stages.append(
@@ -248,18 +290,18 @@ def of_config(config: RunConfig, gpus: int, precision: Precision, cpu: bool = Fa
     longest = max(stage.sequence_length for stage in stages)
     asked = config.batch.micro_tokens
     micro = max(longest, min(stage.tokens for stage in stages) // gpus) if asked == "auto" else asked
-    return Setting(
+    setting = Setting(
         model=config.model,
         stages=tuple(stages),
         micro_tokens=micro,
         gpus=gpus,
         sharded=gpus > 1 and config.parallel.mode == "shard",
         optimizer=config.optim.name,
-        precision=precision,
         activation_checkpointing=config.compute.activation_checkpointing,
         compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
         loss_chunk_tokens=config.compute.loss_chunk_tokens,
     )
+    return in_precision(setting, config, precision, native)
 
 
 def options(setting: Setting, staged: bool = False) -> dict[str, Any]:

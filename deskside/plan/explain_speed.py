@@ -1,6 +1,6 @@
 """The seconds of a step, item by item: what is done, divided by what the device does per second."""
 
-from deskside.budget import operators
+from deskside.budget import formats, operators, speed
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import attention_span, block_matrices, matmul_params, num_params, root_params
 from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds, step_seconds
@@ -26,7 +26,7 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
         total += seconds
         formula, filled = amount(operator, shape, work)
         unit = _unit(operator)
-        result.append(Line(operator.name, formula, filled, operator.amount, unit))
+        result.append(Line(_name(operator), formula, filled, operator.amount, unit))
         result.append(_price(operator, rates, work, seconds))
     if not result:
         return [Line(item, "nothing of this kind in this run", "0", 0.0, "s")]
@@ -47,6 +47,12 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
             Line(item, "mean over the stages, by their share of the steps", filled, found.step[item], "s")
         )
     return result
+
+
+def _name(operator: Operator) -> str:
+    """With the format that a product of a quantised run is computed in."""
+    low = operator.runs_as not in ("fp32", "bf16") or operator.share < 1
+    return f"{operator.name}, {operator.runs_as}" if low and operator.group != "quantize" else operator.name
 
 
 def _host(rates: Rates, stages: list[tuple[StageSetting, ModelConfig, Work]], found: Estimate) -> list[Line]:
@@ -84,6 +90,33 @@ def _host(rates: Rates, stages: list[tuple[StageSetting, ModelConfig, Work]], fo
 
 def amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str]:
     """(formula, with numbers) of an operator's FLOPs, bytes or count."""
+    if operator.group == "quantize":
+        return _quantizing(operator, shape, work)
+    formula, filled = _amount(operator, shape, work)
+    if operator.share == 1:
+        return formula, filled
+    return f"share that runs so x {formula}", f"{plain(operator.share)} x {filled}"
+
+
+def _quantizing(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str]:
+    """What converting moves: FP8's producers move more by a share, NVFP4 counts its values."""
+    of_blocks = f"{plain(operator.share)} x "
+    if operator.name == "quantising to FP8":
+        extra = operator.amount / operator.share
+        more = formats.FP8_TRAFFIC - 1
+        return (
+            "quantised blocks x what FP8 moves more x element-wise bytes that are converted",
+            f"{of_blocks}{plain(more)} x {plain(extra / more)}",
+        )
+    each = formats.nvfp4_bytes(work.native)
+    return (
+        "quantised blocks x bytes per value and product x values (what enters and what leaves a projection)",
+        f"{of_blocks}{plain(each)} x {plain(operator.amount / operator.share / each)}",
+    )
+
+
+def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str]:
+    """The same of everything else, before the share that runs in one format."""
     tokens, layers, D = work.tokens // work.gpus, shape.num_hidden_layers, shape.hidden_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     unit = 4 if work.precision == "fp32" else 2
@@ -203,14 +236,15 @@ def _price(operator: Operator, rates: Rates, work: Work, seconds: float) -> Line
     if group in ("communication", "offload"):
         rate = rates.link_bandwidth if group == "communication" else rates.host_bandwidth
         return Line("  takes", "bytes / bandwidth between GPUs", f"{amounts} / {plain(rate)}", seconds, "s")
-    product_rate = group in ("matmul", "head", "optimizer_matmul", "attention")
-    rate = rates.matmul_flops if product_rate else rates.bandwidth
-    if group == "matmul" and work.precision == "fp8" and rates.low_precision_flops is not None:
-        rate = rates.low_precision_flops
-    correction = rates.compute if product_rate else rates.memory
+    is_product = group in ("matmul", "head", "optimizer_matmul", "attention")
+    rate = speed.product_rate(operator, rates) if is_product else rates.bandwidth
+    correction = rates.compute if is_product else rates.memory
     # The efficiency is what remains, so that the line is what was computed, whatever group it came from.
     share = correction * operator.amount / (rate * seconds)
-    what = "large matmul rate" if product_rate else "bandwidth"
+    what = "bandwidth"
+    if is_product:
+        low = {"fp8": "large FP8 rate", "nvfp4": "large NVFP4 rate", "emulated": "rate of emulated products"}
+        what = low.get(operator.runs_as, "large matmul rate")
     return Line(
         "  takes",
         f"correction x amount / ({what} x efficiency)",

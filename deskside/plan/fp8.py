@@ -1,13 +1,17 @@
-"""What FP8 would bring on a card, from published pairs of runs: the same model, card and trainer in FP8 and in BF16.
+"""What FP8 brings on a card, seen in pairs of runs that differ in nothing else: this card's own, and published ones.
 
-deskside cannot train in FP8 yet, and the operator model knows nothing of what quantising costs, so nothing is modelled
-here: the gain is interpolated between the sizes that somebody measured, and nearest outside of them. It grows with the
-model, since products grow faster than the traffic around them.
+A plan shows the modelled gain (`budget/formats.py`) beside it. Between the sizes that somebody measured the published
+gain is interpolated, and nearest outside of them. It grows with the model, since products grow faster than the traffic
+around them.
 """
 
+import json
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +21,27 @@ from deskside.facts.measurements import Measurement, published
 
 @dataclass(frozen=True)
 class Gain:
-    """speed: FP8 tokens per second against BF16; source: whose pairs."""
+    """speed: FP8 tokens per second against BF16; source: measured or published, and whose pairs."""
 
     speed: float
     source: str
+
+
+def measured_gain(rows: Sequence[Mapping[str, Any]]) -> Gain | None:
+    """The median gain over pairs of probe points of this card. rows: of the probe store, of one machine."""
+    seconds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["kind"] == "point" and row["status"] == "ok":
+            spec, result = row["key"]["spec"], row["result"]
+            same = {key: value for key, value in spec.items() if key != "precision"}
+            kind = "fp8" if str(result.get("precision")).startswith("fp8-") else str(result.get("precision"))
+            by_kind = seconds.setdefault(json.dumps([same, result["micro_tokens"]], sort_keys=True), {})
+            by_kind[kind] = float(result["step_seconds"]["median"])
+    gains = [found["bf16"] / found["fp8"] for found in seconds.values() if {"bf16", "fp8"} <= set(found)]
+    if not gains:
+        return None
+    count = f"{len(gains)} pairs of points" if len(gains) != 1 else "one pair of points"
+    return Gain(statistics.median(gains), f"measured: {count} on this card with deskside probe")
 
 
 def gain(gpu: Gpu, params: float) -> Gain | None:

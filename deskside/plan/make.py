@@ -1,16 +1,13 @@
 """From a request to a plan: the open search, or the verdict on a given model, then costs and claims."""
 
-from typing import Any
-
-from deskside.budget.shape import num_params
 from deskside.plan import bands as choice
 from deskside.plan.bands import Band
 from deskside.plan.candidates import LONGEST_SECONDS, TOO_LONG, fits_at_all, pretrain_seconds, setup_seconds
 from deskside.plan.claims import Claims, check
 from deskside.plan.costs import cost
 from deskside.plan.estimate import Estimate
-from deskside.plan.fp8 import gain
-from deskside.plan.request import Request, trainable
+from deskside.plan.offers import offers, told_of_precision
+from deskside.plan.request import Request
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
 from deskside.plan.words import count, duration, number
@@ -40,15 +37,13 @@ def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
         found, remedies = choice.choose(request), ()
         chosen = choice.recommended(found)
         answer, reasons = _open(request, found, chosen)
-    if request.precision is not None and not trainable(request.precision):
-        reasons.append(
-            f"deskside cannot train in {request.precision} yet; what is planned here is "
-            f"{found[0].candidate.setting.precision if found else 'bf16'}"
-        )
-        answer = "yes-if" if answer == "yes" else answer
     if chosen is not None:
         reasons += _repeats(request, chosen)
     shown = chosen.candidate.estimate if chosen else asked
+    offered = [] if chosen is None else offers(request, chosen.candidate)
+    reasons += [f"{offer['option']} is offered: {offer['told']}" for offer in offered]
+    if shown is not None:
+        reasons += told_of_precision(request, shown)
     findings = check(request, claims, asked or shown)
     failed = [f for f in findings if f.verdict != "holds"]
     if failed:
@@ -63,7 +58,7 @@ def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
         asked=asked,
         remedies=remedies,
         findings=tuple(findings),
-        alternatives=tuple(_alternatives(request, shown)),
+        alternatives=tuple(offered),
         hours=_hours(request),
         notes=tuple(notes),
     )
@@ -133,27 +128,6 @@ def _nothing(request: Request) -> str:
             f"about {duration(setup_seconds(request))}"
         )
     return "the budget is too small: nothing would be learned from so few tokens"
-
-
-def _alternatives(request: Request, shown: Estimate | None) -> list[dict[str, Any]]:
-    """FP8 where the card has it and training does not: what it would bring, by published pairs of runs."""
-    gpu = request.card.gpu
-    if shown is None or gpu is None or trainable("fp8"):
-        return []
-    params = num_params(shown.setting.model)
-    found = gain(gpu, params)
-    if found is None:
-        return []
-    return [
-        {
-            "precision": "fp8",
-            "deskside_can": False,
-            "tokens_per_second": shown.tokens_per_second[1] * found.speed,
-            "speed": found.speed,
-            "source": found.source,
-            "note": "deskside cannot train in FP8 yet; it is never what is recommended until it can",
-        }
-    ]
 
 
 def _hours(request: Request) -> dict[str, float]:

@@ -134,7 +134,7 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
             replace(asked, optimizer="muon"),
             "one state per block weight instead of two; it also needs fewer tokens for the same loss",
         )
-    if asked.gpus > 1 and not asked.sharded:
+    if asked.gpus > 1 and asked.shardable and not asked.sharded:
         yield (
             f"sharding over the {asked.gpus} GPUs",
             replace(asked, sharded=True),
@@ -149,7 +149,11 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
     setting = asked.setting
     for number in GPU_COUNTS:
         row = setting.sequence_length * number
-        if number <= setting.gpus or any(stage.tokens % row for stage in setting.stages):
+        if (
+            not setting.shardable
+            or number <= setting.gpus
+            or any(stage.tokens % row for stage in setting.stages)
+        ):
             continue
         tried = fastest(request, roomy(request, replace(setting, gpus=number, sharded=True)))
         if tried.fits == "fits":
@@ -189,7 +193,7 @@ def leanest(request: Request, asked: Setting) -> Estimate:
             activation_checkpointing="block",
             loss_chunk_tokens=min(512, asked.loss_chunk_tokens),
             optimizer="muon",
-            sharded=asked.gpus > 1,
+            sharded=asked.gpus > 1 and asked.shardable,
         ),
     )
 

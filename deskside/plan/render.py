@@ -49,12 +49,6 @@ def show(plan: Plan) -> None:
     if plan.findings:
         console.print()
         _claims(console, plan.findings)
-    for other in plan.alternatives:
-        print()
-        _told(
-            f"{other['precision']}: {other['speed']:.2f} times the speed ({other['source']}); {other['note']}",
-            0,
-        )
     console.print(Text("\nwhere the numbers come from", style="bold"))
     for line in _sources(plan):
         _told(f"- {line}", 2)
@@ -114,6 +108,7 @@ def _bands(plan: Plan) -> Table:
         ("  per pass", lambda b: f"{b.candidate.setting.micro_tokens:,}"),
         ("rows", lambda b: "/".join(str(s.sequence_length) for s in b.candidate.setting.stages)),
         ("optimiser", lambda b: b.candidate.setting.optimizer),
+        ("precision", lambda b: _precision(b.estimate)),
         ("recomputed", lambda b: b.candidate.setting.activation_checkpointing),
         ("memory", lambda b: gib(b.estimate.memory_bytes[1])),
         ("  range", lambda b: _gib_range(b.estimate.memory_bytes)),
@@ -125,6 +120,10 @@ def _bands(plan: Plan) -> Table:
     ):
         table.add_row(what, *(of(band) for band in plan.bands))
     return table
+
+
+def _precision(found: Estimate) -> str:
+    return found.setting.precision + (", emulated" if found.setting.emulated else "")
 
 
 def _head(plan: Plan, band: PlannedBand) -> str:
@@ -168,7 +167,8 @@ def _memory(plan: Plan, found: Estimate, name: str) -> Table:
 
 
 def _speed(plan: Plan, found: Estimate, name: str) -> Table:
-    table = Table(f"a step of {name} (modelled)", "", "", box=None, pad_edge=False)
+    how = "modelled, emulated" if found.setting.emulated else "modelled"
+    table = Table(f"a step of {name} ({how})", "", "", box=None, pad_edge=False)
     total = found.step_seconds
     for item, seconds in found.step.items():
         if seconds > 0:

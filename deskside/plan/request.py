@@ -10,18 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import deskside.probe.store as probe_store
+from deskside.budget.formats import LowKind
 from deskside.budget.loss import LAW, LossLaw
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
+from deskside.config.parts import PrecisionName
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
 from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
 from deskside.plan.calibrate import Calibration, calibrate
+from deskside.plan.fp8 import Gain, measured_gain
 from deskside.plan.words import gib
 
 Kind = Literal["hours", "tokens", "flops", "loss"]
@@ -83,6 +86,14 @@ class Card:
     def is_cpu(self) -> bool:
         return self.machine is not None and self.machine.device == "cpu"
 
+    @property
+    def native(self) -> frozenset[LowKind]:
+        """Formats below 16 bits that its tensor cores have, by its data sheet; none of a card without one."""
+        if self.gpu is None:
+            return frozenset()
+        rates: dict[LowKind, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
+        return frozenset(kind for kind, rate in rates.items() if rate is not None)
+
 
 @dataclass(frozen=True)
 class Given:
@@ -99,8 +110,8 @@ class Given:
 @dataclass(frozen=True)
 class Request:
     """Everything the planner works from. overrides: configuration given by hand, on top of whatever it chooses.
-    setup_seconds, measured_watts: of this card, measured; pretrain_seconds: wall-clock of the pretraining run itself
-    where the caller knows it better than the split."""
+    setup_seconds, measured_watts, measured_fp8: of this card, measured; pretrain_seconds: wall-clock of the pretraining
+    run itself where the caller knows it better than the split."""
 
     card: Card
     calibration: Calibration
@@ -118,6 +129,7 @@ class Request:
     setup_seconds: float | None = None
     pretrain_seconds: float | None = None
     measured_watts: float | None = None
+    measured_fp8: Gain | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -189,6 +201,9 @@ def ask(
             )
     unique = None if unique_tokens is None else int(count("--unique_tokens", unique_tokens))
     overrides = dict(overrides or {})
+    precision = _precision(precision, overrides)
+    if precision is not None:
+        overrides["precision"] = {**overrides.get("precision", {}), "name": precision}
     _fitting(overrides, gpu)
     card, rows, notes = _card(gpu, here, probes)
     if sequence is not None and overrides.get("schedule", {}).get("stages"):
@@ -204,7 +219,7 @@ def ask(
         budget=budget,
         given=given,
         gpus=gpus_count,
-        precision=_precision(precision),
+        precision=precision,
         sequence_length=sequence,
         price_kwh=price_kwh,
         rent_per_hour=rent_per_hour,
@@ -215,6 +230,7 @@ def ask(
         setup_seconds=max(_measured(rows, "setup_seconds"), default=None),
         pretrain_seconds=pretrain_seconds,
         measured_watts=max(_measured(rows, "watts"), default=None),
+        measured_fp8=measured_gain(rows),
         notes=tuple(notes),
     )
 
@@ -271,20 +287,15 @@ def count(option: str, given: Any) -> float:
     return float(value)
 
 
-def trainable(precision: str) -> bool:
-    """Whether `deskside train` takes this precision. The configuration is asked, so this holds when it learns more."""
-    try:
-        merge.build([{"precision": {"name": precision}}])
-    except UsageError:
-        return False
-    return True
-
-
-def _precision(name: str | None) -> str | None:
-    known = ("bf16", "fp32", "fp8")
-    if name is None or name in known:
-        return name
-    raise UsageError(f"--precision: {name} cannot be planned; use one of {', '.join(known)}")
+def _precision(name: str | None, overrides: Mapping[str, Any]) -> str | None:
+    """The precision asked for, by --precision or by --precision.name. None: nobody chose."""
+    known = [known for known in get_args(PrecisionName) if known != "auto"]
+    by_hand = overrides.get("precision", {}).get("name", "auto")
+    if name is not None and name not in known:
+        raise UsageError(f"--precision: {name} cannot be planned; use one of {', '.join(known)}")
+    if name is not None and by_hand not in ("auto", name):
+        raise UsageError(f"--precision: {name} contradicts --precision.name {by_hand}; leave one of them out")
+    return name or (by_hand if by_hand in known else None)
 
 
 def _card(name: str | None, here: bool, folder: str) -> tuple[Card, list[probe_store.Row], list[str]]:

@@ -18,7 +18,7 @@ from deskside.plan.claims import Finding
 from deskside.plan.costs import Cost
 from deskside.plan.estimate import MEMORY_SOURCE, Estimate, Range, options
 from deskside.plan.remedies import Remedy
-from deskside.plan.request import Request, trainable
+from deskside.plan.request import Request
 from deskside.plan.verdict import Answer
 
 SCHEMA = 1
@@ -58,7 +58,7 @@ class PlannedBand:
 @dataclass(frozen=True)
 class Plan:
     """The answer. recommended: the name of the band to run; asked: the given model's run exactly as it was asked for,
-    None in an open search; alternatives: what deskside cannot do yet, for comparison."""
+    None in an open search; alternatives: what the recommended band could be trained in too, and what that brings."""
 
     request: Request
     verdict: Answer
@@ -119,7 +119,7 @@ def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], 
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
     own.setdefault("schedule", {})["length"] = length
-    if request.precision is not None and trainable(request.precision):
+    if request.precision is not None:
         own["precision"] = {"name": request.precision}
     positions = candidate.setting.model.max_position_embeddings
     built = merge.build([*candidate.shape.layers, own])
@@ -186,6 +186,8 @@ def speed_json(request: Request, found: Estimate) -> dict[str, Any]:
         "source": MODELLED,
         "calibration": request.calibration.source,
         "basis": request.calibration.basis,
+        "precision": setting.precision,
+        "emulated": setting.emulated,
         "tokens_per_second": {"low": low, "expected": expected, "high": high},
         "step_seconds": found.step_seconds,
         "items": dict(found.step),

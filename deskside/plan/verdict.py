@@ -23,12 +23,12 @@ from deskside.plan.candidates import (
     fastest,
     length,
     optimal_tokens,
-    precision,
     pretrain_seconds,
     search,
+    setting_of,
     setup_seconds,
 )
-from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted, of_config
+from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted
 from deskside.plan.remedies import Remedy, leanest, remedies, roomy, shorter
 from deskside.plan.request import Request
 from deskside.plan.words import count, duration, gib
@@ -76,7 +76,7 @@ def judge(request: Request) -> Verdict:
 def _asked(request: Request, shape: Shape) -> Estimate:
     """The run as asked. What nobody said: the best batch for its tokens, and the micro-batch that fits."""
     assert request.given is not None
-    base = of_config(shape.config, request.gpus, precision(request), request.card.is_cpu)
+    base = setting_of(request, shape.config)
     capacity, own = request.card.memory_bytes, request.given.own
 
     def run(setting: Setting) -> Estimate:

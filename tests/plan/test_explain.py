@@ -44,6 +44,22 @@ def plans() -> dict[str, Plan]:
         "whole": make_plan(made.request(None, given=made.given("124m"))),
         "does not fit": make_plan(made.request("tokens", 1e9, memory_gib=8.0, given=made.given("d30"))),
         "cpu precision": make_plan(made.request("tokens", 1e9, given=made.given("d12"), precision="fp32")),
+        "fp8": make_plan(made.request("tokens", 1e9, given=made.given("d12"), precision="fp8")),
+        "fp8 head": make_plan(
+            made.request(
+                "tokens",
+                1e9,
+                given=made.given("d12", precision={"name": "fp8", "head": "fp8", "keep_last": 0.25}),
+                precision="fp8",
+            )
+        ),
+        "fp8, recomputed": make_plan(
+            made.request("tokens", 1e9, memory_gib=10.0, given=made.given("d16"), precision="fp8-rowwise")
+        ),
+        "nvfp4": make_plan(made.request("tokens", 1e9, given=made.given("d12"), precision="nvfp4-eden")),
+        "nvfp4, recomputed": make_plan(
+            made.request("tokens", 1e9, memory_gib=10.0, given=made.given("d16"), precision="fp8-nvfp4")
+        ),
         "eager": make_plan(made.request("tokens", 1e9, given=made.given("d12", compute={"compile": "off"}))),
         "small batch": make_plan(
             made.request("tokens", 1e9, given=made.given("d24", batch={"tokens": 2048}))

@@ -4,17 +4,18 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import deskside.probe.store as probe_store
 from deskside.budget.shape import num_params
-from deskside.config import merge, presets
+from deskside.config import presets
 from deskside.config.model import ModelConfig
+from deskside.config.parts import PrecisionName
 from deskside.errors import UsageError
 from deskside.plan import request
-from deskside.plan.request import DRIVER_SHARE, ask, count, trainable
+from deskside.plan.request import DRIVER_SHARE, ask, count
 from deskside.probe.store import Machine
 
 
@@ -116,16 +117,38 @@ def test_a_sequence_beside_stages_is_refused(model: dict[str, Any], tmp_path: Pa
     assert kept.sequence_length is None
 
 
-def test_trainable_asks_the_configuration() -> None:
-    def accepted(name: str) -> bool:
-        try:
-            merge.build([{"precision": {"name": name}}])
-        except UsageError:
-            return False
-        return True
+@pytest.mark.parametrize("name", [name for name in get_args(PrecisionName) if name != "auto"])
+def test_every_precision_can_be_planned_and_reaches_the_configuration(name: str, tmp_path: Path) -> None:
+    for options in ({"precision": name}, {"overrides": {"precision": {"name": name}}}):
+        found = ask(gpu="rtx4090", preset="124m", probes=str(tmp_path), **options)  # type: ignore[arg-type]
+        assert found.precision == name
+        assert found.given is not None and found.given.config.precision.name == name
 
-    assert trainable("bf16") and trainable("fp32")
-    assert trainable("fp8") == accepted("fp8")
+
+def test_two_precisions_contradict(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--precision: fp8 contradicts --precision.name nvfp4"):
+        ask(
+            gpu="rtx4090",
+            preset="124m",
+            precision="fp8",
+            overrides={"precision": {"name": "nvfp4"}},
+            probes=str(tmp_path),
+        )
+
+
+def test_a_model_that_does_not_divide_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
+    model = {"model": {"intermediate_size": 2050}}
+    with pytest.raises(UsageError, match=r"^model.intermediate_size: 2050 is no multiple of 16.* use 2048$"):
+        ask(gpu="rtx4090", preset="124m", precision="fp8", overrides=model, probes=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("card", "formats"),
+    [("rtx3090", set()), ("a100 80gb sxm", set()), ("rtx4090", {"fp8"}), ("h200", {"fp8"}),
+     ("rtx5090", {"fp8", "nvfp4"}), ("b200", {"fp8", "nvfp4"})],
+)  # fmt: skip
+def test_what_tensor_cores_have(card: str, formats: set[str], tmp_path: Path) -> None:
+    assert ask(gpu=card, hours=1, probes=str(tmp_path)).card.native == formats
 
 
 # What was measured

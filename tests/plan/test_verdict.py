@@ -14,7 +14,7 @@ from deskside.config import merge
 from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
 from deskside.plan.make import make_plan
-from deskside.plan.request import Request, trainable
+from deskside.plan.request import Request
 from deskside.plan.verdict import judge
 from tests.plan import made
 
@@ -161,18 +161,6 @@ def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
     assert short.verdict == "no" and "time is too short" in short.reasons[-1]
     deep = make_plan(made.request("loss", 0.70, given=made.given("124m")))
     assert deep.verdict == "no" and "out of reach" in deep.reasons[-1]
-
-
-def test_fp8_is_compared_and_never_planned_until_training_takes_it() -> None:
-    plan = make_plan(made.request("tokens", 1e9, given=made.given("355m"), precision="fp8"))
-    assert plan.best is not None
-    if trainable("fp8"):
-        assert plan.best.candidate.setting.precision == "fp8"
-        return
-    assert plan.best.candidate.setting.precision == "bf16"
-    assert plan.verdict == "yes-if" and any("cannot train in fp8" in reason for reason in plan.reasons)
-    assert [(a["precision"], a["deskside_can"]) for a in plan.alternatives] == [("fp8", False)]
-    assert plan.alternatives[0]["speed"] > 1
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
