@@ -42,6 +42,7 @@ from dataclasses import dataclass
 
 from deskside.budget.formats import SAVED_BF16, quantized, saved_bytes, weight_copies
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
+from deskside.budget.states import on_gpu
 from deskside.budget.work import Checkpointing, Work
 
 ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm
@@ -103,10 +104,9 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
     D, V, N = shape.hidden_size, shape.vocab_size, work.micro_tokens
     width = 2 if work.precision == "fp32" else 1  # the tables' bytes are bfloat16's
     shards = work.gpus if work.sharded else 1
-    states = 4 * matrices + 8 * (parameters - matrices) if work.optimizer == "muon" else 8 * parameters
     always: dict[str, float] = {
         "weights": 4 * parameters / shards,
-        "optimizer": 0 if work.offload_optimizer else states / shards,
+        "optimizer": on_gpu(shape, work),
     }
     whole, head = 4.0 * parameters, 4.0 * V * D
     several = work.accumulation > 1

@@ -27,6 +27,7 @@ from deskside.budget.shape import (
     num_params,
     root_params,
 )
+from deskside.budget.states import ADAMW_STATE, MUON_STATE, state_bytes
 from deskside.budget.work import Work
 
 Group = Literal[
@@ -38,7 +39,7 @@ NORM_UNITS, GATED_UNITS, PLAIN_UNITS, ROPE_UNITS, LOSS_UNITS = 22, 9, 4, 8, 6
 RECOMPUTED = 0.35  # of the element-wise traffic of a part, when its forward is done again
 WEIGHT_BYTES = 24
 ADAMW_BYTES = 32  # read weight, gradient (clipped before: twice), two moments; write weight and moments
-MUON_BYTES = 60
+MUON_BYTES = 60  # both with float32 states, which are read and written
 NEWTON_SCHULZ_STEPS = 5
 
 
@@ -205,13 +206,24 @@ def _optimizer(shape: Shape, work: Work) -> list[Operator]:
     """The update, once per step. Sharded AdamW updates its shard; every GPU does all of Muon's iteration."""
     parameters, matrices = num_params(shape), block_matrices(shape)
     shards = work.gpus if work.sharded else 1
+    adamw, muon = adamw_bytes(work), muon_bytes(work)
     if work.optimizer == "adamw":
-        return [Operator("AdamW", "optimizer_traffic", ADAMW_BYTES * parameters / shards)]
+        return [Operator("AdamW", "optimizer_traffic", adamw * parameters / shards)]
     return [
         Operator("Muon, Newton-Schulz", "optimizer_matmul", newton_schulz_flops(shape)),
-        Operator("Muon", "optimizer_traffic", float(MUON_BYTES * matrices)),
-        Operator("AdamW", "optimizer_traffic", ADAMW_BYTES * (parameters - matrices) / shards),
+        Operator("Muon", "optimizer_traffic", muon * matrices),
+        Operator("AdamW", "optimizer_traffic", adamw * (parameters - matrices) / shards),
     ]
+
+
+def adamw_bytes(work: Work) -> float:
+    """GPU memory traffic of AdamW's update, per weight."""
+    return ADAMW_BYTES - 2 * (ADAMW_STATE["float32"] - ADAMW_STATE[work.states])
+
+
+def muon_bytes(work: Work) -> float:
+    """The same of Muon's, its iteration aside."""
+    return MUON_BYTES - 2 * (MUON_STATE["float32"] - MUON_STATE[work.states])
 
 
 def _between_gpus(shape: Shape, work: Work) -> list[Operator]:
@@ -229,5 +241,5 @@ def _between_gpus(shape: Shape, work: Work) -> list[Operator]:
     elif work.gpus > 1:
         found.append(Operator("all-reduce", "communication", 2 * weights * share))
     if work.offload_optimizer:
-        found.append(Operator("gradients down, weights up", "offload", 2 * weights))
+        found.append(Operator("states up, and down meanwhile", "offload", state_bytes(shape, work).streamed))
     return found

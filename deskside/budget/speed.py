@@ -34,13 +34,14 @@ ITEMS = (
     "optimizer",
     "recompute",
     "communication",
+    "offload",
     "launches",
     "host",
 )
 ITEM_OF = {
     "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
     "weights": "traffic", "quantize": "quantize", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
-    "communication": "communication", "offload": "communication", "layers": "launches",
+    "communication": "communication", "offload": "offload", "layers": "launches",
 }  # fmt: skip
 
 
@@ -79,8 +80,9 @@ class Rates:
     matmul_flops: a large product in the activations' format, sustained, FLOP/s; bandwidth: bytes/s of its memory, read
     plus written; low_precision_flops, fp4_flops: of a large FP8 and of an NVFP4 product, None where there is none;
     single_flops: of a product in FP32, None where matmul_flops is that already; link_bandwidth: bytes/s that one GPU
-    exchanges with the others while all do; host_bandwidth: with the host. compute, memory and delay multiply the times
-    of groups of operators: this is where a probe's correction goes.
+    exchanges with the others while all do; host_bandwidth: to the host and back, each way with the other busy too:
+    four fifths of PCIe 4 x16, modelled. compute, memory and delay multiply the times of groups of operators: this is
+    where a probe's correction goes.
     """
 
     matmul_flops: float

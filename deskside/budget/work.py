@@ -7,6 +7,7 @@ from deskside.budget.formats import ALL_NATIVE, LowKind, Precision
 
 Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
+StateFormat = Literal["float32", "bfloat16", "8bit"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Work:
     tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
     optimizer states are spread over the GPUs (FSDP), else every GPU holds them; loss_chunk_tokens: tokens whose logits
     exist at one time; native: formats below 16 bits that the tensor cores run, the others are emulated; kept_blocks:
-    that stay in BF16 when precision is quantised; fp8_head: the head's products are in FP8; offload_optimizer:
-    optimizer states and the update live on the host (priced here for comparison: deskside does not train that way).
+    that stay in BF16 when precision is quantised; fp8_head: the head's products are in FP8; states: format of the
+    optimizer states; offload_optimizer: they lie on the host and are streamed through the GPU at each step.
     """
 
     sequence_length: int
@@ -33,6 +34,7 @@ class Work:
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192
+    states: StateFormat = "float32"
     offload_optimizer: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deskside.budget.operators import Operator, newton_schulz_flops, step_operators
-from deskside.budget.shape import block_matrices, num_params
+from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
@@ -131,7 +131,9 @@ def test_between_gpus(gpus: int) -> None:
     assert amount(step_operators(shape, Work(LENGTH, LENGTH, LENGTH)), "communication") == 0
 
 
-def test_a_step_on_the_host_carries_gradients_down_and_weights_up() -> None:
+def test_states_on_the_host_travel_up_and_down() -> None:
+    """Muon's 4 bytes per block weight and AdamW's 8 per entry of the tables, each way; vectors stay."""
     shape = ModelConfig(**SMALL)
-    assert amount(operators(shape, offload_optimizer=True), "offload") == 8.0 * num_params(shape)
+    expected = 4.0 * block_matrices(shape) + 8 * root_params(shape)
+    assert amount(operators(shape, offload_optimizer=True), "offload") == expected
     assert amount(operators(shape), "offload") == 0
