@@ -70,8 +70,10 @@ class ComputeConfig(Part):
     """How the step is executed. Nothing here changes what is computed, beyond rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when there is one")
-    compile: Literal["auto", "off", "block", "model"] = Field(
-        "auto", description="torch.compile; auto: block on a GPU, off on CPU"
+    compile: Literal["auto", "fused", "off", "block", "model"] = Field(
+        "auto",
+        description="fused: hand-written kernels and gradients; block, model: torch.compile; auto: fused on a GPU "
+        "where it covers the model, else block; off on a CPU, unless the precision needs fused",
     )
     attention: str = Field(
         "auto", description="attention backend; auto: fastest that passes a check at this shape"

@@ -9,8 +9,7 @@ Numbers: the three GEMMs run in hidden's dtype, softmax and loss in float32, d l
 for its two GEMMs, d weight adds up in float32 over the chunks. float64 inputs stay float64 throughout.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
+import sys
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def token_losses(
 ) -> Tensor:
     """(N,) float32: the loss of each token, 0 where ignored. Not differentiable; for evaluation."""
     weight = weight_VD.to(hidden_ND.dtype)
-    chunk_loss = _chunk_function(_chunk_loss, hidden_ND.device.type)
+    chunk_loss = _elementwise(hidden_ND).chunk_loss
     parts = [
         chunk_loss(hidden @ weight.T, targets, softcap, z_loss, ignore_index)
         for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True)
@@ -92,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden_ND) if need_hidden else None
         d_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        chunk_loss_and_grad = _chunk_function(_chunk_loss_and_grad, hidden_ND.device.type)
+        chunk_loss_and_grad = _elementwise(hidden_ND).chunk_loss_and_grad
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             hidden = hidden_ND[part]
@@ -119,17 +118,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None, None
 
 
+def _elementwise(hidden: Tensor) -> Any:
+    """What computes a chunk's loss and gradient: one kernel on a card, plain torch elsewhere and when compiled."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64 or torch.compiler.is_compiling():
+        return sys.modules[__name__]
+    from deskside.kernels import cross_entropy_triton
+
+    return cross_entropy_triton
+
+
 def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, where total is wider than the operands. CUDA's GEMM can write float32 itself."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-def _chunk_loss(
+def chunk_loss(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
 ) -> Tensor:
     """(n,) losses of one chunk."""
@@ -140,7 +148,7 @@ def _chunk_loss(
     return torch.where(valid, lse - picked + z_loss * lse * lse, 0.0)
 
 
-def _chunk_loss_and_grad(
+def chunk_loss_and_grad(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """(n,) losses of one chunk, and the gradient of their sum in the raw logits (n, V), in the logits' dtype.
@@ -173,15 +181,3 @@ def _chunk_loss_and_grad(
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _chunk_function(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """On CUDA the element-wise part of a chunk is one compiled kernel, built on first use; elsewhere plain torch."""
-    if device != "cuda" or torch.compiler.is_compiling():
-        return function
-    return _compiled(function)
-
-
-@lru_cache(maxsize=4)
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)

@@ -13,6 +13,7 @@ from deskside.kernels.attention import AttentionContext, decode_attention
 from deskside.model.cache import KVCache
 from deskside.ops.attention import attention
 from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
+from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts, MixtureOfExperts
 from deskside.ops.norm import Norm, RMSNorm, make_norm
@@ -21,7 +22,7 @@ from deskside.ops.rope import rotate
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 
 
-class Attention(nn.Module):
+class Attention(AttentionHalf):
     """Grouped-query attention with its norm and projections. `window` is this layer's; None is full attention."""
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -41,6 +42,9 @@ class Attention(nn.Module):
         self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
         """`context` is prepared for this layer's window; `rotation` is None without RoPE."""
+        if self.execution is not None:
+            residual_BTD, delta_BTD = self.execution(residual_BTD, delta_BTD, rotation, context)
+            return residual_BTD, delta_BTD
         residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
         return residual_BTD, self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
 
@@ -73,7 +77,7 @@ class Attention(nn.Module):
         return residual_BTD, q_BTHC, k_BTKC, v_BTKC
 
 
-class MLP(nn.Module):
+class MLP(MLPHalf):
     """The dense MLP, gated or not, with its norm."""
 
     def __init__(self, config: ModelConfig):
@@ -87,6 +91,9 @@ class MLP(nn.Module):
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta)."""
+        if self.execution is not None:
+            residual_BTD, delta_BTD = self.execution(residual_BTD, delta_BTD)
+            return residual_BTD, delta_BTD
         residual_BTD, inputs = self.input(residual_BTD, delta_BTD)
         return residual_BTD, self.output(*inputs)
 

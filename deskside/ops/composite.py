@@ -63,6 +63,7 @@ class AddNormLinear(nn.Module):
         self.norm = norm
         self.projections = projections
         self.position = position
+        self.execution: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the new residual and one tensor (B, T, rows) per logical projection, in order."""
@@ -73,7 +74,9 @@ class AddNormLinear(nn.Module):
         return residual_BTD, tuple(outputs)
 
     def add_norm(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual that goes on, and what the projections read."""
+        """The residual that goes on, and what the projections read. `execution`, where a recipe set it, does this."""
+        if self.execution is not None:
+            return self.execution(residual_BTD, delta_BTD)
         residual_BTD = residual_BTD + delta_BTD
         normed_BTD = self.norm(residual_BTD)
         return (normed_BTD if self.position == "post" else residual_BTD), normed_BTD

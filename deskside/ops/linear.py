@@ -7,7 +7,7 @@ The model knows no precision: activations carry the dtype, the weight is cast to
 recipe replaces `Linear` modules (sharing their weights) and sets `Embedding.output_dtype`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +29,8 @@ class Linear(nn.Module):
     """y = x W^T + b, where W stacks one or more named projections along its rows.
 
     weight: (sum of rows, in_features); bias: (sum of rows,) or None. `role` is "matrix" for block weights and "head"
-    for the output projection, which optimisers treat apart.
+    for the output projection, which optimisers treat apart. `execution` is set by a precision recipe: x (N, in) ->
+    (N, rows), in place of the product; None is the product in x's dtype.
     """
 
     def __init__(
@@ -46,9 +47,13 @@ class Linear(nn.Module):
         self.out_features = self.slices[-1].stop
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(self.out_features)) if bias else None
+        self.execution: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.execution is not None:
+            y = self.execution(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
+            return y if bias is None else y + bias
         return F.linear(x, self.weight.to(x.dtype), bias)
 
     def extra_repr(self) -> str:

@@ -5,24 +5,31 @@ zero. So a result that is all zero or not finite fails whatever its error.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deskside.config.recipes import Recipe, recipe_named
 from deskside.ops.linear import Embedding, Linear
-from deskside.precision.recipes import apply, recipe_named
+from deskside.precision.apply import apply
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 256, 384
+WARM_UP = 2  # products before the one that is checked: a delayed scale comes from the steps before
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """errors: relative Frobenius error of "output", "input gradient" and "weight gradient". reason: empty when ok."""
+    """errors: relative Frobenius error of "output", "input gradient" and "weight gradient".
+
+    reason: why it is not ok, or why it is emulated; else empty. native: in the formats of the hardware, not emulated.
+    """
 
     ok: bool
     errors: dict[str, float]
     reason: str
+    native: bool = True
 
 
 class _Gemm(nn.Module):
@@ -37,18 +44,59 @@ class _Gemm(nn.Module):
         return self.projection(self.embed(torch.arange(ROWS, device=self.embed.weight.device)))
 
 
-def check(recipe: str, device: torch.device | str) -> CheckResult:
-    """Run the recipe's GEMM on this device. Milliseconds. Raises UsageError for an unknown recipe."""
+def check(recipe: str, device: torch.device | str, native: bool | None = None) -> CheckResult:
+    """Run the recipe's own linear layer on this device: forward and both gradients. Milliseconds, once compiled.
+
+    native: True or False checks that way alone; None takes tensor cores where they pass and emulation where not, and
+    the result says which. Raises UsageError for an unknown recipe.
+    """
+    found = recipe_named(recipe)
+    ways = [native] if native is not None else _ways(found, torch.device(device))
+    results = [_check(found, device, way) for way in ways]
+    best = next((result for result in results if result.ok), results[0])
+    if len(results) > 1 and not results[0].ok and best.ok:
+        return replace(best, reason=f"emulated: {results[0].reason}")
+    return best
+
+
+def _ways(recipe: Recipe, device: torch.device) -> list[bool]:
+    """Native first, where the recipe has products for tensor cores and the device may have some."""
+    possible = device.type == "cuda" and any(f in ("e4m3", "e5m2") for f in recipe.formats)
+    return [True, False] if possible else [False]
+
+
+def _check(recipe: Recipe, device: torch.device | str, native: bool) -> CheckResult:
     model = _Gemm().to(device)
-    apply(model, recipe)
+    applied = apply(model, recipe, native=native)
 
     def gemm(x: Tensor, weight: Tensor) -> Tensor:
-        parameters = {"embed.weight": x, "projection.weight": weight}
-        output = torch.func.functional_call(model, parameters)
-        assert isinstance(output, Tensor)
-        return output
+        with torch.no_grad():
+            model.embed.weight.copy_(x)
+            model.projection.weight.copy_(weight)
+        return _Through.apply(model, x, weight)
 
-    return check_gemm(gemm, recipe_named(recipe).tolerance, device)
+    result = CheckResult(False, {}, "")
+    for step in range(1, WARM_UP + 1):
+        applied.begin_step(step)
+        result = check_gemm(gemm, recipe.tolerance, device)
+        applied.end_step()
+    return replace(result, native=native or not recipe.quantized)
+
+
+class _Through(torch.autograd.Function):
+    """The layer's own parameters get the gradients; here they are handed to the tensors that stand for them."""
+
+    @staticmethod
+    def forward(ctx: Any, model: _Gemm, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.model = model
+        with torch.enable_grad():
+            ctx.output = model()
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        parameters = (ctx.model.embed.weight, ctx.model.projection.weight)
+        return None, *torch.autograd.grad(ctx.output, parameters, grads[0])
 
 
 def check_gemm(

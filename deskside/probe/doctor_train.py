@@ -68,7 +68,7 @@ def compiled(precision: str, device: str) -> Result:
     stepper, batch = _stepper(size, precision, where)
     eager = median_seconds(lambda: _forward_backward(stepper, batch), where, runs=5)
     config = RunConfig(model=stepper.model.config, compute=ComputeConfig(compile="block"))
-    prepare_execution(config, stepper.model, stepper.world)
+    prepare_execution(config, stepper.model, stepper.world, precision)
     began = time.perf_counter()
     _forward_backward(stepper, batch)
     compiling = time.perf_counter() - began
@@ -99,7 +99,7 @@ def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper,
     # Nothing may begin as zero here: what stands before a zero matrix gets no gradient to be checked.
     initialize(model, 0, InitOptions(output="fan_in", head_std=0.02))
     model = model.to(device)
-    apply(model, precision)
+    applied = apply(model, precision)
     optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 0)
     stepper = Stepper(
@@ -111,6 +111,8 @@ def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper,
         Attention("sdpa"),
         config.optim.grad_clip,
         list(model.parameters()),
+        applied,
+        config.precision,
     )
     return stepper, _batch(size, config.model.vocab_size, device)
 

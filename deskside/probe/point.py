@@ -95,12 +95,12 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     device = world.device
     torch.manual_seed(config.seed)
     notes: list[str] = []
-    recipe, _ = setup.choose_recipe(config.precision.name, device, notes.append)
+    recipe, precision_facts = setup.choose_recipe(config.precision, device, notes.append)
     model = setup.build_model(config, world, recipe)
     attention, attention_facts = setup.choose_attention(
         config, model, world, config.batch.sequence_length, None
     )
-    compile_mode = setup.prepare_execution(config, model, world)
+    execution = setup.prepare_execution(config, model, world, recipe, precision_facts["native"])
     peak = measure_matmul_peak(device, model.activation_dtype)
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
@@ -114,11 +114,13 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
         attention,
         config.optim.grad_clip,
         list(model.parameters()),
+        execution.precision,
+        config.precision,
     )
     settler = Settler(
         config,
         stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, compile_mode != "off", recipe == "bf16", 1),
+        lambda tokens: modelled_memory_gib(config, tokens, execution.mode != "off", recipe == "bf16", 1),
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
@@ -161,7 +163,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
         "finite": timer.finite,
         "setup_seconds": setup_seconds,
         "attention": attention_facts,
-        "compile": compile_mode,
+        "compile": execution.mode,
         "precision": recipe,
         "params": num_params(config.model),
         "device": device.type,
@@ -203,7 +205,7 @@ class _Timer:
 
     def _launch(self) -> Numbers:
         self.step += 1
-        self.stepper.optimizer.set_progress(LR_FACTOR, 0.0, self.step)
+        self.stepper.set_progress(LR_FACTOR, 0.0, self.step)
         chosen = [self.batches[(self.step + i) % len(self.batches)] for i in range(self.accumulation)]
         return self.stepper.run(chosen, self.step)
 

@@ -17,6 +17,7 @@ from deskside.errors import RunError
 from deskside.export.checkpoints import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import clean_name
+from deskside.precision.apply import Applied
 from deskside.train import checkpoint as files
 from deskside.train.clock import Clock
 from deskside.train.guard import Guard
@@ -24,6 +25,8 @@ from deskside.train.interval import Interval, Position
 from deskside.train.parallel import World
 from deskside.train.rundir import RunDirectory
 from deskside.train.trainer import Progress
+
+PRECISION = "precision/"  # the recipe's own state, beside the optimizer's in one file
 
 
 class _GuardState(Part):
@@ -55,6 +58,7 @@ class CheckpointKeeper:
         world: World,
         model: nn.Module,
         optimizer: Optimizer,
+        precision: Applied,
         guard: Guard,
         clock: Clock,
         event: Callable[[str], None],
@@ -62,6 +66,7 @@ class CheckpointKeeper:
     ):
         self.run, self.config, self.world = run, config, world
         self.model, self.optimizer, self.guard, self.clock = model, optimizer, guard, clock
+        self.precision = precision
         self.event, self.warn = event, warn
         self._permanent = Interval(config.checkpoint.keep_every, Position(0, 0, 0.0))
 
@@ -69,6 +74,7 @@ class CheckpointKeeper:
         """Write a checkpoint and delete those that are no longer kept. Raises RunError when the disk refuses."""
         self.optimizer.create_state()  # before the first step too: going back to step 0 must clear what came since
         tensors, data = self.optimizer.state_dict_flat()
+        tensors |= {PRECISION + name: tensor for name, tensor in self.precision.state_dict().items()}
         state = _State(
             schema_version=1,
             step=progress.step,
@@ -112,9 +118,10 @@ class CheckpointKeeper:
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         else:
             load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device))
-            self.optimizer.load_state_dict_flat(
-                files.load_tensors(found, OPTIMIZER, self.world.device), state.optimizer
-            )
+            tensors = files.load_tensors(found, OPTIMIZER, self.world.device)
+            own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PRECISION)}
+            self.precision.load_state_dict({name.removeprefix(PRECISION): own[name] for name in own})
+            self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         self.guard.restore(state.guard.model_dump())
         self.clock.restore(state.clock_seconds)
         progress = Progress(state.step, state.tokens, dict(state.rows), state.rollbacks)

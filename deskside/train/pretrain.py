@@ -161,9 +161,7 @@ class _Run:
         self.validation = setup.open_split(config, data, "val", config.batch.sequence_length)
         self.check_data(data, initial)
         self.recipe, self.precision_facts = world.shared(
-            lambda: setup.choose_recipe(
-                self.recorded_recipe() or config.precision.name, world.device, self.say
-            )
+            lambda: setup.choose_recipe(config.precision, world.device, self.say, self.recorded_recipe())
         )
         self.model: Transformer = setup.build_model(config, world, self.recipe)
         if initial is not None:
@@ -173,7 +171,9 @@ class _Run:
                 config, self.model, world, config.batch.sequence_length, self.recorded.get("attention")
             )
         )
-        self.compile_mode = setup.prepare_execution(config, self.model, world)
+        native = bool(self.precision_facts["native"])
+        self.execution = setup.prepare_execution(config, self.model, world, self.recipe, native)
+        self.precision = self.execution.precision
         self.guard = Guard(config.guard)
         peak_flops = measure_matmul_peak(world.device, self.model.activation_dtype)
         self.meter = machine.Meter(world.device, world.size, peak_flops)
@@ -220,6 +220,8 @@ class _Run:
             self.attention,
             self.config.optim.grad_clip,
             list(self.model.parameters()),
+            self.precision,
+            self.config.precision,
         )
         settler = Settler(self.config, self.stepper, self.modelled_memory, self.say)
         fits, dry_seconds = settler.settle(self.stage_plans, self.recorded.get("fit"))
@@ -250,6 +252,7 @@ class _Run:
             self.world,
             self.model,
             self.stepper.optimizer,
+            self.precision,
             self.guard,
             self.clock,
             self.event,
@@ -315,6 +318,7 @@ class _Run:
             keeper.save(trainer.progress, self.clock.seconds())
         # What is evaluated and exported is the configuration's model, not a stage's.
         self.stepper.set_window(None)
+        self.precision.use(False)
         return Outcome(self.run, status, self.finish(trainer), self.world.first)
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
@@ -415,11 +419,11 @@ class _Run:
             "fit": fitted,
             "attention": self.attention_facts,
             "precision": self.precision_facts,
-            "compile": self.compile_mode,
+            "compile": self.execution.mode,
         }
 
     def modelled_memory(self, micro_tokens: int) -> float:
-        compiled, bf16 = self.config.compute.compile != "off", self.recipe == "bf16"
+        compiled, bf16 = self.execution.mode != "off", self.recipe != "fp32"
         return modelled_memory_gib(
             self.config, micro_tokens, compiled, bf16, self.world.size, self.world.sharded
         )
@@ -429,18 +433,19 @@ class _Run:
     def evaluate(self, max_tokens: int | None) -> BitsPerByte:
         """Bits per byte of the validation split, shared among the processes."""
         began = time.perf_counter()
-        result = evaluate_dataset(
-            self.model,
-            self.validation,
-            micro_rows=self.evaluation_rows,
-            device=self.world.device,
-            max_tokens=max_tokens,
-            attention=self.attention,
-            document_mask=self.masked,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            reduce=self.world.summed,
-        )
+        with self.precision.plain():
+            result = evaluate_dataset(
+                self.model,
+                self.validation,
+                micro_rows=self.evaluation_rows,
+                device=self.world.device,
+                max_tokens=max_tokens,
+                attention=self.attention,
+                document_mask=self.masked,
+                rank=self.world.rank,
+                world_size=self.world.size,
+                reduce=self.world.summed,
+            )
         parallel.reshard(self.model)
         # What the final one will take, by the newest that there was: the machine may have become slower since.
         share = max(1.0, self.validation.num_tokens / max(1, result.tokens))

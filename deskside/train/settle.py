@@ -55,6 +55,7 @@ class Settler:
         """The micro-batch of every stage, as recorded or found, and the seconds of a step with it."""
         self.stepper.optimizer.create_state()  # it must be there when it is found what fits beside it
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
+        self.stepper.precision.use(True)
         fits, seconds = [], []
         for index, plan in enumerate(plans):
             rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
@@ -62,6 +63,7 @@ class Settler:
             fits.append(self.fit(plan, rows, recorded[index] if recorded else None))
             times = [self.dry_step(fits[-1].micro_rows, plan.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
             seconds.append(min(times))
+        self.stepper.precision.forget()  # what the scales have seen were not the run's data
         return fits, seconds
 
     def fit(self, plan: StageRows, rows: int, recorded: dict[str, Any] | None) -> Fit:

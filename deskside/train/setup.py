@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import xxhash
 
+from deskside.config.parts import PrecisionConfig
+from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
 from deskside.data.prepare import prepare
@@ -16,7 +18,8 @@ from deskside.errors import RunError, UsageError
 from deskside.kernels.attention import Requirements, choose
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
-from deskside.precision.recipes import apply
+from deskside.ops.halves import AttentionHalf, MLPHalf
+from deskside.precision.apply import Applied, apply, not_covered
 from deskside.precision.selfcheck import check
 from deskside.train import parallel
 from deskside.train.activation import recompute
@@ -58,26 +61,37 @@ def open_split(config: RunConfig, path: Path, split: str, sequence_length: int) 
     return dataset
 
 
-def choose_recipe(name: str, device: torch.device, say: Say) -> tuple[str, dict[str, Any]]:
-    """The precision recipe and what its self-check measured. Raises UsageError for one that fails here."""
+def choose_recipe(
+    config: PrecisionConfig, device: torch.device, say: Say, recorded: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The precision recipe (the recorded one of a resumed run) and what its self-check measured.
+
+    Raises UsageError for one that fails here.
+    """
+    name = recorded or config.name
     wanted = ("bf16" if device.type == "cuda" else "fp32") if name == "auto" else name
-    result = check(wanted, device)
+    way = False if config.native == "never" else None
+    result = check(wanted, device, way)
     if not result.ok and name == "auto" and wanted != "fp32":
         say(f"bf16 fails its self-check here ({result.reason}): training in fp32")
         wanted = "fp32"
         result = check(wanted, device)
     if not result.ok:
         raise UsageError(f"precision.name: {wanted} fails its self-check here: {result.reason}; use another")
-    return wanted, {"chosen": wanted, "asked": name, "errors": dict(result.errors)}
+    wanted = recipe_named(wanted).name
+    if recipe_named(wanted).quantized and not result.native:
+        say(f"{wanted} is emulated on this device: right numbers, at no more than BF16's speed")
+    errors = dict(result.errors)
+    return wanted, {"chosen": wanted, "asked": name, "errors": errors, "native": result.native}
 
 
 def build_model(config: RunConfig, world: World, recipe: str) -> Transformer:
-    """The model on its device, initialised from the seed, with the precision recipe applied."""
+    """The model on its device, initialised from the seed, with the recipe's dtype of activations."""
     with torch.device("meta"):
         model = Transformer(config.model)
     model.to_empty(device=world.device)
     initialize(model, config.seed)
-    apply(model, recipe)
+    apply(model, "fp32" if recipe == "fp32" else "bf16")
     return model
 
 
@@ -117,13 +131,42 @@ def choose_attention(
     return Attention(facts["full"]["name"], (facts.get("windowed") or {}).get("name")), facts
 
 
-def prepare_execution(config: RunConfig, model: Transformer, world: World) -> str:
-    """Activation checkpointing, sharding and compilation, in this order. Returns the compile mode."""
-    recompute(model.layers, config.compute.activation_checkpointing)
-    mode = config.compute.compile
+@dataclass(frozen=True)
+class Execution:
+    """How the step is executed: "fused" (hand-written gradients), "block", "model" or "off"; and in which formats."""
+
+    mode: str
+    precision: Applied
+
+
+def prepare_execution(
+    config: RunConfig, model: Transformer, world: World, recipe: str, native: bool = True
+) -> Execution:
+    """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order."""
+    quantized = recipe_named(recipe).quantized
+    mode: str = config.compute.compile
     if mode == "auto":
-        mode = "block" if world.device.type == "cuda" else "off"
-    if mode != "off":
+        mode = _best_mode(model, world, quantized)
+    elif mode == "fused" and (reason := _why_not_fused(model)):
+        raise UsageError(f"compute.compile: fused does not cover this model ({reason}); use auto")
+    elif quantized and mode in ("block", "model"):
+        raise UsageError(f"compute.compile: {recipe} has its own kernels and is not compiled; use auto")
+    precision = apply(
+        model,
+        config.precision.recipe(recipe),
+        fused=mode == "fused",
+        native=native,
+        cache=config.precision.weight_cache and not world.sharded,
+        accumulate_inside=config.precision.accumulate == "fused",
+        seed=config.seed,
+    )
+    what = config.compute.activation_checkpointing
+    if mode == "fused":
+        precision.recompute(what)
+    halves = [module for block in model.layers for module in block.children()]
+    if mode != "fused" or not all(precision.covers(half) for half in halves):
+        recompute(model.layers, what)
+    if mode in ("block", "model"):
         # All blocks share one piece of code, which is compiled once for each stage and window, with and without
         # gradients. Beyond torch's limit it would go on uncompiled with no more than a warning.
         torch._dynamo.config.recompile_limit = 8 * (1 + len(config.stages()))
@@ -135,7 +178,25 @@ def prepare_execution(config: RunConfig, model: Transformer, world: World) -> st
         model.hidden_and_router = torch.compile(model.hidden_and_router, dynamic=False)  # type: ignore[method-assign]
     if world.sharded:
         parallel.shard(model, model.layers, ("loss_and_balance", "token_losses"), world)
-    return mode
+    return Execution(mode, precision)
+
+
+def _best_mode(model: Transformer, world: World, quantized: bool) -> str:
+    covered = _why_not_fused(model) is None
+    if world.device.type != "cuda":
+        return "fused" if quantized and covered else "off"
+    return "fused" if covered else ("off" if quantized else "block")
+
+
+def _why_not_fused(model: Transformer) -> str | None:
+    """What the hand-written halves do not cover in this model, None when they cover all of it."""
+    for block in model.layers:
+        for half in (block.attn, block.mlp):
+            if not isinstance(half, AttentionHalf | MLPHalf):
+                return "it is a mixture of experts"
+            if reason := not_covered(half):
+                return reason
+    return None
 
 
 def fingerprint(dataset: PackedDataset) -> str:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deskside.config.parts import ComputeConfig
+from deskside.config.parts import ComputeConfig, PrecisionConfig
 from deskside.data.loader import Batch
 from deskside.errors import RunError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer
+from deskside.precision.apply import Applied
 from deskside.train.guard import Guard
 from deskside.train.parallel import World, set_last_micro_batch, sum_gradients
 
@@ -51,7 +52,10 @@ class Numbers:
 
 @dataclass
 class Stepper:
-    """What a step needs. `parameters` are the trainable ones in the order in which gradients are summed."""
+    """What a step needs. `parameters` are the trainable ones in the order in which gradients are summed.
+
+    `precision` is the recipe on the model, and `formats` says in which steps it holds.
+    """
 
     model: Transformer
     optimizer: Optimizer
@@ -61,6 +65,14 @@ class Stepper:
     attention: Attention
     grad_clip: float
     parameters: Sequence[nn.Parameter]
+    precision: Applied
+    formats: PrecisionConfig
+
+    def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
+        """What the next step uses: see `Optimizer.set_progress`. `step`: steps done."""
+        self.optimizer.set_progress(lr_factor, progress, step)
+        late = self.formats.bf16_from is not None and progress >= self.formats.bf16_from
+        self.precision.use(step >= self.formats.warmup_steps and not late)
 
     def set_window(self, window: int | None) -> None:
         """Give the windowed layers another window (a stage's), or the configuration's for None."""
@@ -92,13 +104,15 @@ class Stepper:
         A dry step raises torch.OutOfMemoryError on every process where one is out of memory, or RunError when the
         model is sharded: then the others already wait inside of the model.
         """
+        self.precision.begin_step(step)
         total = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
         sum_gradients(self.parameters, self.world)
         self.world.summed(total)
-        norm = self.optimizer.clip_and_norm(self.grad_clip)
+        norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.trouble()
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()
+        self.precision.end_step()
         return Numbers(torch.stack((total, norm.to(total.dtype), skip)))
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:

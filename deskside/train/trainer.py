@@ -142,7 +142,7 @@ class Trainer:
         stage, batches = self._enter_stage()
         share = self.plan.progress(progress.step)
         factor = lr_factor(self.config.schedule, share, self.first_steps)
-        self.stepper.optimizer.set_progress(factor, share, progress.step)
+        self.stepper.set_progress(factor, share, progress.step)
         numbers = self.stepper.run(next(batches), number)
         # A CPU is done when the call returns; a GPU has only been told what to do.
         finished = time.perf_counter() if self.stepper.world.device.type == "cpu" else None

@@ -70,7 +70,7 @@ def first_loss(data: Path, what: str, compile: str = "off") -> tuple[float, int]
     }
     given, world = config(data, **changes), World(torch.device(DEVICE))
     model = setup.build_model(given, world, "bf16")
-    setup.prepare_execution(given, model, world)
+    setup.prepare_execution(given, model, world, "bf16")
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(300, (128, 128), generator=generator).to(DEVICE)
 

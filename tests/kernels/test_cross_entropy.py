@@ -102,14 +102,14 @@ def test_never_holds_more_logits_than_one_chunk() -> None:
 
 def test_compiled_chunk_equals_the_eager_one() -> None:
     """The chunk function takes another way when it is compiled, as it is on CUDA. Captured without code generation."""
-    from deskside.kernels.cross_entropy import _chunk_loss_and_grad
+    from deskside.kernels.cross_entropy import chunk_loss_and_grad
 
     hidden, weight, targets = problem()
     logits = hidden @ weight.T
     for softcap, z_loss in ((None, 0.0), (5.0, 0.01)):
-        compiled = torch.compile(_chunk_loss_and_grad, fullgraph=True, backend="eager")
+        compiled = torch.compile(chunk_loss_and_grad, fullgraph=True, backend="eager")
         got = compiled(logits.clone(), targets, softcap, z_loss, -100)
-        expected = _chunk_loss_and_grad(logits.clone(), targets, softcap, z_loss, -100)
+        expected = chunk_loss_and_grad(logits.clone(), targets, softcap, z_loss, -100)
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other)
 

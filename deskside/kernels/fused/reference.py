@@ -4,13 +4,15 @@ Inputs may be any floating dtype; arithmetic is in float32, or float64 where the
 autograd on the forward forms, so that no derivative is written by hand twice.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
@@ -105,7 +107,9 @@ def qk_norm_rope_backward(
     """See `deskside.kernels.fused.qk_norm_rope_backward`."""
     with torch.enable_grad():
         leaf = qkv.detach().to(wide(qkv)).requires_grad_()
-        weights = [None if w is None else w.detach().to(leaf.dtype).requires_grad_() for w in (q_weight, k_weight)]
+        weights = [
+            None if w is None else w.detach().to(leaf.dtype).requires_grad_() for w in (q_weight, k_weight)
+        ]
         q, k = qk_norm_rope(leaf, weights[0], weights[1], angles, layout)
         outputs = (q, k, layout.split(leaf)[2])
         wanted = [leaf, *(w for w in weights if w is not None)]

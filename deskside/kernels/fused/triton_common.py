@@ -14,8 +14,9 @@ import triton.language as tl
 
 @triton.jit
 def note_amax(AMAX, values):  # type: ignore[no-untyped-def]
-    """AMAX = max(AMAX, largest magnitude of `values`), a float32 scalar in memory."""
-    largest = tl.max(tl.max(tl.abs(values), axis=1), axis=0)
+    """AMAX = max(AMAX, largest magnitude of `values`), a float32 scalar in memory. NaN counts as infinity."""
+    magnitude = tl.where(values == values, tl.abs(values), float("inf"))
+    largest = tl.max(tl.max(magnitude, axis=1), axis=0)
     if largest > tl.load(AMAX):
         tl.atomic_max(AMAX, largest)
 

@@ -16,18 +16,17 @@ def activation(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     if KIND == 0:
         s = tl.sigmoid(x)
         return x * s, s * (1 + x * (1 - s))
-    elif KIND == 1:
+    if KIND == 1:
         cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    elif KIND == 2:
+    if KIND == 2:
         # tanh(u) = 2 sigmoid(2u) - 1
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         t = 2 * tl.sigmoid(2 * inner) - 1
         slope = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
         return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope
-    else:
-        r = tl.maximum(x, 0.0)
-        return r * r, 2 * r
+    r = tl.maximum(x, 0.0)
+    return r * r, 2 * r
 
 
 @triton.jit
@@ -43,7 +42,7 @@ def gated(  # type: ignore[no-untyped-def]
     mask = here[:, None] & there[None, :]
     width = 2 * F if GATED else F
     place = INPUT + rows[:, None] * width + columns[None, :]
-    hidden, slope = activation(tl.load(place, mask=mask, other=0.0).to(tl.float32), KIND)
+    hidden, _ = activation(tl.load(place, mask=mask, other=0.0).to(tl.float32), KIND)
     if GATED:
         hidden *= tl.load(place + F, mask=mask, other=0.0).to(tl.float32)
     if FP8:

@@ -18,7 +18,7 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """QKV: (N, (HEADS + 2 KV_HEADS) C). Q: (N, HEADS, C), K: (N, KV_HEADS, C). COS, SIN: (P, C / 2), used again and again."""
+    """QKV: (N, (HEADS + 2 KV_HEADS) C). Q: (N, HEADS, C), K: (N, KV_HEADS, C). COS, SIN: (P, C / 2), P rows in turn."""
     HALF: tl.constexpr = C // 2
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     here = rows < N

@@ -1,0 +1,244 @@
+"""Apply a precision recipe to a model, and take it off again.
+
+The model computes in the dtype of its stream of activations and casts each weight where it is used. So BF16 training
+with float32 master weights is one setting: the dtype that the embeddings hand out. Norms, softmax, rotary angles and
+the loss compute in float32 in every recipe, by themselves.
+
+Products in fewer bits are `execution`s that are set on the halves of blocks (see halves.py), or on single layers in
+models whose halves are not covered. The weights stay where they are and what they are. `Applied` turns the recipe off
+for evaluation, BF16 warm-up steps and a late switch to BF16, and on again.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from deskside.config.recipes import Operand, Recipe, recipe_named
+from deskside.errors import UsageError
+from deskside.ops.composite import AddNormLinear
+from deskside.ops.halves import AttentionHalf, MLPHalf
+from deskside.ops.linear import Embedding, Linear
+from deskside.ops.norm import RMSNorm
+from deskside.precision import halves
+from deskside.precision.halves import AttentionPlan, MLPPlan
+from deskside.precision.nvfp4 import multiple
+from deskside.precision.operands import Draws
+from deskside.precision.plan import LinearPlan, Shared
+from deskside.precision.scales import DelayedScales
+
+Half = AttentionHalf | MLPHalf
+Plan = AttentionPlan | MLPPlan
+
+
+class Applied:
+    """A recipe on a model. `fused`: BF16 takes the hand-written halves too, where they are covered."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, shared: Shared, fused: bool):
+        self.model, self.recipe, self.shared, self.fused = model, recipe, shared, fused
+        self.active = True
+        self._halves: list[tuple[Half, Plan | None, Plan]] = []
+        self._linears: list[LinearPlan] = []
+        self._plans: list[LinearPlan] = []
+        self._norm: AddNormLinear | None = None
+
+    @property
+    def quantized_layers(self) -> int:
+        """Linear layers whose products are in fewer than 16 bits."""
+        return sum(not plan.plain for plan in self._plans)
+
+    def begin_step(self, step: int) -> None:
+        """Step number `step` begins: its random numbers are a function of it."""
+        self.shared.draws.begin(step)
+
+    def trouble(self) -> Tensor:
+        """A float32 scalar: 0, or NaN where saturation has hidden a value that was not finite."""
+        return self.shared.scales.trouble()
+
+    def end_step(self, keep: bool = True) -> None:
+        """The step is over. keep=False forgets what it has seen (a dry step)."""
+        self.shared.scales.end_step(keep and self.active)
+
+    def use(self, active: bool) -> None:
+        """Compute in the recipe's formats, or in BF16."""
+        if active != self.active:
+            self.active = active
+            self._set()
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """BF16 inside: evaluation, and whatever else must not depend on the recipe."""
+        before = self.active
+        self.use(False)
+        try:
+            yield
+        finally:
+            self.use(before)
+
+    def recompute(self, what: str) -> None:
+        """Activation checkpointing of the hand-written halves: "none", "attention", "mlp" or "block" (both)."""
+        for index, (half, plan, plain) in enumerate(self._halves):
+            kind = "attention" if isinstance(half, AttentionHalf) else "mlp"
+            again = what in (kind, "block")
+            changed = None if plan is None else replace(plan, recompute=again)
+            self._halves[index] = (half, changed, replace(plain, recompute=again))
+        self._set()
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether this half is computed by hand-written gradients, whatever the step."""
+        return any(half is module for half, _, _ in self._halves)
+
+    def forget(self) -> None:
+        """Forget what delayed scales have seen."""
+        self.shared.scales.reset()
+
+    def forget_weights(self) -> None:
+        """Drop converted weights: they were changed in a way that no version tells, or their memory is wanted."""
+        for plan in self._plans:
+            plan.forget()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resumed run needs: the history of delayed scales. Empty where there are none."""
+        return self.shared.scales.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Raises RunError for the state of another recipe."""
+        self.shared.scales.load_state_dict(state)
+
+    def remove(self) -> None:
+        """The model computes as it is written, in the dtype of its weights."""
+        restore(self.model)
+
+    def _set(self) -> None:
+        for half, plan, plain in self._halves:
+            half.execution = plan if self.active and plan is not None else (plain if self.fused else None)
+        for linear in self._linears:
+            linear.linear.execution = partial(halves.linear, linear) if self.active else None
+        if self._norm is not None:
+            self._norm.execution = partial(halves.add_norm, halves.rms_norm(self._norm.norm))
+
+
+def apply(
+    model: nn.Module,
+    recipe: Recipe | str,
+    *,
+    fused: bool = False,
+    native: bool = True,
+    cache: bool = True,
+    accumulate_inside: bool = False,
+    seed: int = 0,
+) -> Applied:
+    """Switch a model to a recipe, in place; parameters and optimizer state stay what they are.
+
+    fused: also BF16 through the hand-written halves, where they cover the architecture. native: FP8 products on tensor
+    cores, else emulated with the same numbers. cache: convert weights once per optimiser step. accumulate_inside: add
+    weight gradients to `grad` inside of BF16 products. seed: of stochastic rounding and random transforms.
+    Raises UsageError for a recipe that does not exist, or a layer whose size its formats cannot take.
+    """
+    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    restore(model)
+    stream = torch.bfloat16 if recipe.name != "fp32" else None
+    for module in model.modules():
+        if isinstance(module, Embedding):
+            module.output_dtype = stream
+    shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
+    applied = Applied(model, recipe, shared, fused)
+    _plan(applied)
+    device = next(model.parameters()).device
+    shared.scales.build(device)
+    applied._set()
+    return applied
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `apply`: the model computes in the dtype of its weights, as it was built."""
+    for module in model.modules():
+        if isinstance(module, Embedding):
+            module.output_dtype = None
+        elif isinstance(module, AttentionHalf | MLPHalf | Linear | AddNormLinear):
+            module.execution = None
+
+
+def not_covered(half: Half) -> str | None:
+    """Why the hand-written gradients do not cover a half, None where they do."""
+    if not _simple(half.input):
+        return "its norm is not RMSNorm before the projections"
+    if len(half.input.projections) != 1:
+        return "its projections are not fused"
+    last = half.output if isinstance(half, AttentionHalf) else half.output.projection
+    for linear in (half.input.projections[0], last):
+        assert isinstance(linear, Linear)
+        if linear.bias is not None:
+            return "its projections have a bias"
+    if isinstance(half, AttentionHalf) and half.head_dim & (half.head_dim - 1):
+        return f"its head_dim {half.head_dim} is not a power of two"
+    return None
+
+
+def _plan(applied: Applied) -> None:
+    recipe = applied.recipe
+    plain = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
+    modules = list(applied.model.modules())
+    layers = sum(isinstance(module, AttentionHalf) for module in modules)
+    first, last = recipe.kept_blocks(layers)
+    layer = -1
+    covered: set[int] = set()
+    for module in modules:
+        if isinstance(module, AttentionHalf):
+            layer += 1
+        if isinstance(module, AttentionHalf | MLPHalf) and not_covered(module) is None:
+            two = _linears_of(module)
+            covered.update(id(linear) for linear in two)
+            kept = layer < first or layer >= layers - last or not recipe.quantized
+            plans = [_linear(applied, linear, plain) for linear in two]
+            other = None if kept else [_linear(applied, linear, recipe) for linear in two]
+            build = AttentionPlan if isinstance(module, AttentionHalf) else MLPPlan
+            applied._halves.append(
+                (module, build(module, *other) if other else None, build(module, *plans))  # type: ignore[arg-type]
+            )
+        elif isinstance(module, Linear) and recipe.quantized and id(module) not in covered:
+            kept = layers > 0 and (layer < first or layer >= layers - last)
+            if module.role == "matrix" and not kept and module.slices[0].name != "router":
+                applied._linears.append(_linear(applied, module, recipe))
+    finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
+    if applied.fused and applied._halves and _simple(finals[-1]):
+        applied._norm = finals[-1]
+
+
+def _simple(operator: AddNormLinear) -> bool:
+    """Whether add and norm are what the fused kernel does."""
+    return isinstance(operator.norm, RMSNorm) and operator.position == "pre"
+
+
+def _linears_of(half: Half) -> tuple[Linear, Linear]:
+    first = half.input.projections[0]
+    last = half.output if isinstance(half, AttentionHalf) else half.output.projection
+    assert isinstance(first, Linear)
+    return first, last
+
+
+def _linear(applied: Applied, linear: Linear, recipe: Recipe) -> LinearPlan:
+    _check_size(linear, recipe)
+    plan = LinearPlan(linear, recipe, applied.shared, len(applied._plans))
+    applied._plans.append(plan)
+    return plan
+
+
+def _check_size(linear: Linear, recipe: Recipe) -> None:
+    sizes = {"in": linear.in_features, "out": linear.out_features}
+    name = " and ".join(s.name for s in linear.slices)
+    operands = [o for p in recipe.products for o in (p.left, p.right)]
+    for side, size in sizes.items():
+        needed = max((_multiple(o) for o in operands), default=1)
+        if size % needed:
+            raise UsageError(
+                f"precision {recipe.name}: {name} has {size} {side}put features, which must be divisible by {needed}; "
+                f"change the model's sizes, or use bf16"
+            )
+
+
+def _multiple(operand: Operand) -> int:
+    return multiple(operand) if operand.quantized else 1

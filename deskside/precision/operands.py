@@ -1,0 +1,125 @@
+"""From a tensor to the operand of a product, in whatever format the recipe names.
+
+An operand is values and a scale. FP8 values are stored as such; where the product sums over the tensor's rows they
+are stored transposed, as tensor cores want them. NVFP4 values are stored as code x block scale in bfloat16 in the
+tensor's own layout (see nvfp4.py), and only the global scale is left to the product. BF16 is the tensor itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deskside.config.recipes import Operand
+from deskside.kernels import fused
+from deskside.kernels.fused import Cast
+from deskside.precision import nvfp4
+from deskside.precision.hadamard import Along, draw_signs
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """values times scale is the tensor. scale: None is 1, else float32: one number, or one per unsummed index."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    transposed: bool = False
+
+
+class Draws:
+    """The random numbers of a step: a pure function of (seed, step, which), so that a resumed run repeats them."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.step = 0
+        self._count = 0
+        self._signs: dict[tuple[int, int], Tensor] = {}
+
+    def begin(self, step: int) -> None:
+        """The draws of step number `step` begin."""
+        self.step, self._count = step, 0
+        self._signs.clear()
+
+    def next(self) -> int:
+        """A seed of its own for each tensor that is rounded stochastically."""
+        self._count += 1
+        return self._mix(self._count, 0)
+
+    def signs(self, product: int, size: int, device: torch.device) -> Tensor:
+        """(size,) +-1: the same for both operands of a product and for all micro-batches of a step."""
+        key = (product, size)
+        if key not in self._signs:
+            generator = torch.Generator(device).manual_seed(self._mix(product, size))
+            self._signs[key] = draw_signs(size, device, generator)
+        return self._signs[key]
+
+    def _mix(self, a: int, b: int) -> int:
+        mixed = 0
+        for part in (self.seed, self.step, a, b):  # splitmix64's finaliser over the parts
+            mixed = (mixed + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+            mixed ^= mixed >> 31
+        return mixed & (2**31 - 1)
+
+
+def prepare(x_NK: Tensor, operand: Operand, along: Along, draws: Draws, product: int) -> Prepared:
+    """x as the operand of a product that sums over its "columns" (K) or its "rows" (N).
+
+    product: a number that both operands of the product share, for the signs of their transform.
+    """
+    if operand.format in PLAIN:
+        return Prepared(x_NK)
+    if operand.format in FP8:
+        return _fp8(x_NK, operand, along)
+    signs = draws.signs(product, operand.hadamard, x_NK.device) if operand.fresh_signs else None
+    seed = draws.next() if operand.rounding != "nearest" else 0
+    if x_NK.is_cuda:
+        from deskside.kernels.nvfp4 import quantize as on_card
+
+        result = on_card.quantize(x_NK, operand, along, signs=signs, seed=seed)
+        return Prepared(result.values, result.global_scale)
+    generator = torch.Generator(x_NK.device).manual_seed(seed)
+    exact = nvfp4.quantize(x_NK, operand, along, signs=signs, generator=generator)
+    return Prepared(exact.emulated, exact.global_scale)
+
+
+def _fp8(x_NK: Tensor, operand: Operand, along: Along) -> Prepared:
+    dtype = FP8[operand.format]
+    if operand.scaling == "row":
+        amax = largest(x_NK, dim=1 if along == "columns" else 0)
+        scale, inverse = scale_of(amax, dtype)
+        scaled = x_NK.float() * (scale[:, None] if along == "columns" else scale)
+        limit = torch.finfo(dtype).max
+        values = scaled.clamp(-limit, limit).to(dtype)
+        return (
+            Prepared(values, inverse)
+            if along == "columns"
+            else Prepared(values.T.contiguous(), inverse, True)
+        )
+    both, inverse = cast_with_own_scale(x_NK, dtype)
+    return Prepared(both.rows, inverse) if along == "columns" else Prepared(both.columns, inverse, True)
+
+
+def cast_with_own_scale(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor]:
+    """FP8 under one scale, from the largest value of this very tensor, and the scale's inverse."""
+    scale, inverse = scale_of(largest(x_NK), dtype)
+    return fused.cast_fp8(x_NK, Cast(dtype, scale, torch.zeros_like(scale))), inverse
+
+
+def largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """The largest magnitude, float32, of all or along a dimension, in one pass. NaN where there is one."""
+    return torch.linalg.vector_norm(x, float("inf"), dim=dim).float()
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(what values are multiplied with so that amax becomes the format's largest, its inverse). 1 where amax is 0.
+
+    The inverse is not bounded away from zero: NaN and infinity must come out of the product as such.
+    """
+    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0)
+    scale = torch.where(amax.isnan(), amax, scale)
+    return scale, 1 / scale

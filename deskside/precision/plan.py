@@ -1,0 +1,129 @@
+"""How one linear layer carries out a recipe: the forms of its input, its weight and its gradient, and three products.
+
+    x  input      rows for the output          columns for the weight gradient
+    w  weight     rows for the output          columns for the input gradient
+    g  gradient   rows for the input gradient  columns for the weight gradient
+
+"rows" is the form whose product sums along the tensor's last dimension, "columns" the one that sums over its first.
+A weight is converted once per optimiser step and kept (its version tells when it has changed), unless caching is off.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deskside.config.recipes import Operand, Recipe
+from deskside.kernels import fused
+from deskside.kernels.fused import Cast, Fp8
+from deskside.ops.linear import Linear
+from deskside.precision.operands import FP8, PLAIN, Draws, Prepared, cast_with_own_scale, prepare
+from deskside.precision.products import product
+from deskside.precision.scales import DelayedScales
+
+
+@dataclass
+class Shared:
+    """What all layers of a model share. `cache`: keep converted weights; hits and misses are counted."""
+
+    draws: Draws
+    scales: DelayedScales
+    native: bool
+    cache: bool
+    accumulate_inside: bool = False
+    hits: int = 0
+    misses: int = 0
+
+
+class Quantizer:
+    """One tensor of one layer in its two forms. `products`: the numbers of the products that they go into."""
+
+    def __init__(self, rows: Operand, columns: Operand, shared: Shared, products: tuple[int, int]):
+        self.rows, self.columns, self.shared, self.products = rows, columns, shared, products
+        self._one_cast = rows == columns and rows.format in FP8 and rows.scaling in ("tensor", "delayed")
+        self._slot = None
+        if self._one_cast and rows.scaling == "delayed":
+            self._slot = shared.scales.add(FP8[rows.format])
+
+    @property
+    def cast(self) -> Cast | None:
+        """How the kernel that produces the tensor can write it at once; None where it cannot."""
+        if self._slot is None or not self.shared.scales.ready:
+            return None
+        return self.shared.scales.cast(self._slot)
+
+    def split(self, x: Tensor | Fp8) -> tuple[Prepared, tuple[Tensor, ...]]:
+        """The rows, and what must be kept to make the columns later."""
+        if not self._one_cast:
+            assert isinstance(x, Tensor)
+            return prepare(x, self.rows, "columns", self.shared.draws, self.products[0]), (x,)
+        if isinstance(x, Tensor) and (cast := self.cast) is not None:
+            x = fused.cast_fp8(x, cast)
+        if isinstance(x, Fp8):
+            assert self._slot is not None
+            inverse = self.shared.scales.inverse[self._slot]
+        else:
+            x, inverse = cast_with_own_scale(x, FP8[self.rows.format])
+            if self._slot is not None:
+                self.shared.scales.note(self._slot, torch.finfo(FP8[self.rows.format]).max * inverse)
+        return Prepared(x.rows, inverse), (x.columns, inverse)
+
+    def columns_of(self, kept: tuple[Tensor, ...]) -> Prepared:
+        """The columns, from what `split` said to keep."""
+        if len(kept) == 2:
+            return Prepared(kept[0], kept[1], transposed=True)
+        return prepare(kept[0], self.columns, "rows", self.shared.draws, self.products[1])
+
+
+class LinearPlan:
+    """One `Linear` under a recipe. `number` tells its products apart from those of other layers."""
+
+    def __init__(self, linear: Linear, recipe: Recipe, shared: Shared, number: int):
+        self.linear, self.shared = linear, shared
+        output, input_gradient, weight_gradient = 3 * number, 3 * number + 1, 3 * number + 2
+        self.x = Quantizer(
+            recipe.output.left, recipe.weight_gradient.right, shared, (output, weight_gradient)
+        )
+        self.w = Quantizer(recipe.output.right, recipe.input_gradient.right, shared, (output, input_gradient))
+        self.g = Quantizer(
+            recipe.input_gradient.left, recipe.weight_gradient.left, shared, (input_gradient, weight_gradient)
+        )
+        self._fresh = any(o.fresh_signs for o in (recipe.output.right, recipe.input_gradient.right))
+        self.plain = recipe.output.right.format in PLAIN
+        self._cached: tuple[object, Prepared, Prepared] | None = None
+
+    def output(self, x: Prepared, dtype: torch.dtype) -> Tensor:
+        """(N, K) -> (N, M) in `dtype`, the stream's."""
+        return product("output", x, self._weight(dtype)[0], dtype, self.shared.native)
+
+    def input_gradient(self, g: Prepared, dtype: torch.dtype) -> Tensor:
+        """(N, M) -> (N, K) in `dtype`, the stream's."""
+        return product("input_gradient", g, self._weight(dtype)[1], dtype, self.shared.native)
+
+    def weight_gradient(self, g: Prepared, x: Prepared) -> Tensor | None:
+        """(M, K) in the weight's dtype, or None when it has been added to `weight.grad` inside of the product."""
+        weight = self.linear.weight
+        if self.shared.accumulate_inside and weight.grad is not None and g.scale is None and g.values.is_cuda:
+            total = weight.grad
+            torch.addmm(total, g.values.T, x.values, out_dtype=total.dtype, out=total)
+            return None
+        return product("weight_gradient", g, x, weight.dtype, self.shared.native)
+
+    def forget(self) -> None:
+        """Drop the converted weight."""
+        self._cached = None
+
+    def _weight(self, dtype: torch.dtype) -> tuple[Prepared, Prepared]:
+        weight = self.linear.weight.detach()
+        key = (weight._version, weight.data_ptr(), self.shared.draws.step if self._fresh else 0, dtype)
+        if self._cached is not None and self._cached[0] == key:
+            self.shared.hits += 1
+            return self._cached[1], self._cached[2]
+        self.shared.misses += 1
+        if self.plain:
+            weight = weight.to(dtype)
+        rows, kept = self.w.split(weight)
+        pair = rows, self.w.columns_of(kept)
+        if self.shared.cache:
+            self._cached = (key, *pair)
+        return pair

@@ -1,0 +1,90 @@
+"""Delayed scaling: a tensor's FP8 scale comes from the largest magnitudes of the last steps.
+
+So it is known before the tensor is, and the kernel that produces the tensor can write it in FP8 at once. Each place
+where a tensor is cast owns a slot. During a step every cast notes its largest magnitude in its slot; `end_step` moves
+them into the history and sets the next scales. A value beyond what was expected saturates.
+(Micikevicius et al. 2022, arXiv 2209.05433; the history of 16 and its maximum are transformer-engine's defaults.)
+"""
+
+import torch
+from torch import Tensor
+
+from deskside.errors import RunError
+from deskside.kernels.fused import Cast
+
+
+class DelayedScales:
+    """The slots of a model. `add` all of them first, then `build`."""
+
+    def __init__(self, history: int):
+        self._length = history
+        self._dtypes: list[torch.dtype] = []
+        self.steps = 0  # steps in the history
+
+    def add(self, dtype: torch.dtype) -> int:
+        """A new slot for casts to `dtype`; returns its number."""
+        self._dtypes.append(dtype)
+        return len(self._dtypes) - 1
+
+    def build(self, device: torch.device) -> None:
+        slots = len(self._dtypes)
+        limits = [float(torch.finfo(dtype).max) for dtype in self._dtypes]
+        self._limit = torch.tensor(limits, device=device)
+        self.history = torch.zeros(self._length, slots, device=device)
+        self.amax = torch.zeros(slots, device=device)
+        self.scale = torch.ones(slots, device=device)
+        self.inverse = torch.ones(slots, device=device)
+        self._casts = [Cast(dtype, self.scale[i], self.amax[i]) for i, dtype in enumerate(self._dtypes)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step has been noted, so that scales mean something."""
+        return self.steps > 0
+
+    def cast(self, slot: int) -> Cast:
+        """The cast of a slot, with its present scale."""
+        return self._casts[slot]
+
+    def note(self, slot: int, amax: Tensor) -> None:
+        """Note a magnitude that was measured elsewhere (before there is a history)."""
+        torch.maximum(self.amax[slot], amax, out=self.amax[slot])
+
+    def trouble(self) -> Tensor:
+        """0, or NaN when a cast of this step saw a value that is not finite, which saturation hides."""
+        return (self.amax * 0).sum() if len(self.amax) else self.amax.sum()
+
+    def end_step(self, keep: bool = True) -> None:
+        """Take this step's magnitudes into the history (`keep`), or forget them."""
+        if keep and self._dtypes:
+            fresh = torch.where(self.amax.isfinite(), self.amax, 0.0)
+            self.history[self.steps % self._length].copy_(fresh)
+            self.steps += 1
+            self._set_scales()
+        self.amax.zero_()
+
+    def reset(self) -> None:
+        """As after `build`."""
+        self.steps = 0
+        self.history.zero_()
+        self.amax.zero_()
+
+    def _set_scales(self) -> None:
+        amax = self.history.amax(0)
+        self.scale.copy_(torch.where(amax > 0, self._limit / amax, 1.0))
+        self.inverse.copy_(1 / self.scale)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The history and how many steps it has seen; nothing where there are no slots."""
+        return {"history": self.history, "steps": torch.tensor(self.steps)} if self._dtypes else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Raises RunError for the state of another recipe or model."""
+        if not self._dtypes and not state:
+            return
+        if state.keys() != {"history", "steps"} or state["history"].shape != self.history.shape:
+            raise RunError(
+                "the checkpoint holds the FP8 scales of another recipe or model; resume with its own"
+            )
+        self.history.copy_(state["history"])
+        self.steps = int(state["steps"])
+        self._set_scales()
