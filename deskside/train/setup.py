@@ -98,37 +98,67 @@ def build_model(config: RunConfig, world: World, recipe: str) -> Transformer:
 def choose_attention(
     config: RunConfig, model: Transformer, world: World, sequence_length: int, recorded: dict[str, Any] | None
 ) -> tuple[Attention, dict[str, Any]]:
-    """Backends for full and windowed layers: recorded ones for a resumed run, else by a checked, timed trial."""
+    """Backends for full and windowed layers: recorded ones for a resumed run, else by checked, timed trials.
+
+    A trial for rows of `sequence_length`, which is also what evaluation uses, and one for every stage that has another
+    length or window.
+    """
     if recorded:
-        return Attention(recorded["full"]["name"], (recorded.get("windowed") or {}).get("name")), recorded
-    windows = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
-    rows = min(TRIAL_ROWS, config.batch.tokens // sequence_length // world.size or 1)
-    wanted = None if config.compute.attention == "auto" else [config.compute.attention]
-    facts: dict[str, Any] = {}
-    for kind, window in (("full", None), ("windowed", next((w for w in windows if w is not None), None))):
-        if kind == "windowed" and window is None:
-            continue
-        if kind == "full" and None not in windows:
-            window = next(iter(windows))
-        need = Requirements(
-            batch=rows,
-            tokens=sequence_length,
-            heads=config.model.num_attention_heads,
-            kv_heads=config.model.num_key_value_heads,
-            head_dim=config.model.head_dim,
-            dtype=model.activation_dtype,
-            device=world.device,
-            window=window,
-            documents=config.data.document_mask,
-        )
-        choice = choose(need, wanted)
-        facts[kind] = {
-            "name": choice.name,
-            "milliseconds": {name: round(s * 1e3, 3) for name, s in choice.seconds.items()},
-            "errors": {name: float(f"{error:.2e}") for name, error in choice.errors.items()},
-            "rejected": choice.rejected,
+        stages = {
+            (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
         }
-    return Attention(facts["full"]["name"], (facts.get("windowed") or {}).get("name")), facts
+        return Attention(*_names(recorded), stages), recorded
+    tried: dict[tuple[int, int | None], dict[str, Any]] = {}
+
+    def trial(tokens_per_step: int, length: int, override: int | None) -> dict[str, Any]:
+        """What was found for full and for windowed layers; the same problem is tried once."""
+        own = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
+        windows = sorted({w and (override or w) for w in own}, key=lambda w: w is not None)
+        rows = min(TRIAL_ROWS, tokens_per_step // length // world.size or 1)
+        for window in windows:
+            if (length, window) not in tried:
+                tried[length, window] = _try_attention(config, model, world.device, rows, length, window)
+        found = {"full": tried[length, windows[0]]}
+        return found if windows[-1] is None else {**found, "windowed": tried[length, windows[-1]]}
+
+    facts = trial(config.batch.tokens, sequence_length, None)
+    # One stage for each (length, window); of two with other batches the first one counts.
+    others = {(stage.sequence_length, stage.window): stage for stage in reversed(config.stages())}
+    others.pop((sequence_length, None), None)
+    if others:
+        facts["stages"] = [
+            {"sequence_length": length, "window": window} | trial(config.stage_tokens(stage), length, window)
+            for (length, window), stage in others.items()
+        ]
+    return choose_attention(config, model, world, sequence_length, facts)
+
+
+def _names(found: dict[str, Any]) -> tuple[str, str | None]:
+    return found["full"]["name"], (found.get("windowed") or {}).get("name")
+
+
+def _try_attention(
+    config: RunConfig, model: Transformer, device: torch.device, rows: int, length: int, window: int | None
+) -> dict[str, Any]:
+    """The backend for one kind of layers, and what it was chosen by, as the run records it."""
+    need = Requirements(
+        batch=rows,
+        tokens=length,
+        heads=config.model.num_attention_heads,
+        kv_heads=config.model.num_key_value_heads,
+        head_dim=config.model.head_dim,
+        dtype=model.activation_dtype,
+        device=device,
+        window=window,
+        documents=config.data.document_mask,
+    )
+    choice = choose(need, None if config.compute.attention == "auto" else [config.compute.attention])
+    return {
+        "name": choice.name,
+        "milliseconds": {name: round(s * 1e3, 3) for name, s in choice.seconds.items()},
+        "errors": {name: float(f"{error:.2e}") for name, error in choice.errors.items()},
+        "rejected": choice.rejected,
+    }
 
 
 @dataclass(frozen=True)

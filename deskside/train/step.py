@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches -> loss -> backward -> finite check -> update. Nothing here waits for the GPU."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,18 @@ from deskside.train.parallel import World, set_last_micro_batch, sum_gradients
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention backends of a run: for full layers and for windowed ones."""
+    """The attention backends of a run: for full layers and for windowed ones.
+
+    `stages` holds them by a stage's (sequence length, window), where those differ from the run's own.
+    """
 
     full: str
     windowed: str | None = None
+    stages: Mapping[tuple[int, int | None], tuple[str, str | None]] = field(default_factory=dict)
+
+    def at(self, sequence_length: int, window: int | None) -> tuple[str, str | None]:
+        """(full, windowed) for rows of this length in a stage that gives this window (None: the configuration's)."""
+        return self.stages.get((sequence_length, window), (self.full, self.windowed))
 
 
 class Numbers:
@@ -74,8 +82,12 @@ class Stepper:
         late = self.formats.bf16_from is not None and progress >= self.formats.bf16_from
         self.precision.use(step >= self.formats.warmup_steps and not late)
 
+    def __post_init__(self) -> None:
+        self.window: int | None = None
+
     def set_window(self, window: int | None) -> None:
         """Give the windowed layers another window (a stage's), or the configuration's for None."""
+        self.window = window
         for block in self.model.layers:
             assert isinstance(block, Block)
             if block.attn.window is not None:
@@ -83,11 +95,10 @@ class Stepper:
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Sum of the losses of a micro-batch's valid tokens, and the load-balancing loss of a model with experts."""
+        tokens = batch.tokens_BT.shape[1]
+        full, windowed = self.attention.at(tokens, self.window)
         context = AttentionContext(
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.tokens_BT.shape[1],
-            backend=self.attention.full,
-            window_backend=self.attention.windowed,
+            cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
         )
         return self.model.loss_and_balance(
             batch.tokens_BT,
