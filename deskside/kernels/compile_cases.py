@@ -1,0 +1,76 @@
+"""Every Triton kernel, compiled for cards that are not here.
+
+Triton's compiler needs no card: it takes a kernel, the types of its arguments and a compute capability, and gives PTX
+and machine code. So a machine without a GPU can tell that a kernel builds for each generation, which instructions it
+uses there, and whether it fits into the shared memory of a consumer card.
+
+A module of kernels exposes `COMPILE_CASES`, one for each kind of launch, and stands in MODULES below.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+MODULES = (
+    "deskside.kernels.nvfp4.quantize",
+    "deskside.kernels.nvfp4.matmul",
+    "deskside.kernels.nvfp4.native",
+)
+CAPABILITIES = (89, 90, 100, 120)
+# What a block may use, in bytes: CUDA programming guide, "technical specifications per compute capability".
+SHARED_MEMORY = {86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One launch. signature: type of each argument ("*bf16", "i32", "constexpr"); constants: value of each constexpr.
+
+    capabilities: where it is to compile. divisible: integer arguments that are divisible by 16 in the launch that is
+    meant, which lets Triton load several values at once; it takes all pointers to be aligned so.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    capabilities: tuple[int, ...] = CAPABILITIES
+    divisible: tuple[str, ...] = ("N", "K", "L", "R", "S")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """ptx: the assembly. shared: bytes of shared memory that one block uses."""
+
+    ptx: str
+    shared: int
+    machine_code: bytes
+
+
+def signature(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> dict[str, str]:
+    """Types of all arguments in order: those given, "constexpr" for constants, and 32-bit integers for the rest."""
+    return {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+
+
+def all_cases() -> list[CompileCase]:
+    """The cases of every module. Imports Triton."""
+    return [case for module in MODULES for case in import_module(module).COMPILE_CASES]
+
+
+def compile_case(case: CompileCase, capability: int) -> Compiled:
+    """Compile for 89, 90, 100, ... Raises what Triton raises where it cannot."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    aligned = {
+        (position,): [["tt.divisibility", 16]]
+        for position, (name, kind) in enumerate(case.signature.items())
+        if kind.startswith("*") or name in case.divisible
+    }
+    source = ASTSource(
+        fn=case.kernel, signature=dict(case.signature), constexprs=dict(case.constants), attrs=aligned
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(case.options))
+    return Compiled(made.asm["ptx"], made.metadata.shared, made.asm["cubin"])

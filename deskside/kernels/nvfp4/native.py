@@ -1,0 +1,244 @@
+"""Block-scaled products on the tensor cores of compute capability 10.x and 12.x.
+
+Compiled for them and the instructions inspected (tests/kernels/test_cross_compile.py); never run on such a card by
+us. The self-check decides on the card itself whether these are used.
+
+`nvfp4_matmul` reads packed E2M1 codes and E4M3 block scales and issues one scaled instruction for them: on 12.x
+mma.sync kind::mxf4nvf4.block_scale, on 10.x tcgen05.mma of the same kind. `fp8_matmul` is the plain FP8 product of
+tensorwise scaling, issued on 12.x as MXFP8 whose block scales are all one: GeForce cards run the plain FP8 instruction
+with float32 sums at half the rate of the scaled one (OneTrainer pull request 1686, PyTorch issue 198126). On 10.x the
+plain one is not slower.
+
+Both sum over the last dimension of both operands: out (L, R) = left (L, S) right (R, S)^T.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deskside.errors import UsageError
+from deskside.kernels.compile_cases import CompileCase, signature
+from deskside.kernels.nvfp4.matmul import one
+from deskside.kernels.nvfp4.quantize import Packed
+
+# 3 stages of 128 x 128 tiles: 2 x 8 KB of codes and 2 x 1 KB of scales, or 2 x 16 KB of FP8, within 99 KB.
+TILE: dict[str, Any] = {"BL": 128, "BR": 128, "BS": 128, "GROUP": 8}
+OPTIONS = {"num_warps": 8, "num_stages": 3}
+_FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _corner(L: tl.tensor, R: tl.tensor, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
+    """First row and column of this program's tile; GROUP rows of tiles before the next column, for the L2 cache."""
+    tile = tl.program_id(0)
+    across = tl.cdiv(R, BR)
+    group = tile // (GROUP * across)
+    height = tl.minimum(tl.cdiv(L, BL) - group * GROUP, GROUP)
+    within = tile % (GROUP * across)
+    return (group * GROUP + within % height) * BL, (within // height) * BR
+
+
+@triton.jit
+def nvfp4_kernel(
+    left: tl.tensor,
+    left_scale: tl.tensor,
+    right: tl.tensor,
+    right_scale: tl.tensor,
+    out: tl.tensor,
+    alpha_ptr: tl.tensor,
+    second_ptr: tl.tensor,
+    L: tl.tensor,
+    R: tl.tensor,
+    S: tl.tensor,
+    pairs: tl.tensor,
+    blocks: tl.tensor,
+    BL: tl.constexpr,
+    BR: tl.constexpr,
+    BS: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """One tile a program. pairs = S / 2 bytes and blocks = S / 16 scales a row: arguments of their own, so that the
+    compiler knows where each is divisible by 16 and loads many at once."""
+    i0, j0 = _corner(L, R, BL, BR, GROUP)
+    i = i0 + tl.arange(0, BL)
+    j = j0 + tl.arange(0, BR)
+    pair = tl.arange(0, BS // 2)
+    block = tl.arange(0, BS // 16)
+    i_read = (i % L).to(tl.int64)
+    j_read = (j % R).to(tl.int64)
+    a_at = left + i_read[:, None] * pairs + pair[None, :]
+    b_at = right + j_read[None, :] * pairs + pair[:, None]
+    a_scale_at = left_scale + i_read[:, None] * blocks + block[None, :]
+    b_scale_at = right_scale + j_read[:, None] * blocks + block[None, :]
+    total = tl.zeros((BL, BR), tl.float32)
+    for s in range(0, S, BS):
+        if EVEN:
+            a = tl.load(a_at)
+            b = tl.load(b_at)
+            a_scale = tl.load(a_scale_at)
+            b_scale = tl.load(b_scale_at)
+        else:
+            a = tl.load(a_at, mask=(s // 2 + pair < pairs)[None, :], other=0)
+            b = tl.load(b_at, mask=(s // 2 + pair < pairs)[:, None], other=0)
+            a_scale = tl.load(a_scale_at, mask=(s // 16 + block < blocks)[None, :], other=0.0)
+            b_scale = tl.load(b_scale_at, mask=(s // 16 + block < blocks)[None, :], other=0.0)
+        total = tl.dot_scaled(a, a_scale, "e2m1", b, b_scale, "e2m1", total)
+        a_at += BS // 2
+        b_at += BS // 2
+        a_scale_at += BS // 16
+        b_scale_at += BS // 16
+    result = (total * (tl.load(alpha_ptr) * tl.load(second_ptr))).to(DTYPE)
+    tl.store(out + i[:, None].to(tl.int64) * R + j[None, :], result, mask=(i < L)[:, None] & (j < R)[None, :])
+
+
+@triton.jit
+def fp8_kernel(
+    left: tl.tensor,
+    right: tl.tensor,
+    out: tl.tensor,
+    alpha_ptr: tl.tensor,
+    second_ptr: tl.tensor,
+    L: tl.tensor,
+    R: tl.tensor,
+    S: tl.tensor,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BL: tl.constexpr,
+    BR: tl.constexpr,
+    BS: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """One tile a program. LEFT, RIGHT: "e4m3" or "e5m2"."""
+    i0, j0 = _corner(L, R, BL, BR, GROUP)
+    i = i0 + tl.arange(0, BL)
+    j = j0 + tl.arange(0, BR)
+    s = tl.arange(0, BS)
+    a_at = left + (i % L).to(tl.int64)[:, None] * S + s[None, :]
+    b_at = right + (j % R).to(tl.int64)[None, :] * S + s[:, None]
+    a_ones = tl.full((BL, BS // 32), 127, tl.uint8)  # E8M0: 2 ** (127 - 127)
+    b_ones = tl.full((BR, BS // 32), 127, tl.uint8)
+    total = tl.zeros((BL, BR), tl.float32)
+    for start in range(0, S, BS):
+        if EVEN:
+            a = tl.load(a_at)
+            b = tl.load(b_at)
+        else:
+            a = tl.load(a_at, mask=(start + s < S)[None, :], other=0.0)
+            b = tl.load(b_at, mask=(start + s < S)[:, None], other=0.0)
+        total = tl.dot_scaled(a, a_ones, LEFT, b, b_ones, RIGHT, total)
+        a_at += BS
+        b_at += BS
+    result = (total * (tl.load(alpha_ptr) * tl.load(second_ptr))).to(DTYPE)
+    tl.store(out + i[:, None].to(tl.int64) * R + j[None, :], result, mask=(i < L)[:, None] & (j < R)[None, :])
+
+
+def nvfp4_matmul(left: Packed, right: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """(L, S) x (R, S)^T of packed operands, both global scales applied: (L, R) bfloat16 or float32.
+
+    Raises UsageError on a card without the instruction and for shapes that do not fit.
+    """
+    _check_card(left.codes, (10, 12))
+    L, R, S = left.codes.shape[0], right.codes.shape[0], 2 * left.codes.shape[1]
+    if right.codes.shape[1] != left.codes.shape[1] or S % 32:
+        raise UsageError(
+            f"nvfp4_matmul sums over {S} and {2 * right.codes.shape[1]} values; both must be equal and divisible by 32"
+        )
+    out = _out(L, R, left.codes, dtype)
+    nvfp4_kernel[(triton.cdiv(L, TILE["BL"]) * triton.cdiv(R, TILE["BR"]),)](
+        *(left.codes, left.block_scale, right.codes, right.block_scale, out),
+        *(left.global_scale, right.global_scale, L, R, S, S // 2, S // 16),
+        **TILE,
+        EVEN=S % TILE["BS"] == 0,
+        DTYPE=_TL_DTYPE[dtype],
+        **OPTIONS,
+    )
+    return out
+
+
+def fp8_matmul(
+    left: Tensor,
+    right: Tensor,
+    alpha: Tensor,
+    *,
+    second: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """alpha x second x left (L, S) right (R, S)^T of E4M3 or E5M2 matrices, each kind: (L, R) bfloat16 or float32.
+
+    alpha, second: float32, one number on the device: the scales of the operands. Raises UsageError as above.
+    """
+    _check_card(left, (12,))
+    for name, matrix in (("left", left), ("right", right)):
+        if matrix.dtype not in _FP8 or matrix.dim() != 2 or not matrix.is_contiguous():
+            raise UsageError(
+                f"fp8_matmul's {name} operand must be a contiguous FP8 matrix, not {matrix.dtype}"
+            )
+    if left.shape[1] != right.shape[1] or left.shape[1] % 32:
+        raise UsageError(
+            f"fp8_matmul sums over {left.shape[1]} and {right.shape[1]}; both must be equal and divisible by 32"
+        )
+    L, R, S = left.shape[0], right.shape[0], left.shape[1]
+    out = _out(L, R, left, dtype)
+    fp8_kernel[(triton.cdiv(L, TILE["BL"]) * triton.cdiv(R, TILE["BR"]),)](
+        *(left, right, out, alpha, one(left.device) if second is None else second, L, R, S),
+        LEFT=_FP8[left.dtype],
+        RIGHT=_FP8[right.dtype],
+        **TILE,
+        EVEN=S % TILE["BS"] == 0,
+        DTYPE=_TL_DTYPE[dtype],
+        **OPTIONS,
+    )
+    return out
+
+
+def _out(L: int, R: int, beside: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype not in _TL_DTYPE:
+        raise UsageError(f"block-scaled products give bfloat16 or float32, not {dtype}")
+    return torch.empty(L, R, dtype=dtype, device=beside.device)
+
+
+def _check_card(matrix: Tensor, majors: tuple[int, ...]) -> None:
+    if matrix.device.type != "cuda" or torch.cuda.get_device_capability(matrix.device)[0] not in majors:
+        wanted = " or ".join(f"{major}.x" for major in majors)
+        raise UsageError(
+            f"this block-scaled product is for compute capability {wanted}, which {matrix.device} is not; "
+            "use the emulated or the plain FP8 product"
+        )
+
+
+def _nvfp4_case() -> CompileCase:
+    constants = TILE | {"EVEN": True, "DTYPE": tl.bfloat16}
+    types = {
+        "left": "*u8",
+        "left_scale": "*fp8e4nv",
+        "right": "*u8",
+        "right_scale": "*fp8e4nv",
+        "out": "*bf16",
+    }
+    types |= {"alpha_ptr": "*fp32", "second_ptr": "*fp32"}
+    types = signature(nvfp4_kernel, types, constants)
+    divisible = ("L", "R", "S", "pairs", "blocks")
+    return CompileCase("nvfp4 matmul", nvfp4_kernel, types, constants, OPTIONS, (100, 120), divisible)
+
+
+def _fp8_case(name: str, left: str, even: bool) -> CompileCase:
+    constants = TILE | {"LEFT": left, "RIGHT": "e4m3", "EVEN": even, "DTYPE": tl.bfloat16}
+    types = {"left": "*fp8e4nv" if left == "e4m3" else "*fp8e5", "right": "*fp8e4nv", "out": "*bf16"}
+    types |= {"alpha_ptr": "*fp32", "second_ptr": "*fp32"}
+    types = signature(fp8_kernel, types, constants)
+    return CompileCase(name, fp8_kernel, types, constants, OPTIONS, (120,))
+
+
+COMPILE_CASES = (
+    _nvfp4_case(),
+    _fp8_case("fp8 matmul as MXFP8", "e4m3", even=True),
+    _fp8_case("fp8 matmul as MXFP8, E5M2 gradients, ragged", "e5m2", even=False),
+)

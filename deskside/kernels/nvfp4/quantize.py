@@ -1,0 +1,307 @@
+"""The NVFP4 quantiser on a card: one pass that finds the largest value, one that writes the operand of a product.
+
+The torch reference is precision/nvfp4.py. Without a Hadamard transform every value is the same to the bit (given the
+same noise). With one, sums run in the tensor cores in another order, so that a few values in 100,000 fall to the
+other side of a rounding boundary.
+
+Traffic: 2 bytes a value are read for the maximum, then 2 read and 2 written (0.56 if packed). Nothing waits for the
+device: maxima and scales stay on it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from deskside.config.recipes import Operand
+from deskside.errors import UsageError
+from deskside.kernels.compile_cases import CompileCase, signature
+from deskside.kernels.nvfp4.quantize_kernels import amax_kernel, quantize_kernel
+
+Along = Literal["columns", "rows"]
+BLOCK = 16
+NVIDIA_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+EDEN_OVERRIDE = 17 / 16 * 0.93  # as in the reference
+PROGRAMS_PER_SM = 8
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """values: (N, K) bfloat16, code x block scale, exact. global_scale: float32, one number, on the device."""
+
+    values: Tensor
+    global_scale: Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a native product reads: the summed dimension S last. M = N, S = K along columns; M = K, S = N along rows.
+
+    codes: (M, S / 2) uint8, the even position in the low half. block_scale: (M, S / 16) E4M3. global_scale as above.
+    """
+
+    codes: Tensor
+    block_scale: Tensor
+    global_scale: Tensor
+
+
+def quantize(
+    x_NK: Tensor,
+    operand: Operand,
+    along: Along,
+    *,
+    amax: Tensor | None = None,
+    signs: Tensor | None = None,
+    seed: int = 0,
+) -> Emulated:
+    """Quantise a contiguous (N, K) bfloat16 or float32 matrix on a card for an emulated product.
+
+    along: the dimension that the product sums over. amax: float32, one number, the largest magnitude after the
+    transform, where it is known; saves a pass, and then NaN and infinity in x are the caller's to find.
+    signs: (hadamard,) of +-1 on the device; 16 without fresh signs has NVIDIA's fixed vector.
+    seed: 64 bits, of the stochastic roundings; give each tensor of each step another.
+    Raises UsageError for operands, shapes, dtypes and devices that this cannot do.
+    """
+    values = torch.empty_like(x_NK, dtype=torch.bfloat16)
+    return Emulated(values, _launch(x_NK, operand, along, amax, signs, seed, values, None))
+
+
+def quantize_packed(
+    x_NK: Tensor,
+    operand: Operand,
+    along: Along,
+    *,
+    amax: Tensor | None = None,
+    signs: Tensor | None = None,
+    seed: int = 0,
+) -> Packed:
+    """As `quantize`, in the layout of the native product; along "rows" that is transposed on the way out."""
+    _check(x_NK, operand, along, signs)
+    M, S = x_NK.shape if along == "columns" else x_NK.T.shape
+    codes = torch.empty(M, S // 2, dtype=torch.uint8, device=x_NK.device)
+    block_scale = torch.empty(M, S // BLOCK, dtype=torch.uint8, device=x_NK.device)
+    global_scale = _launch(x_NK, operand, along, amax, signs, seed, codes, block_scale)
+    return Packed(codes, block_scale.view(torch.float8_e4m3fn), global_scale)
+
+
+def largest(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None = None) -> Tensor:
+    """The largest magnitude of the transformed matrix, float32, one number, on the device. NaN if there is one."""
+    _check(x_NK, operand, along, signs)
+    bits = torch.zeros((), dtype=torch.int32, device=x_NK.device)
+    tile = _tile(operand.hadamard, along)
+    matrix, signs = _transform(x_NK, operand, signs)
+    amax_kernel[(_programs(x_NK, tile),)](
+        x_NK,
+        matrix,
+        signs,
+        bits,
+        *x_NK.shape,
+        _tiles(x_NK, tile),
+        **tile,
+        INTERPRETED=_interpreted(),
+        **_options(operand.hadamard),
+    )
+    return bits.view(torch.float32)
+
+
+def _launch(
+    x_NK: Tensor,
+    operand: Operand,
+    along: Along,
+    amax: Tensor | None,
+    signs: Tensor | None,
+    seed: int,
+    out: Tensor,
+    block_scale: Tensor | None,
+) -> Tensor:
+    if amax is None:
+        amax = largest(x_NK, operand, along, signs)
+    else:
+        _check(x_NK, operand, along, signs)
+        _check_number("amax", amax, x_NK)
+    global_scale = torch.empty((), dtype=torch.float32, device=x_NK.device)
+    tile = _tile(operand.hadamard, along)
+    matrix, signs = _transform(x_NK, operand, signs)
+    quantize_kernel[(_programs(x_NK, tile),)](
+        x_NK,
+        matrix,
+        signs,
+        amax,
+        out,
+        out if block_scale is None else block_scale,
+        global_scale,
+        *x_NK.shape,
+        _tiles(x_NK, tile),
+        seed,
+        **_constants(operand, packed=block_scale is not None),
+        **tile,
+        INTERPRETED=_interpreted(),
+        **_options(operand.hadamard),
+    )
+    return global_scale
+
+
+def _tile(hadamard: int, along: Along) -> dict[str, Any]:
+    """As long as the transform's matrix along the summed dimension, and 32 values a thread: registers allow no more."""
+    summed = {0: 128 if along == "columns" else 64, 16: 64, 128: 128}[hadamard]
+    values = 8192 if hadamard else 4096
+    return {"HADAMARD": hadamard, "ROWS": along == "rows", "BM": values // summed, "BS": summed}
+
+
+def _options(hadamard: int) -> dict[str, Any]:
+    # A multiplication and an addition in one instruction round once instead of twice, which moves values.
+    return {"num_warps": 8 if hadamard else 4, "enable_fp_fusion": False}
+
+
+def _constants(operand: Operand, packed: bool) -> dict[str, Any]:
+    eden = operand.rounding == "eden"
+    top = 6.0 / EDEN_OVERRIDE if eden else 6.0
+    return {
+        "TOP_INVERSE": 1 / top,
+        "RANGE": top * (256.0 if eden or operand.four_over_six else 448.0),
+        "A": 16 if operand.scaling == "16x16" else 1,
+        "ROUNDING": operand.rounding,
+        "FOUR_OVER_SIX": operand.four_over_six,
+        "SCALE_UP": operand.scale_up,
+        "PACKED": packed,
+    }
+
+
+def _tiles(x_NK: Tensor, tile: dict[str, Any]) -> int:
+    M, S = reversed(x_NK.shape) if tile["ROWS"] else x_NK.shape
+    return int(triton.cdiv(M, tile["BM"]) * triton.cdiv(S, tile["BS"]))
+
+
+def _programs(x_NK: Tensor, tile: dict[str, Any]) -> int:
+    return max(1, min(_tiles(x_NK, tile), _multiprocessors(x_NK.device) * PROGRAMS_PER_SM))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _transform(x_NK: Tensor, operand: Operand, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The Hadamard matrix and the signs as the kernels read them; anything where there is no transform."""
+    if not operand.hadamard:
+        return x_NK, x_NK
+    dtype = torch.float32 if _interpreted() else x_NK.dtype
+    matrix = _hadamard_matrix(operand.hadamard, dtype, x_NK.device)
+    return matrix, _nvidia_signs(x_NK.device) if signs is None else signs
+
+
+@cache
+def _hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's matrix of +-1; of size 16 four times along a diagonal."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return (torch.block_diag(*[matrix] * 4) if size == 16 else matrix).to(device, dtype)
+
+
+@cache
+def _nvidia_signs(device: torch.device) -> Tensor:
+    return torch.tensor(NVIDIA_SIGNS, dtype=torch.float32, device=device)
+
+
+def _check_number(name: str, number: Tensor, beside: Tensor) -> None:
+    if number.numel() != 1 or number.dtype != torch.float32 or number.device != beside.device:
+        raise UsageError(
+            f"{name} must be one float32 number on {beside.device}; "
+            f"it is {tuple(number.shape)} {number.dtype} on {number.device}"
+        )
+
+
+def _check(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None) -> None:
+    if x_NK.device.type != "cuda" and not _interpreted():
+        raise UsageError(
+            f"the NVFP4 kernels need a CUDA tensor, this is on {x_NK.device}; use the reference in precision/nvfp4.py"
+        )
+    if x_NK.dim() != 2 or not x_NK.is_contiguous() or x_NK.dtype not in (torch.bfloat16, torch.float32):
+        raise UsageError(
+            "the NVFP4 quantiser takes a contiguous matrix in bfloat16 or float32; "
+            f"this is {tuple(x_NK.shape)} {x_NK.dtype} with strides {x_NK.stride()}"
+        )
+    if operand.format != "nvfp4" or operand.scaling not in ("1x16", "16x16"):
+        raise UsageError(
+            f"{operand.format} scaled '{operand.scaling}' is not NVFP4; NVFP4 is scaled 1x16 or 16x16"
+        )
+    if operand.rounding == "eden" and (
+        operand.hadamard != 128 or operand.scaling != "1x16" or operand.scale_up
+    ):
+        raise UsageError("rounding 'eden' needs hadamard 128, scaling 1x16 and no scale_up")
+    if operand.four_over_six and (operand.rounding != "nearest" or operand.scale_up):
+        raise UsageError("four_over_six goes with rounding 'nearest' and without scale_up")
+    N, K = x_NK.shape
+    for name, size, summed in (("rows", N, along == "rows"), ("columns", K, along == "columns")):
+        divisor = max(BLOCK, operand.hadamard) if summed else BLOCK if operand.scaling == "16x16" else 1
+        if size % divisor:
+            raise UsageError(
+                f"an NVFP4 operand of {N} x {K} needs its {name} divisible by {divisor}; pad it or keep it in bf16"
+            )
+    if operand.hadamard and signs is None and (operand.hadamard != 16 or operand.fresh_signs):
+        raise UsageError(f"a Hadamard transform of {operand.hadamard} needs its vector of signs")
+    if signs is not None and (signs.shape != (operand.hadamard,) or signs.device != x_NK.device):
+        raise UsageError(
+            f"a Hadamard transform of {operand.hadamard} needs as many signs on {x_NK.device}; "
+            f"it was given {tuple(signs.shape)} on {signs.device}"
+        )
+
+
+def _case(name: str, operand: Operand, along: Along, packed: bool = False) -> CompileCase:
+    constants = _constants(operand, packed) | _tile(operand.hadamard, along) | {"INTERPRETED": False}
+    types = {"matrix_ptr": "*bf16", "signs_ptr": "*fp32", "amax_ptr": "*fp32", "global_scale_ptr": "*fp32"}
+    types |= {
+        "x_ptr": "*bf16",
+        "values_ptr": "*u8" if packed else "*bf16",
+        "block_scale_ptr": "*u8",
+        "seed": "i64",
+    }
+    return CompileCase(
+        name,
+        quantize_kernel,
+        signature(quantize_kernel, types, constants),
+        constants,
+        _options(operand.hadamard),
+    )
+
+
+def _amax_case(name: str, hadamard: int, along: Along) -> CompileCase:
+    constants = _tile(hadamard, along) | {"INTERPRETED": False}
+    types = {"x_ptr": "*bf16", "matrix_ptr": "*bf16", "signs_ptr": "*fp32", "amax_ptr": "*i32"}
+    return CompileCase(
+        name, amax_kernel, signature(amax_kernel, types, constants), constants, _options(hadamard)
+    )
+
+
+_PLAIN = Operand("nvfp4", "1x16")
+_EDEN = Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden")
+# One of each operand that the recipes of config/recipes.py name, and the packed layouts.
+COMPILE_CASES = (
+    _amax_case("nvfp4 amax", 0, "columns"),
+    _amax_case("nvfp4 amax, Hadamard 16", 16, "rows"),
+    _amax_case("nvfp4 amax, Hadamard 128", 128, "rows"),
+    _case("nvfp4 quantise 1x16", _PLAIN, "columns"),
+    _case("nvfp4 quantise 16x16 down the rows", Operand("nvfp4", "16x16"), "rows"),
+    _case("nvfp4 quantise 4/6", Operand("nvfp4", "1x16", four_over_six=True), "columns"),
+    _case("nvfp4 quantise 4/6 16x16", Operand("nvfp4", "16x16", four_over_six=True), "columns"),
+    _case(
+        "nvfp4 quantise stochastic", Operand("nvfp4", "1x16", rounding="stochastic", scale_up=True), "columns"
+    ),
+    _case(
+        "nvfp4 quantise stochastic, Hadamard 16",
+        Operand("nvfp4", "1x16", hadamard=16, rounding="stochastic"),
+        "rows",
+    ),
+    _case("nvfp4 quantise eden", _EDEN, "columns"),
+    _case("nvfp4 quantise eden down the rows", _EDEN, "rows"),
+    _case("nvfp4 quantise packed", _PLAIN, "columns", packed=True),
+    _case("nvfp4 quantise packed eden down the rows", _EDEN, "rows", packed=True),
+)
