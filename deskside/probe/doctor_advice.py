@@ -21,6 +21,12 @@ TEMPORARY_GIB = 2.0  # compiled code
 HOST_GIB = 8.0
 FOREIGN_SHARE = 0.05  # of a card's memory in use before we came
 HOT = 85  # degrees Celsius; cards slow down from 83 to 90
+LOW_PRODUCTS = ("fp8_tensor", "fp8_row", "mxfp8", "nvfp4")  # of torch
+FASTEST_FIRST = (
+    "fp8-delayed",
+    "fp8-tensorwise",
+    "fp8-rowwise",
+)  # NVFP4 is for comparing until it is seen to be faster
 SHEET_SHARE = 0.5  # data centre cards reach half of their sheet at worst, GeForce cards all of it
 
 
@@ -57,7 +63,7 @@ def use(facts: Facts, results: Results, quick: bool) -> list[dict[str, str]]:
         return []
     found = [_precision(facts, results), *_attention(results)]
     if not quick:
-        found += [_compile(facts, results), *_low_precision(facts, results), *_library(results)]
+        found += [_compile(facts, results), *_low_precision(results), *_library(results)]
     return found
 
 
@@ -126,28 +132,30 @@ def _compile(facts: Facts, results: Results) -> dict[str, str]:
     return _choice("torch.compile", "block", why, "--compute.compile block")
 
 
-def _low_precision(facts: Facts, results: Results) -> list[dict[str, str]]:
-    """Formats that are right and faster than BF16, and whether a recipe here uses them."""
-    faster = [
-        result
-        for result in results
-        if result["group"] == "matmul"
-        and result["id"] not in ("fp32", "fp16", "bf16")
-        and result["verdict"] == "works"
-        and (result.get("to_bf16") or 0) > 1
-    ]
-    if not faster:
+def _low_precision(results: Results) -> list[dict[str, str]]:
+    """Recipes that train right here, native ones first, and what torch's own products of such formats reach."""
+    right = [r for r in results if r["group"] == "precision" and r["verdict"] == "works"]
+    if not right:
         return []
-    faster.sort(key=lambda result: -result["to_bf16"])
-    rates = ", ".join(f"{result['name']} {result['to_bf16']:.2f} x BF16" for result in faster)
-    families = {result["id"].split("_")[0] for result in faster}
-    usable = [r for r in facts["recipes"] if any(r.startswith(family) for family in families)]
-    why = f"right and faster as plain matmuls, quantizing excluded (measured): {rates}. " + (
-        f"Recipes: {', '.join(usable)}"
-        if usable
-        else f"Recipes of deskside train are {', '.join(facts['recipes'])} so far"
-    )
-    return [_choice("low precision", faster[0]["name"], why, "")]
+    native = [r["name"] for r in right if r["details"]["native"]]
+    emulated = [r["name"] for r in right if not r["details"]["native"]]
+    words = []
+    if native:
+        words.append("forward and both gradients are right with deskside's own kernels")
+    rates = [
+        f"{r['name']} {r['to_bf16']:.2f} x BF16"
+        for r in sorted(results, key=lambda result: -(result.get("to_bf16") or 0))
+        if r["group"] == "matmul" and r["id"] in LOW_PRODUCTS and r["verdict"] == "works" and r.get("to_bf16")
+    ]
+    if native and rates:
+        words.append(f"products alone, converting excluded (measured): {', '.join(rates)}")
+    if emulated:
+        words.append(f"emulated, right numbers and no faster than BF16: {', '.join(emulated)}")
+    value = ", ".join(native) or "none native"
+    best = next((name for name in FASTEST_FIRST if name in native), None)
+    return [
+        _choice("low precision", value, "; ".join(words), "" if best is None else f"--precision.name {best}")
+    ]
 
 
 def _library(results: Results) -> list[dict[str, str]]:
@@ -195,6 +203,8 @@ def _numbers(results: Results) -> Iterator[dict[str, Any]]:
             remedy = "do not use it here; update torch or the driver and run doctor again"
             if result["group"] == "libraries":
                 remedy = "do not train with it here; update the library and run doctor again"
+            elif result["group"] == "precision":
+                remedy = "do not train in it here; update torch and Triton, and run doctor again"
             elif result["id"] in ("bf16", "fp32"):
                 remedy += (
                     "; if NVIDIA_TF32_OVERRIDE or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is set, unset it first"

@@ -11,6 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from deskside.config.recipes import RECIPES
 from deskside.probe import child
 
 Say = Callable[[str], None]
@@ -25,7 +26,7 @@ class Check:
     """
 
     id: str
-    group: str  # matmul, memory, attention, training, libraries
+    group: str  # matmul, precision, memory, attention, training, libraries
     name: str
     target: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +86,7 @@ LIBRARIES = (
 )
 GEMM, ATTENTION = "deskside.probe.doctor_gemm", "deskside.probe.doctor_attention"
 TRAIN, USE = "deskside.probe.doctor_train", "deskside.probe.doctor_libraries"
+PRECISION = "deskside.probe.doctor_recipes"
 NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
 
 
@@ -106,12 +108,12 @@ def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
         checks[3:3] = [
             Check(id, "matmul", name, f"{GEMM}:scaled", {"format_name": id} | on, shared, 2 * MINUTE)
             for id, name, shared in (
-                ("fp8_tensor", "FP8 tensorwise", "fp8"),
-                ("fp8_row", "FP8 rowwise", "fp8"),
-                ("mxfp8", "MXFP8", "mxfp8"),
-                ("nvfp4", "NVFP4", "nvfp4"),
+                ("fp8_tensor", "torch FP8 tensor", "fp8"),
+                ("fp8_row", "torch FP8 row", "fp8"),
+                ("mxfp8", "torch MXFP8", "mxfp8"),
+                ("nvfp4", "torch NVFP4", "nvfp4"),
             )
-        ]
+        ] + _recipes(on)
         checks += _attention(facts)
     checks += [
         Check(
@@ -128,6 +130,23 @@ def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     if not quick:
         checks += [_compile(facts), *_libraries(_device(facts))]
     return checks
+
+
+def _recipes(on: Mapping[str, str]) -> list[Check]:
+    """Every recipe of training that quantises, as training carries it out. Those of a kind compile the same kernels."""
+    return [
+        Check(
+            f"recipe_{name}",
+            "precision",
+            name,
+            f"{PRECISION}:recipe",
+            {"name": name, **on},
+            "recipes nvfp4" if "nvfp4" in recipe.formats else "recipes fp8",
+            5 * MINUTE,
+        )
+        for name, recipe in RECIPES.items()
+        if recipe.quantized
+    ]
 
 
 def _device(facts: Mapping[str, Any]) -> str:

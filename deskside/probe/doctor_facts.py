@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from deskside.facts.gpus import of_device
-from deskside.precision.recipes import RECIPES
 from deskside.probe import doctor_attention, doctor_nvml
 from deskside.train import machine
 
@@ -50,7 +49,6 @@ def collect() -> dict[str, Any]:
         "c_compiler": _compiler("CC", CC),
         "cxx_compiler": _compiler("CXX", CXX),
         "python_headers": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
-        "recipes": list(RECIPES),
         "attention_backends": doctor_attention.listed(device.type),
     }
 

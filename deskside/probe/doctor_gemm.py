@@ -1,9 +1,10 @@
-"""Matrix products and memory: right numbers first, then the rate that the device reaches.
+"""Torch's own matrix products, and memory: right numbers first, then the rate that the device reaches.
 
 A linear layer has three products: the output x w^T, the input gradient g w, the weight gradient g^T x. Each is computed
 as training would and compared with float64. For the scaled formats two errors are told apart: against the values
 that codes and scales stand for, which only a wrong kernel can make large, and against the operands before rounding,
-which is what training gets.
+which is what a training step on them would get. They tell what the platform can do; whether deskside's recipes work is
+asked of their own layers (`doctor_recipes`).
 """
 
 import time
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskside.config.recipes import recipe_named
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
-from deskside.precision.recipes import recipe_named
 from deskside.precision.selfcheck import check_gemm
 from deskside.probe.doctor_child import Result, compare, median_seconds, speed, warm_up, wrong
 from deskside.probe.doctor_formats import FORMATS, Format, Operand

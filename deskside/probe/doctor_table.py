@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 GIB = 2**30
-GROUPS = ("matmul", "memory", "attention", "training", "libraries")
+GROUPS = ("matmul", "precision", "memory", "attention", "training", "libraries")
 STYLES = {
     "works": "green",
     "wrong numbers": "bold red",
@@ -29,7 +29,9 @@ SEVERITIES = {
 }
 UNITS = {"FLOP/s": "FLOP/s", "B/s": "B/s", "tokens/s": "tok/s"}
 LEGEND = (
-    "error: relative, against float64, the largest of output and gradients\nattention: forward and backward"
+    "error: relative, against float64, the largest of output and gradients\n"
+    "matmul: torch's own products; precision: deskside's recipes, their own layers and gradients\n"
+    "attention: forward and backward"
 )
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -178,6 +180,8 @@ def _measured(check: Mapping[str, Any]) -> str:
     details = check.get("details") or {}
     if "times_eager" in details:
         return f"{details['times_eager']:.2f} x eager"
+    if "native" in details:
+        return "native" if details["native"] else "emulated"
     return rate(check.get("speed"))
 
 
@@ -193,11 +197,16 @@ def _worst(check: Mapping[str, Any]) -> str:
 def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     """Why, for everything that does not work: the library's own words, or how to install it."""
     declared: dict[str, list[str]] = {}
+    emulated: dict[str, list[str]] = {}
     for check in checks:
         if check.get("declared"):
             declared.setdefault(check["reason"], []).append(check["name"].removesuffix(", window"))
         elif check["verdict"] != "works":
             yield Text.assemble((f"{check['name']}: ", "bold"), check["reason"])
+        elif why := (check.get("details") or {}).get("emulated_because"):
+            emulated.setdefault(why, []).append(check["name"])
+    for why, names in emulated.items():
+        yield Text(f"emulated, {why}: {', '.join(names)}", "dim")
     for reason, names in declared.items():
         yield Text(f"attention, {reason}: {', '.join(dict.fromkeys(names))}", "dim")
 

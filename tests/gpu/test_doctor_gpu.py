@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from deskside.config.recipes import RECIPES
 from deskside.probe.doctor import examine
 from deskside.probe.doctor_checks import Check, run_all
 from tests.gpu.card import NEEDS_CARD
@@ -74,6 +75,18 @@ def test_scaled_formats_where_the_card_has_them(checks: dict[str, dict[str, Any]
             assert checks[name]["to_bf16"] == pytest.approx(
                 checks[name]["speed"]["value"] / checks["bf16"]["speed"]["value"], rel=1e-2
             )
+
+
+def test_recipes_train_right_and_fp8_on_tensor_cores(checks: dict[str, dict[str, Any]]) -> None:
+    capability = torch.cuda.get_device_capability()
+    for name, recipe in RECIPES.items():
+        if not recipe.quantized:
+            continue
+        found = checks[f"recipe_{name}"]
+        assert found["verdict"] == "works", found
+        assert set(found["errors"]) == {"output", "input gradient", "weight gradient"}
+        if name in ("fp8-tensorwise", "fp8-delayed"):
+            assert found["details"]["native"] == (capability >= (8, 9)), found
 
 
 def test_rates_are_those_of_a_card(checks: dict[str, dict[str, Any]]) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from deskside.kernels.attention import AttentionContext, Backend, backend_named
 from deskside.kernels.attention.context import register
-from deskside.probe import doctor_attention, doctor_gemm
+from deskside.precision.selfcheck import check_gemm
+from deskside.probe import doctor_attention, doctor_gemm, doctor_recipes
 from deskside.probe.doctor_formats import FORMATS, Format, Operand
 
 RIGHT = FORMATS["fp8_row"]
@@ -38,6 +39,13 @@ def zero_gradient_product() -> dict[str, Any]:
         return torch.zeros_like(product) if gradient else product
 
     return doctor_gemm.check_format(_format(multiply), torch.device("cpu"))
+
+
+def zero_gradient_recipe() -> dict[str, Any]:
+    """A recipe whose layer computes right outputs and input gradients, and weight gradients that are all zero."""
+    return doctor_recipes.judged(
+        "fp8-tensorwise", check_gemm(lambda x, w: x @ w.detach().T + 0 * w.sum(), 0.12, "cpu")
+    )
 
 
 class _ZeroGradients(torch.autograd.Function):

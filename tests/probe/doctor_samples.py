@@ -34,7 +34,6 @@ FACTS: dict[str, Any] = {
     "c_compiler": "/usr/bin/gcc",
     "cxx_compiler": "/usr/bin/g++",
     "python_headers": True,
-    "recipes": ["fp32", "bf16"],
     "libraries": {},
     "attention_backends": [],
     "gpus": [
@@ -90,6 +89,12 @@ def _attention(name: str, milliseconds: float, kv_heads: int = 3) -> dict[str, A
     )
 
 
+def _recipe(name: str, error: float, emulated_because: str = "") -> dict[str, Any]:
+    errors = {"output": error / 2, "input gradient": error, "weight gradient": error}
+    details = {"native": not emulated_because, "emulated_because": emulated_because}
+    return row(f"recipe_{name}", "precision", name, errors=errors, tolerance=0.25, details=details)
+
+
 RESULTS: list[dict[str, Any]] = [
     row(
         "bf16",
@@ -101,25 +106,28 @@ RESULTS: list[dict[str, Any]] = [
     ),
     row("fp16", "matmul", "FP16", speed=flops(206e12), errors={"output": 3.6e-4}),
     row("fp32", "matmul", "FP32", speed=flops(82e12), errors={"output": 3e-7}),
-    row("fp8_tensor", "matmul", "FP8 tensorwise", speed=flops(398e12), errors={"output": 3.7e-2}),
+    row("fp8_tensor", "matmul", "torch FP8 tensor", speed=flops(398e12), errors={"output": 3.7e-2}),
     row(
         "fp8_row",
         "matmul",
-        "FP8 rowwise",
+        "torch FP8 row",
         "unsupported",
         reason="CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic( ltHandle, "
         "computeDesc.descriptor(), Adesc.descriptor(), Bdesc.descriptor(), Cdesc.descriptor())`",
     ),
-    row("mxfp8", "matmul", "MXFP8", speed=flops(640e12), errors={"output": 3.8e-2}),
+    row("mxfp8", "matmul", "torch MXFP8", speed=flops(640e12), errors={"output": 3.8e-2}),
     row(
         "nvfp4",
         "matmul",
-        "NVFP4",
+        "torch NVFP4",
         "wrong numbers",
         reason="input gradient is all zero",
         errors={"output": 0.13, "input gradient": None},
         speed=flops(1210e12),
     ),
+    _recipe("fp8-delayed", 5.9e-2),
+    _recipe("fp8-rowwise", 3.7e-2, "cannot run here: CUBLAS_STATUS_NOT_SUPPORTED"),
+    _recipe("nvfp4", 1.8e-1, "no NVFP4 products in this torch"),
     row(
         "copy",
         "memory",

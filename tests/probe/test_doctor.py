@@ -47,7 +47,7 @@ def test_table_of_a_card() -> None:
         "1.53 TB/s",
         "1.63 x eager",
         "not finite",
-        "FP8 rowwise: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED",
+        "torch FP8 row: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED",
         "attention, has no sliding window: cudnn",
         "pip install bitsandbytes",
         "published of",
@@ -55,6 +55,8 @@ def test_table_of_a_card() -> None:
         assert expected in text, text
     table = re.sub(r"\s+", " ", text)
     assert "MXFP8 works 640 TFLOP/s 3.12 3.8e-02" in table
+    assert "fp8-delayed works native 5.9e-02" in table and "nvfp4 works emulated 1.8e-01" in table
+    assert "emulated, no NVFP4 products in this torch: nvfp4" in table
     assert text.index("Use on this machine") < text.index("Fix, most important first")
 
 

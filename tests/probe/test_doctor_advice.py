@@ -47,9 +47,20 @@ def test_use() -> None:
     assert use["attention, window"]["value"] == "flex"
     assert use["torch.compile"]["value"] == "block" and "1.63 times" in use["torch.compile"]["why"]
     low = use["low precision"]
-    assert low["value"] == "MXFP8" and low["option"] == ""
+    assert low["value"] == "fp8-delayed" and low["option"] == "--precision.name fp8-delayed"
+    assert "torch MXFP8 3.12 x BF16, torch FP8 tensor 1.94 x BF16" in low["why"]
     assert "NVFP4" not in low["why"], "wrong numbers are never advised"
-    assert "fp32, bf16 so far" in low["why"]
+    assert "emulated, right numbers and no faster than BF16: fp8-rowwise, nvfp4" in low["why"]
+
+
+def test_use_where_no_recipe_is_native() -> None:
+    emulated = {"details": {"native": False, "emulated_because": "compute capability 8.6 has no FP8"}}
+    low = chosen(**{"recipe_fp8-delayed": emulated})["low precision"]
+    assert low["value"] == "none native" and low["option"] == ""
+    assert "own kernels" not in low["why"] and "products alone" not in low["why"]
+    zero = {"verdict": "wrong numbers", "reason": "input gradient is all zero"}
+    low = chosen(**{"recipe_fp8-delayed": zero})["low precision"]
+    assert "fp8-delayed" not in low["value"] + low["why"] + low["option"]
 
 
 def test_use_without_bf16_or_a_compiler() -> None:
@@ -173,7 +184,8 @@ def test_defects_of_a_card(changes: dict[str, Any], expected: str) -> None:
 
 def test_the_link_counts_under_load_only() -> None:
     assert "PCIe" not in problems(), "an idle card shows generation 1"
-    narrow = samples.results()[7]["details"]["link"] | {"generation": 3, "lanes": 4}
+    link = advice.by_id(samples.results())["copy"]["details"]["link"]
+    narrow = link | {"generation": 3, "lanes": 4}
     assert "note: GPU 0: PCIe 3 x4 under load, of 5 x16" in problems(copy={"details": {"link": narrow}})
 
 

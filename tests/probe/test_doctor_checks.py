@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from deskside.config.recipes import RECIPES
 from deskside.probe import doctor_checks
 from deskside.probe.doctor_checks import Check, run_all
 
 PLANTED = "tests.probe.doctor_planted"
 NUMBERS = (
-    "right_product slightly_wrong_product zero_gradient_product zero_gradient_attention windowless_attention"
+    "right_product slightly_wrong_product zero_gradient_product zero_gradient_attention windowless_attention "
+    "zero_gradient_recipe"
 )
 
 
@@ -40,6 +42,7 @@ def test_what_is_planted_is_found() -> None:
         planted("zero_gradient_product", "one"),
         planted("zero_gradient_attention", "one"),
         planted("windowless_attention", "one"),
+        planted("zero_gradient_recipe", "one"),
         planted("refuse", "one"),
         planted("out_of_memory", "one"),
     )
@@ -59,6 +62,10 @@ def test_what_is_planted_is_found() -> None:
     assert attention["verdict"] == "wrong numbers"
     assert attention["reason"] == "dq is all zero; dk is all zero; dv is all zero"
     assert attention["errors"]["output"] < 1e-5 and attention["errors"]["dq"] == 1.0
+
+    recipe = found["zero_gradient_recipe"]
+    assert recipe["verdict"] == "wrong numbers"
+    assert "weight gradient is all zero" in recipe["reason"] and "input" not in recipe["reason"]
 
     window = found["windowless_attention"]
     assert window["verdict"] == "wrong numbers" and "output is off by" in window["reason"]
@@ -139,6 +146,8 @@ def test_listing_covers_what_the_issue_asks_for() -> None:
         ids
     )
     assert {"step_fp32", "step_bf16"} <= set(ids)
+    quantized = {f"recipe_{name}" for name, recipe in RECIPES.items() if recipe.quantized}
+    assert {id for id in ids if id.startswith("recipe_")} == quantized
     quick = doctor_checks.listing(FACTS, quick=True)
     assert {c.child for c in quick} == {"quick"}, "a quick look takes one child"
     assert {"bf16", "attention", "step_fp32", "step_bf16"} <= {c.id for c in quick}
