@@ -1,0 +1,209 @@
+"""deskside beside other trainers: the same work, on the same device, in the same call.
+
+    python -m benchmarks.peers --folder DIR [--preset 124m] [--tokens 65536] [--sequence 2048] [--steps 50]
+        [--only litgpt,prototype] [--deskside bf16,fp8-delayed] [--rows N] [--json FILE]
+
+Run it in the repository's root. DIR holds the repositories `litgpt` and `nanochat` (benchmarks/README.md); a peer whose
+folder or package is missing is a line that says so.
+
+The work: 65,536 random Zipf tokens per optimiser step in rows of 2048, a vocabulary of 32,768, the shape of `124m`,
+BF16 products with float32 weights, gradients clipped at 1, fused AdamW. Every peer runs in a process of its own: the
+first steps compile, then --steps are timed between their ends on the device (CUDA events), and the median is given.
+
+    transformers         Qwen3ForCausalLM, BF16 autocast, torch.compile of model and loss
+    transformers-liger   the same, eager, with Liger's kernels
+    litgpt               litgpt.GPT, BF16 autocast, torch.compile of model and loss
+    nanochat             nanochat's GPT of the same depth and width with its Muon and AdamW
+    nanochat-fp8         the same with its FP8 layers
+    prototype            peers_prototype.py: what a person writes in an afternoon
+    prototype-torchao    the same with torchao's tensorwise FP8 (head in BF16)
+    deskside ...         this project, through benchmarks.step
+
+What is not equal. nanochat has no other model and optimiser than its own: 6 heads of 128, ReLU^2, value embeddings,
+more parameters, Muon, no clipping; its sliding windows need FlashAttention-3, without which it runs full attention.
+transformers shifts labels itself, one target per row less. litgpt's own loss comes in chunks of 128 tokens; here it
+gets the plain one, compiled, which is faster. The micro-batch is what suited each peer on a large card (16 or 32 rows
+of 2048), halved until it fits; deskside fits its own. Loading data is left out for all.
+"""
+
+import argparse
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import step
+from benchmarks.step_config import configuration
+from deskside.errors import UsageError
+from deskside.probe import child
+
+TARGET = "benchmarks.peers_train:measure"
+CHILD_SECONDS = 400.0
+# Rows of a micro-batch that suited a peer best on a large card. The names stand here too, because the parent imports no
+# torch; a test holds them equal to those of `peers_models.PEERS`.
+ROWS = {
+    "transformers": 16,
+    "transformers-liger": 16,
+    "litgpt": 16,
+    "nanochat": 32,
+    "nanochat-fp8": 32,
+    "prototype": 32,
+    "prototype-torchao": 32,
+}
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when everything that is there ran; 1 when something failed; 2 for wrong usage."""
+    try:
+        options = arguments(sys.argv[1:] if argv is None else argv)
+        chosen = [] if not options.deskside else step.arms(options.deskside)
+        configuration({**vars(options), "sequence_length": options.sequence, "micro_tokens": None})
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows: list[Row] = []
+
+    def done(row: Row) -> None:
+        rows.append(row)
+        print(line(row), flush=True)
+        if options.json:  # after every peer, so that a killed call leaves what it had
+            options.json.write_text(json.dumps({"benchmark": "peers", "rows": rows}, indent=1), "utf-8")
+
+    print(HEAD)
+    for name in options.only:
+        done(run_peer(name, options))
+    for arm, precision in chosen:
+        done(run_deskside(arm, precision, options))
+    print("\n" + ratios(rows))
+    for row in rows:
+        for note in row.get("notes", []):
+            print(textwrap.fill(f"{row['name']}: {note}", 80, subsequent_indent="  "))
+        if row["status"] not in ("ok", "missing") and row.get("stderr"):
+            print(f"{row['name']}: {row['stderr'][-1500:]}", file=sys.stderr)
+    return int(any(row["status"] not in ("ok", "missing") for row in rows))
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; `only` as a tuple of names. Raises UsageError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--folder", type=Path, help="holds litgpt and nanochat")
+    parser.add_argument("--preset", default="124m")
+    parser.add_argument("--tokens", type=int, help="per optimiser step; default: the preset's")
+    parser.add_argument("--sequence", type=int, help="default: the preset's")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--rows", type=int, help="of a micro-batch, for every peer")
+    parser.add_argument("--only", default=",".join(ROWS), help="peers, separated by commas; '' for none")
+    parser.add_argument("--deskside", default="bf16,fp8-delayed", help="arms of benchmarks.step")
+    parser.add_argument("--micro-tokens", default="auto", help="deskside's own")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--json", type=Path, help="write everything here, after every peer")
+    options = parser.parse_args(argv)
+    options.only = tuple(filter(None, options.only.split(",")))
+    unknown = [name for name in options.only if name not in ROWS]
+    if unknown:
+        raise UsageError(f"--only: there is no peer {unknown[0]}; use {', '.join(ROWS)}")
+    if options.steps < 1 or options.warmup < 1:
+        raise UsageError("--steps and --warmup must be at least 1")
+    return options
+
+
+def run_peer(name: str, options: argparse.Namespace) -> Row:
+    """One peer; its micro-batch is halved until it fits into memory."""
+    spec = {
+        "peer": name,
+        "preset": options.preset,
+        "tokens": options.tokens,
+        "sequence_length": options.sequence,
+        "steps": options.steps,
+        "warmup": options.warmup,
+        "rows": options.rows or ROWS[name],
+        "folder": str(options.folder) if options.folder else None,
+        "device": options.device,
+    }
+    while True:
+        outcome = child.run(TARGET, {"spec": {**spec, "began": time.monotonic()}}, CHILD_SECONDS)
+        if outcome.status != "oom" or spec["rows"] == 1:
+            break
+        spec["rows"] //= 2
+    if outcome.status == "ok":
+        return {"name": name, "status": "ok", "error": "", **outcome.value}
+    if outcome.error.startswith("UsageError: "):
+        reason = outcome.error.removeprefix("UsageError: ").removeprefix(f"{name}: ")
+        return {"name": name, "status": "missing", "error": reason}
+    return {"name": name, "status": outcome.status, "error": outcome.error, "stderr": outcome.stderr}
+
+
+def run_deskside(arm: str, precision: dict[str, Any], options: argparse.Namespace) -> Row:
+    """One arm of `benchmarks.step`, as a row like a peer's."""
+    words = ["--preset", options.preset, "--device", options.device, "--micro-tokens", options.micro_tokens]
+    words += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
+    for name in ("tokens", "sequence"):
+        if getattr(options, name) is not None:
+            words += [f"--{name}", str(getattr(options, name))]
+    parsed, config = step.arguments(words)
+    result = step.run(step.specification(parsed, precision, config))
+    row: Row = {"name": f"deskside {arm}", "status": result["status"], "error": result["error"]}
+    if result["status"] != "ok":
+        return {**row, "stderr": result["stderr"] if step.unexpected(result) else ""}
+    value = result["value"]
+    short = value["phases"]["short"]
+    return {
+        **row,
+        "tokens_per_second": short["tokens_per_second"],
+        "step_ms": short["step_ms"],
+        "peak_allocated_gib": value["peak_allocated_gib"],
+        "first_step_seconds": value["cold_start"]["first step done"],
+        "micro_rows": value["micro_tokens"] // value["sequence_length"],
+        "accumulation": value["accumulation"],
+        "params": value["params"],
+        "finite": value["finite"],
+        "loss_first": value["loss_first"],
+        "loss_last": value["loss_last"],
+        "notes": value["notes"],
+        "full": value,
+    }
+
+
+HEAD = f"{'trainer':<24}{'M params':>9}{'rows':>8}{'ms':>8}{'p90':>8}{'tokens/s':>10}{'GiB':>6}{'1st s':>7}"
+
+
+def line(row: Row) -> str:
+    """One row of the table, 80 columns; the reason where there is no number."""
+    if row["status"] != "ok":
+        text = f"{row['name']:<24}{row['status']}: {row['error']}"
+        return text if len(text) <= 80 else text[:77] + "..."
+    batch = f"{row['accumulation']} x {row['micro_rows']}"
+    memory = row["peak_allocated_gib"]
+    return (
+        f"{row['name'][:23]:<24}{row['params'] / 1e6:>9.1f}{batch:>8}{row['step_ms']['median']:>8.1f}"
+        f"{row['step_ms']['p90']:>8.1f}{row['tokens_per_second']:>10,.0f}"
+        f"{'-' if memory is None else f'{memory:.1f}':>6}{row['first_step_seconds']:>7.1f}"
+        f"{'' if row['finite'] else ' NaN'}"
+    )
+
+
+def ratios(rows: Sequence[Row]) -> str:
+    """tokens/s of every deskside arm over every peer's."""
+    ours = [r for r in rows if r["status"] == "ok" and r["name"].startswith("deskside ")]
+    peers = [r for r in rows if r["status"] == "ok" and not r["name"].startswith("deskside ")]
+    if not ours or not peers:
+        return "ratios: need a deskside arm and a peer that both ran"
+    lines = ["tokens/s over the peer's" + "".join(f"{r['name'].split()[1][:17]:>18}" for r in ours)]
+    for peer in peers:
+        shares = (f"{r['tokens_per_second'] / peer['tokens_per_second']:>17.2f}x" for r in ours)
+        lines.append(f"{peer['name']:<24}" + "".join(shares))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,212 @@
+"""The one benchmark of the training step: deskside's own step, timed, split by kind, beside the device's floors.
+
+    python -m benchmarks.step [--preset 124m] [--precision bf16,fp8-delayed,fp8-delayed:head=fp8] [--tokens 65536]
+        [--micro-tokens auto|N] [--sequence 2048] [--attention auto|cudnn|...] [--optimizer adamw|muon]
+        [--data zipf|PATH] [--steps 50] [--warmup 10] [--hot-seconds 20] [--profile] [--cold-start] [--json FILE]
+
+Run it in the repository's root. Every precision is an arm in a process of its own. An arm is a recipe's name, with
+options of `precision` behind colons; any other configuration key may follow as `--model.window_pattern SSSL`.
+
+Times are between the ends of steps on the device (CUDA events): what the host does counts where it holds the device
+up. `short` is --steps steps after --warmup ones; `hot` then goes on for --hot-seconds, until the power limit shows.
+--cold-start runs every arm two times more, for one step: with empty compile caches, then with those that this left.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import textwrap
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import step_table
+from benchmarks.step_config import configuration
+from deskside.errors import UsageError
+from deskside.probe import child
+
+TARGET = "benchmarks.step_measure:measure"
+START_SECONDS = 600.0  # what an arm may take beside its steps: compiling, floors
+
+
+def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and further configuration keys as a nested dict. Raises UsageError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preset", default="124m")
+    parser.add_argument("--precision", default="auto", help="arms, separated by commas")
+    parser.add_argument("--tokens", type=int, help="per optimiser step; default: the preset's")
+    parser.add_argument("--micro-tokens", default="auto", help="per pass; auto: fitted to the memory")
+    parser.add_argument("--sequence", type=int, help="default: the preset's")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--compile", default="auto", help="how the step is executed; see compute.compile")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--data", default="zipf", help="zipf: random tokens; else a prepared dataset")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--hot-seconds", type=float, default=0.0)
+    parser.add_argument("--profile", action="store_true", help="split by kind, and floors")
+    parser.add_argument("--cold-start", action="store_true", help="first step in fresh and warm caches")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    options, rest = parser.parse_known_args(argv)
+    if options.steps < 1 or options.warmup < 0:
+        raise UsageError("--steps must be at least 1 and --warmup at least 0")
+    if options.micro_tokens != "auto" and not options.micro_tokens.isdigit():
+        raise UsageError(f"--micro-tokens: {options.micro_tokens} is neither auto nor a number")
+    return options, _configuration_keys(rest)
+
+
+def arms(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """ "bf16,fp8-delayed:head=fp8" -> [(arm, {"name": recipe, option: value})]. Raises UsageError."""
+    found = []
+    for arm in filter(None, (part.strip() for part in text.split(","))):
+        name, *settings = arm.split(":")
+        precision: dict[str, Any] = {"name": name}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not equals:
+                raise UsageError(f"--precision {arm}: '{setting}' must be key=value, such as head=fp8")
+            precision[key] = _value(value)
+        found.append((arm, precision))
+    if not found:
+        raise UsageError("--precision: give at least one recipe, such as bf16")
+    return found
+
+
+def specification(
+    options: argparse.Namespace, precision: dict[str, Any], config: dict[str, Any]
+) -> dict[str, Any]:
+    """What `step_measure.measure` is given for one arm."""
+    micro = options.micro_tokens
+    return {
+        "preset": options.preset,
+        "precision": precision["name"],
+        "tokens": options.tokens,
+        "micro_tokens": micro if micro == "auto" else int(micro),
+        "sequence_length": options.sequence,
+        "attention": options.attention,
+        "compile": options.compile,
+        "optimizer": options.optimizer,
+        "device": options.device,
+        "data": None if options.data == "zipf" else options.data,
+        "steps": options.steps,
+        "warmup": options.warmup,
+        "hot_seconds": options.hot_seconds,
+        "profile": options.profile,
+        "config": {**config, "precision": {**config.get("precision", {}), **precision}},
+    }
+
+
+def run(spec: dict[str, Any], caches: Path | None = None) -> dict[str, Any]:
+    """Measure an arm in a child: {"status", "error", "stderr", "value"}. `caches`: where compilers keep theirs."""
+    environment = {}
+    if caches is not None:
+        environment = {
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "CUDA_CACHE_PATH": str(caches / "cuda"),
+        }
+    limit = START_SECONDS + float(spec["hot_seconds"]) + 5.0 * (spec["steps"] + spec["warmup"])
+    outcome = child.run(TARGET, {"spec": {**spec, "began": time.monotonic()}}, limit, environment)
+    return {
+        "status": outcome.status,
+        "error": outcome.error,
+        "stderr": "" if outcome.status == "ok" else outcome.stderr,
+        "value": outcome.value,
+    }
+
+
+def cold_start(spec: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to the end of the first optimiser step, in empty caches and in those that the first run left."""
+    once = {**spec, "steps": 1, "warmup": 1, "hot_seconds": 0.0, "profile": False}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="deskside-") as folder:
+        for state in ("fresh", "warm"):
+            result = run(once, Path(folder))
+            if result["status"] != "ok":
+                return {**found, "error": f"{state}: {result['error']}"}
+            found[state] = result["value"]["cold_start"]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every arm was measured, 1 when one was not, 2 for wrong usage."""
+    try:
+        options, config = arguments(sys.argv[1:] if argv is None else argv)
+        chosen = arms(options.precision)
+        specs = [specification(options, precision, config) for _, precision in chosen]
+        for spec in specs:
+            configuration(spec)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = []
+    for (arm, _), spec in zip(chosen, specs, strict=True):
+        result = {"arm": arm, **run(spec)}
+        if result["status"] == "ok" and options.cold_start:
+            result["cold_starts"] = cold_start(spec)
+        results.append(result)
+        report(result, options.profile)
+        if options.json:  # after every arm, so that a killed call leaves what it had
+            options.json.write_text(json.dumps({"benchmark": "step", "results": results}, indent=1), "utf-8")
+    print(step_table.summary(results))
+    return int(any(result["status"] != "ok" for result in results))
+
+
+def report(result: dict[str, Any], profile: bool) -> None:
+    """Print what one arm gave, as soon as it is there."""
+    if result["status"] != "ok":
+        print(f"{result['arm']}: {result['status']}: {result['error']}")
+        print(result["stderr"][-1500:] if unexpected(result) else "", file=sys.stderr)
+        return
+    print(step_table.details(result))
+    for state, marks in result.get("cold_starts", {}).items():
+        said = marks if isinstance(marks, str) else ", ".join(f"{k} {v:.1f} s" for k, v in marks.items())
+        print(textwrap.fill(f"  {state} caches: {said}", 80, subsequent_indent="    "))
+    if profile:
+        print("\n" + step_table.split(result))
+        print("\n" + step_table.products(result))
+    print(flush=True)
+
+
+def unexpected(result: dict[str, Any]) -> bool:
+    """Whether the child's last words help: not where its one line says what to do."""
+    return not str(result["error"]).startswith("UsageError: ")
+
+
+def _configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
+    """--a.b value ... as {"a": {"b": value}}; what is no key of the configuration is refused when it is built."""
+    found: dict[str, Any] = {}
+    words = list(rest)
+    while words:
+        key = words.pop(0)
+        if not key.startswith("--") or "." not in key:
+            raise UsageError(f"unexpected argument {key}; configuration keys are written --part.key value")
+        if not words:
+            raise UsageError(f"{key}: needs a value")
+        node = found
+        *parts, last = key[2:].split(".")
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = _value(words.pop(0))
+    return found
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the text itself."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

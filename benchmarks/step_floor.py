@@ -1,0 +1,280 @@
+"""The floor of each kind of work in a step, measured on this device in the same call: the speed of light.
+
+Products: every matrix product of the model timed alone at its exact shape, in BF16 by torch.mm and in FP8 by
+torch._scaled_mm on operands that are quantised and laid out already. Attention: the chosen backend, forward and
+backward, timed alone. Everything else: bytes over the bandwidth of a large copy, every input read once and every
+output written once, in the activations' width:
+
+    add + norm              8 per token, channel and norm: residual and delta read, residual and normed written; two
+                            gradients and the residual read, one gradient written (residual and delta share it)
+    QK-norm + RoPE          5 per channel of queries and keys: read, written; gradient and input read, gradient written
+    gated activation        8 per channel of the MLP's inside; 5 without a gate
+    loss                    2 per token and vocabulary entry: logits read, their gradient written
+    casts and sums          6 bytes per weight and step for its copy in the products' format, 6 per weight for its
+                            gradient into float32, 10 in each further pass, which adds
+    quantisation            0 where the producing kernel can write the format: only attention's output and what
+                            flows into it again are left, 4 bytes per query channel
+    optimiser               bytes and Newton-Schulz products of budget/operators.py; the latter at the matmul peak
+
+FP8 operands cost as many bytes as BF16 ones, because Hopper and Ada multiply FP8 in one layout only, so that two copies
+are written. Products that are emulated are floored with BF16 ones, NVFP4's always.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.budget.operators import step_operators
+from deskside.budget.shape import block_matrices
+from deskside.budget.work import Work
+from deskside.config.recipes import Format, Product, Recipe, recipe_named
+from deskside.config.run import RunConfig
+from deskside.kernels.attention import Requirements, choose
+from deskside.kernels.matmul_peak import measure_matmul_peak
+from deskside.probe import doctor_gemm
+from deskside.probe.doctor_child import median_seconds
+from deskside.train.step import Attention
+
+FP8: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """y (N, rows) = x (N, columns) W^T, `times` per step; with its two gradients three products."""
+
+    name: str
+    tokens: int
+    columns: int
+    rows: int
+    times: int
+
+
+def gemms(config: RunConfig, micro_tokens: int) -> list[Gemm]:
+    """Every linear layer of a step. The head is multiplied in chunks of `compute.loss_chunk_tokens`."""
+    model, passes = config.model, config.batch.tokens // micro_tokens
+    D, layers = model.hidden_size, model.num_hidden_layers
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    times = layers * passes
+    found = []
+    if model.fused_qkv:
+        found.append(Gemm("qkv", micro_tokens, D, q + 2 * kv, times))
+    else:
+        found += [Gemm("q", micro_tokens, D, q, times), Gemm("k, v", micro_tokens, D, kv, 2 * times)]
+    found.append(Gemm("out", micro_tokens, q, D, times))
+    tokens, inside = micro_tokens, model.intermediate_size
+    if model.num_experts:
+        # Tokens spread evenly over the experts.
+        found.append(Gemm("router", micro_tokens, D, model.num_experts, times))
+        tokens = max(1, micro_tokens * model.num_experts_per_tok // model.num_experts)
+        inside, times = model.moe_intermediate_size, times * model.num_experts
+    ups = 2 if model.gated_mlp else 1
+    if ups == 2 and not model.fused_gate_up and not model.num_experts:
+        found.append(Gemm("gate, up", tokens, D, inside, 2 * times))
+    else:
+        found.append(Gemm("gate-up" if ups == 2 else "up", tokens, D, ups * inside, times))
+    found.append(Gemm("down", tokens, inside, D, times))
+    chunk = min(config.compute.loss_chunk_tokens, micro_tokens)
+    found.append(Gemm("head", chunk, D, model.vocab_size, -(-micro_tokens // chunk) * passes))
+    return found
+
+
+def measure(
+    config: RunConfig,
+    recipe_name: str,
+    native: bool,
+    attention: Attention,
+    micro_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Milliseconds per step of each kind of `step_kinds.KINDS` that has a floor, and how they were found.
+
+    native: whether the recipe's products run in its formats here; emulated ones are floored with BF16's. A floor that
+    does not fit beside the model in memory is None, with the reason in `notes`.
+    """
+    notes: list[str] = []
+    recipe = config.precision.recipe(recipe_name)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    bandwidth = float(doctor_gemm.copy(device.type)["speed"]["value"])
+    kinds: dict[str, float | None] = {}
+    table: list[dict[str, Any]] = []
+
+    def attempt(kind: str, work: Callable[[], float]) -> None:
+        try:
+            kinds[kind] = work()
+        except torch.OutOfMemoryError:
+            kinds[kind] = None
+            notes.append(f"{kind}: no floor, its tensors do not fit beside the model")
+
+    attempt("gemm", lambda: _products(config, recipe, native, micro_tokens, dtype, device, table, notes))
+    attempt("attention", lambda: _attention(config, attention, micro_tokens, dtype, device))
+    for kind, size in traffic_bytes(config, recipe, micro_tokens, dtype).items():
+        kinds[kind] = 1e3 * size / bandwidth
+    attempt("optimizer", lambda: _optimizer(config, micro_tokens, bandwidth, dtype, device))
+    return {"kinds": kinds, "gemms": table, "copy_bandwidth": bandwidth, "notes": notes}
+
+
+def traffic_bytes(
+    config: RunConfig, recipe: Recipe, micro_tokens: int, dtype: torch.dtype
+) -> dict[str, float]:
+    """Bytes per step that the kinds without products must move at least; the module's text says how."""
+    model, tokens, unit = config.model, float(config.batch.tokens), dtype.itemsize
+    D, layers = model.hidden_size, model.num_hidden_layers
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    inside = model.intermediate_size
+    if model.num_experts:
+        inside = model.num_experts_per_tok * model.moe_intermediate_size
+    per_token = 8 * D * (2 * layers + 1)
+    if model.qk_norm or model.position_embedding == "rope":
+        per_token += 5 * (q + kv) * layers
+    per_token += (8 if model.gated_mlp else 5) * inside * layers
+    passes = config.batch.tokens // micro_tokens
+    weights = block_matrices(model) + model.vocab_size * D
+    casts = 0.0 if unit == 4 else float(weights * (6 + 6 + 10 * (passes - 1)))
+    found = {
+        "elementwise": tokens * unit * per_token,
+        "loss": tokens * unit * 2 * model.vocab_size,
+        "memory": casts,
+        # Rows of the table read and handed out; gradients read and scattered into a table that was zeroed.
+        "embedding": tokens * D * (4 + 2 * unit) + 4.0 * passes * model.vocab_size * D,
+    }
+    if recipe.quantized:
+        found["quantisation"] = 4.0 * tokens * q * layers
+    return found
+
+
+def _products(
+    config: RunConfig,
+    recipe: Recipe,
+    native: bool,
+    micro_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    table: list[dict[str, Any]],
+    notes: list[str],
+) -> float:
+    """Milliseconds of all products of a step; fills `table`, one row per layer and format."""
+    quantized = native and recipe.quantized and any(f in FP8 for f in recipe.formats)
+    if recipe.quantized and (not native or "nvfp4" in recipe.formats):
+        notes.append("products that are emulated are timed as BF16 ones")
+    layers = config.model.num_hidden_layers
+    kept = sum(recipe.kept_blocks(layers)) / layers
+    total = 0.0
+    for gemm in gemms(config, micro_tokens):
+        plain = _three(gemm, None, dtype, device)
+        share = 1.0 if gemm.name == "head" else kept  # of this layer's products that stay in BF16
+        if gemm.name == "head" and _head_quantized(config):
+            share = 0.0
+        row = {"name": gemm.name, "times": gemm.times, "plain_ms": plain}
+        milliseconds = sum(plain)
+        if quantized and (share < 1.0):
+            low = _three(gemm, _head_recipe(recipe) if gemm.name == "head" else recipe, dtype, device)
+            row["quantized_ms"] = low
+            milliseconds = share * milliseconds + (1 - share) * sum(low)
+        table.append(row)
+        total += gemm.times * milliseconds
+    return total
+
+
+def _head_quantized(config: RunConfig) -> bool:
+    return config.precision.quantized and config.precision.head == "fp8"
+
+
+def _head_recipe(recipe: Recipe) -> Recipe:
+    """The head's own FP8 products, whatever the blocks' are."""
+    return recipe if not any(f == "nvfp4" for f in recipe.formats) else recipe_named("fp8-tensorwise")
+
+
+def _three(gemm: Gemm, recipe: Recipe | None, dtype: torch.dtype, device: torch.device) -> list[float]:
+    """Milliseconds of output, input gradient and weight gradient; with a recipe in its FP8 formats."""
+    n, k, m = gemm.tokens, gemm.columns, gemm.rows
+    shapes = ((n, k, m), (n, m, k), (m, n, k))
+    products = (None, None, None) if recipe is None else recipe.products
+    times = []
+    for (rows, inner, columns), product in zip(shapes, products, strict=True):
+        transposed = (rows, inner, columns) == (m, n, k)
+        call = _product(rows, inner, columns, product, dtype, device, transposed)
+        times.append(1e3 * median_seconds(call, device))
+    return times
+
+
+def _product(
+    rows: int,
+    inner: int,
+    columns: int,
+    product: Product | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+) -> Callable[[], Tensor]:
+    """left (rows, inner) @ right (inner, columns), each in the layout in which a step has it.
+
+    BF16: activations and gradients lie by tokens, so the weight gradient reads its left operand transposed. FP8: the
+    only layout that every card takes, both operands contiguous along the inner dimension.
+    """
+    if product is None or product.left.format not in FP8 or product.right.format not in FP8:
+        left = (
+            torch.randn(inner, rows, device=device).to(dtype).t()
+            if transposed
+            else _random(rows, inner, dtype, device)
+        )
+        right = _random(inner, columns, dtype, device)
+        return partial(torch.mm, left, right)
+    codes = _random(rows, inner, torch.float32, device).to(FP8[product.left.format])
+    other = _random(columns, inner, torch.float32, device).to(FP8[product.right.format]).t()
+    by_row = product.left.scaling == "row"
+    scale_left = torch.ones((rows, 1) if by_row else (), device=device)
+    scale_right = torch.ones((1, columns) if by_row else (), device=device)
+    # Fast accumulation in the forward and for gradients alike is what every FP8 trainer uses on Hopper.
+    return partial(
+        torch._scaled_mm,
+        codes,
+        other,
+        scale_a=scale_left,
+        scale_b=scale_right,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(rows, columns, device=device).to(dtype)
+
+
+def _attention(
+    config: RunConfig, attention: Attention, micro_tokens: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Milliseconds of forward and backward of all layers."""
+    model, T = config.model, config.batch.sequence_length
+    total = 0.0
+    windows = [model.layer_window(i) for i in range(model.num_hidden_layers)]
+    for window in set(windows):
+        need = Requirements(
+            batch=micro_tokens // T,
+            tokens=T,
+            heads=model.num_attention_heads,
+            kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+            device=device,
+            window=window,
+            documents=config.data.document_mask,
+        )
+        name = attention.full if window is None else attention.windowed or attention.full
+        total += windows.count(window) * choose(need, [name]).seconds[name]
+    return 1e3 * total * (config.batch.tokens // micro_tokens)
+
+
+def _optimizer(
+    config: RunConfig, micro_tokens: int, bandwidth: float, dtype: torch.dtype, device: torch.device
+) -> float:
+    work = Work(config.batch.sequence_length, config.batch.tokens, micro_tokens, optimizer=config.optim.name)
+    operators = step_operators(config.model, work)
+    moved = sum(o.amount for o in operators if o.group == "optimizer_traffic")
+    flops = sum(o.amount for o in operators if o.group == "optimizer_matmul")
+    return 1e3 * (moved / bandwidth + (flops / measure_matmul_peak(device, dtype) if flops else 0.0))
