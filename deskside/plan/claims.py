@@ -137,10 +137,10 @@ def _memory(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findi
     verdict: Holds = "holds"
     if claimed < low:
         verdict = "impossible" if claimed < least.memory_bytes[0] else "unlikely"
+        comes = "it still needs" if verdict == "impossible" else "it comes to"
         text += (
-            f". With whole blocks recomputed, one row per pass and Muon it still needs {gib(least.memory_bytes[1])}"
-            if verdict == "impossible"
-            else f". Recomputing whole blocks, one row per pass, brings it to {gib(least.memory_bytes[1])}"
+            ". With whole blocks recomputed, one row per pass, Muon and its states small or on the host "
+            f"{comes} {gib(least.memory_bytes[1])}"
         )
     elif claims.memory_gib[0] * 2**30 > high:
         verdict = "unlikely"

@@ -14,7 +14,7 @@ from deskside.budget.formats import LowKind, emulated, quantized
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import step_seconds
-from deskside.budget.work import Checkpointing, OptimizerName, Precision, Work
+from deskside.budget.work import Checkpointing, OptimizerName, Precision, StateFormat, Work
 from deskside.config import recipes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
@@ -62,7 +62,8 @@ class Setting:
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192
-    offload_optimizer: bool = False  # priced for comparison: deskside does not train that way
+    states: StateFormat = "float32"
+    offload_optimizer: bool = False
 
     @property
     def sequence_length(self) -> int:
@@ -77,7 +78,7 @@ class Setting:
     @property
     def shardable(self) -> bool:
         """Whether training takes it sharded over several GPUs."""
-        return not quantized(self.precision)
+        return not quantized(self.precision) and self.states != "8bit" and not self.offload_optimizer
 
     @property
     def tokens_per_step(self) -> float:
@@ -121,6 +122,7 @@ class Setting:
                     activation_checkpointing=self.activation_checkpointing,
                     compiled=self.compiled,
                     loss_chunk_tokens=self.loss_chunk_tokens,
+                    states=self.states,
                     offload_optimizer=self.offload_optimizer,
                 ),
             )
@@ -297,11 +299,25 @@ def of_config(
         gpus=gpus,
         sharded=gpus > 1 and config.parallel.mode == "shard",
         optimizer=config.optim.name,
+        states=config.optim.states,
+        offload_optimizer=config.optim.offload,
         activation_checkpointing=config.compute.activation_checkpointing,
         compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
         loss_chunk_tokens=config.compute.loss_chunk_tokens,
     )
     return in_precision(setting, config, precision, native)
+
+
+def optim_options(setting: Setting) -> dict[str, Any]:
+    """What differs from a run's defaults in the optimiser: its name, and where and how its states are kept."""
+    result: dict[str, Any] = {}
+    if setting.states != "float32":
+        result["states"] = setting.states
+    if setting.offload_optimizer:
+        result["offload"] = True
+    if result or setting.optimizer != defaults().optim.name:
+        result["name"] = setting.optimizer
+    return result
 
 
 def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
@@ -331,8 +347,8 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["compute"]["activation_checkpointing"] = setting.activation_checkpointing
     if setting.loss_chunk_tokens != defaults().compute.loss_chunk_tokens:
         result["compute"]["loss_chunk_tokens"] = setting.loss_chunk_tokens
-    if setting.optimizer != defaults().optim.name:
-        result["optim"] = {"name": setting.optimizer}
+    if optim := optim_options(setting):
+        result["optim"] = optim
     if setting.sharded:
         result["parallel"] = {"mode": "shard"}
     if not result["compute"]:

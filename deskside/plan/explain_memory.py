@@ -1,6 +1,6 @@
 """The memory of a step, item by item, at the instant of its peak (`budget/memory.py` has the four instants)."""
 
-from deskside.budget import memory
+from deskside.budget import memory, states
 from deskside.budget.formats import quantized, weight_copies
 from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.work import Work
@@ -112,6 +112,8 @@ def _gradients(shape: ModelConfig, work: Work, instant: str) -> Told:
 
 
 def _optimizer(shape: ModelConfig, work: Work, instant: str) -> Told:
+    if work.states != "float32" or work.offload_optimizer:
+        return _light_states(shape, work)
     if work.optimizer == "adamw":
         return [], ("8 bytes x parameters / shards", f"{product(8, num_params(shape))} / {_shards(work)}")
     matrices = block_matrices(shape)
@@ -120,6 +122,27 @@ def _optimizer(shape: ModelConfig, work: Work, instant: str) -> Told:
         "(4 bytes x weights of the blocks (Muon) + 8 bytes x the others (AdamW)) / shards",
         f"({product(4, matrices)} + {product(8, rest)}) / {_shards(work)}",
     )
+
+
+def _light_states(shape: ModelConfig, work: Work) -> Told:
+    matrices, tables = block_matrices(shape), root_params(shape)
+    vectors = num_params(shape) - matrices - tables
+    adamw = states.ADAMW_STATE[work.states]
+    block = states.MUON_STATE[work.states] if work.optimizer == "muon" else adamw
+    if not work.offload_optimizer:
+        return [], (
+            "(bytes x weights of the blocks + bytes x embeddings and head + 8 bytes x vectors) / shards",
+            f"({product(block, matrices)} + {product(adamw, tables)} + {product(8, vectors)}) / {_shards(work)}",
+        )
+    held = states.state_bytes(shape, work)
+    if held.buffers < states.BUFFERS * held.streamed:
+        words, buffers = (
+            "buffers x weights of one x bytes",
+            product(states.BUFFERS, states.PIECE, max(block, adamw)),
+        )
+    else:
+        words, buffers = "buffers x all that is streamed", product(states.BUFFERS, held.streamed)
+    return [], (f"{words}, + 8 bytes x vectors", f"{buffers} + {product(8, vectors)}")
 
 
 def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:

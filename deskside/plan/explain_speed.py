@@ -132,6 +132,7 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
     units = operators.GATED_UNITS if shape.gated_mlp else operators.PLAIN_UNITS
     activation = units * tokens * layers * unit * inside
     half = operators.RECOMPUTED
+    adamw, muon = operators.adamw_bytes(work), operators.muon_bytes(work)
     parameters, matrices = num_params(shape), block_matrices(shape)
     shards = work.gpus if work.sharded else 1
     share = (work.gpus - 1) / work.gpus
@@ -175,10 +176,10 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
             "steps x (4 x long x short^2 + 2 x short^3), over all matrices",
             plain(operators.newton_schulz_flops(shape)),
         ),
-        "Muon": (f"{operators.MUON_BYTES} x weights of the blocks", product(operators.MUON_BYTES, matrices)),
+        "Muon": (f"{muon:g} x weights of the blocks", product(muon, matrices)),
         "AdamW": (
-            f"{operators.ADAMW_BYTES} x its parameters / shards",
-            f"{product(operators.ADAMW_BYTES, parameters - (matrices if work.optimizer == 'muon' else 0))} / {shards}",
+            f"{adamw:g} x its parameters / shards",
+            f"{product(adamw, parameters - (matrices if work.optimizer == 'muon' else 0))} / {shards}",
         ),
         "FSDP": (
             "4 bytes x (passes x (2 x parameters - those in no block) + parameters) x (GPUs - 1) / GPUs",
@@ -188,6 +189,10 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
         "Muon, gathered": (
             "2 bytes x weights of the blocks x (GPUs - 1) / GPUs",
             product(2, matrices, share),
+        ),
+        "states up, and down meanwhile": (
+            "bytes of the states of matrices and tables, each way",
+            plain(operator.amount),
         ),
         "all-reduce": ("2 x 4 bytes x parameters x (GPUs - 1) / GPUs", product(2, 4, parameters, share)),
     }
@@ -235,7 +240,8 @@ def _price(operator: Operator, rates: Rates, work: Work, seconds: float) -> Line
         )
     if group in ("communication", "offload"):
         rate = rates.link_bandwidth if group == "communication" else rates.host_bandwidth
-        return Line("  takes", "bytes / bandwidth between GPUs", f"{amounts} / {plain(rate)}", seconds, "s")
+        between = "between GPUs" if group == "communication" else "to the host, each way"
+        return Line("  takes", f"bytes / bandwidth {between}", f"{amounts} / {plain(rate)}", seconds, "s")
     is_product = group in ("matmul", "head", "optimizer_matmul", "attention")
     rate = speed.product_rate(operator, rates) if is_product else rates.bandwidth
     correction = rates.compute if is_product else rates.memory

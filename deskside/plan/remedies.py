@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.shape import num_params
-from deskside.budget.work import Checkpointing
+from deskside.budget.states import state_bytes
+from deskside.budget.work import Checkpointing, StateFormat
 from deskside.config import presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
@@ -29,7 +30,7 @@ from deskside.plan.estimate import (
     widest,
 )
 from deskside.plan.request import DEEPEST, DRIVER_SHARE, Request
-from deskside.plan.words import count
+from deskside.plan.words import count, gib
 
 Kind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)
@@ -40,6 +41,7 @@ RUNGS: tuple[tuple[Checkpointing, str], ...] = (
     ("block", "whole blocks"),
 )
 SHORTEST = 512  # tokens; rows are not cut shorter than this to make something fit
+FORMATS: dict[StateFormat, str] = {"float32": "32 bits", "bfloat16": "16 bits", "8bit": "8 bits"}
 MOST_CUTS = 3  # times half the length
 NAMED_CARDS = 3
 
@@ -78,6 +80,17 @@ def remedies(request: Request, asked: Estimate) -> list[Remedy]:
         )
     found = [remedy for remedy in found if remedy.saves_bytes > 0]
     return [*found, *_hardware(request, asked), *_smaller_model(request, asked), *_elsewhere(request, asked)]
+
+
+def lighter(setting: Setting) -> Iterator[Setting]:
+    """The setting with smaller optimizer states, then with states on the host, where training takes that."""
+    small: StateFormat = "bfloat16" if setting.sharded else "8bit"
+    if setting.states == "float32":
+        yield replace(setting, states=small)
+    if not setting.sharded and not setting.offload_optimizer:
+        yield replace(setting, offload_optimizer=True)
+        if setting.states == "float32":
+            yield replace(setting, states=small, offload_optimizer=True)
 
 
 def shorter(setting: Setting) -> Iterator[Setting]:
@@ -134,6 +147,18 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
             replace(asked, optimizer="muon"),
             "one state per block weight instead of two; it also needs fewer tokens for the same loss",
         )
+    for lean in lighter(asked):
+        if lean.offload_optimizer:
+            *_, (_, shape, work) = lean.works()
+            held = gib(state_bytes(shape, work).streamed)
+            kept = "" if lean.states == asked.states else f", in {FORMATS[lean.states]}"
+            yield (
+                f"optimizer states in the host's memory{kept}",
+                lean,
+                f"{held} of the host's memory; they travel over the bus at each step, modelled at 20 GB/s",
+            )
+        else:
+            yield f"optimizer states in {FORMATS[lean.states]}", lean, "states are rounded at each step"
     if asked.gpus > 1 and asked.shardable and not asked.sharded:
         yield (
             f"sharding over the {asked.gpus} GPUs",
@@ -185,6 +210,7 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
 
 def leanest(request: Request, asked: Setting) -> Estimate:
     """What needs least memory with every change at once but the sequence length."""
+    sharded = asked.gpus > 1 and asked.shardable
     return _estimate(
         request,
         replace(
@@ -193,7 +219,9 @@ def leanest(request: Request, asked: Setting) -> Estimate:
             activation_checkpointing="block",
             loss_chunk_tokens=min(512, asked.loss_chunk_tokens),
             optimizer="muon",
-            sharded=asked.gpus > 1 and asked.shardable,
+            sharded=sharded,
+            states="bfloat16" if sharded else "8bit",
+            offload_optimizer=not sharded,
         ),
     )
 
@@ -231,26 +259,6 @@ def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
 def _elsewhere(request: Request, asked: Estimate) -> Iterator[Remedy]:
     items = asked.memory.items
     states = items.get("optimizer", 0)
-    small = replace(asked.setting, offload_optimizer=True)
-    offloaded = _estimate(request, roomy(request, small))
-    yield Remedy(
-        "optimizer states and update on the host",
-        "elsewhere",
-        asked.memory_bytes[1] - _estimate(request, small).memory_bytes[1],
-        offloaded.tokens_per_second[1] / asked.tokens_per_second[1],
-        offloaded.fits,
-        "deskside does not offload; llmq does",
-        {},
-    )
-    yield Remedy(
-        "optimizer states in 8 bits",
-        "elsewhere",
-        0.75 * states,
-        None,
-        None,
-        "deskside keeps them in 32 bits; bitsandbytes and torchao have such optimizers",
-        {},
-    )
     # float32 weights, gradients and states against bfloat16 ones.
     yield Remedy(
         "weights, gradients and states in 16 bits",

@@ -28,8 +28,8 @@ from deskside.plan.candidates import (
     setting_of,
     setup_seconds,
 )
-from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted
-from deskside.plan.remedies import Remedy, leanest, remedies, roomy, shorter
+from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted, optim_options
+from deskside.plan.remedies import Remedy, leanest, lighter, remedies, roomy, shorter
 from deskside.plan.request import Request
 from deskside.plan.words import count, duration, gib
 
@@ -122,8 +122,8 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
                 "yes-if",
                 [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"],
             )
-    for cut in shorter(start):
-        found = fastest(request, cut)
+    for tried in (*lighter(start), *lighter(replace(start, optimizer="muon")), *shorter(start)):
+        found = fastest(request, tried)
         if found.fits == "fits":
             return (
                 found,
@@ -146,7 +146,8 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
         "no",
         [
             f"as asked it needs {told}",
-            f"with everything recomputed, one row per pass and Muon it still needs {gib(least.memory_bytes[1])}",
+            f"with everything recomputed, one row per pass, Muon and its states small or on the host it still needs "
+            f"{gib(least.memory_bytes[1])}",
         ],
     )
 
@@ -161,6 +162,10 @@ def _differences(asked: Estimate, found: Estimate) -> str:
         words.append(f"--compute.loss_chunk_tokens {after.loss_chunk_tokens}")
     if after.optimizer != before.optimizer:
         words.append(f"--optim.name {after.optimizer}")
+    if after.states != before.states:
+        words.append(f"--optim.states {after.states}")
+    if after.offload_optimizer != before.offload_optimizer:
+        words.append("--optim.offload")
     if after.sharded and not before.sharded:
         words.append(f"sharding over the {after.gpus} GPUs (--parallel.mode shard)")
     if after.sequence_length != before.sequence_length:
@@ -216,7 +221,7 @@ def _rival(request: Request, chosen: Candidate) -> Candidate | None:
     alike = replace(
         request,
         given=None,
-        overrides={"optim": {"name": chosen.setting.optimizer}},
+        overrides={"optim": {"name": chosen.setting.optimizer} | optim_options(chosen.setting)},
         sequence_length=request.sequence,
     )
     found = search(alike, staged=len(chosen.setting.stages) > 1)

@@ -77,6 +77,12 @@ def plans() -> dict[str, Plan]:
             found[f"{rung} {optimizer}"] = make_plan(
                 made.request("tokens", 1e9, given=made.given("d16", **layer))
             )
+    for states, offload in (("bfloat16", False), ("8bit", False), ("8bit", True), ("float32", True)):
+        for optimizer in ("muon", "adamw"):
+            layer = {"optim": {"name": optimizer, "states": states, "offload": offload}}
+            found[f"{states} {offload} {optimizer}"] = make_plan(
+                made.request("tokens", 1e9, given=made.given("d12", **layer), overrides=layer)
+            )
     # Few tokens: the peak comes after the backward.
     for mode in ("auto", "shard"):
         for passes in (1, 2):

@@ -70,14 +70,44 @@ def test_no_says_what_would_be_needed() -> None:
     assert kinds == {"change", "hardware", "other model", "elsewhere"}
 
 
+def test_states_on_the_host_are_a_change() -> None:
+    """Weights and gradients of d30 are 11 GiB, Muon's states 6: on the host they leave room on a card of 16."""
+    plan = make_plan(made.request("tokens", 1e9, memory_gib=16.0, given=made.given("d30")))
+    assert plan.verdict == "yes-if" and plan.best is not None
+    optim = merge.build([plan.best.config]).optim
+    assert optim.name == "muon" and optim.offload
+    assert any("--optim.offload" in reason for reason in plan.reasons)
+    saving = {r.what: r for r in plan.remedies}["optimizer states in the host's memory"]
+    assert saving.kind == "change" and saving.saves_bytes > 5 * GIB
+    assert "of the host's memory" in saving.costs
+    built = merge.build([saving.options]).optim
+    assert built.offload and built.states == "float32"
+
+
+def test_states_in_8_bits_are_a_change_and_never_sharded() -> None:
+    by_hand = {"optim": {"name": "adamw"}}
+    for gpus in (1, 2):
+        request = made.request(
+            "tokens", 1e9, memory_gib=14.0, gpus=gpus, given=made.given("d24", **by_hand), overrides=by_hand
+        )
+        remedies = {r.what: r for r in make_plan(request).remedies}
+        small = remedies["optimizer states in 8 bits"]
+        assert small.kind == "change" and small.saves_bytes > 0
+        for remedy in remedies.values():
+            config = merge.build([remedy.options])
+            if config.parallel.mode == "shard":
+                assert config.optim.states != "8bit" and not config.optim.offload
+    assert any(merge.build([r.options]).parallel.mode == "shard" for r in remedies.values())
+
+
 def test_sharding_over_the_named_gpus_is_a_change() -> None:
-    options = {"memory_gib": 16.0, "given": made.given("d30")}
+    options = {"memory_gib": 16.0, "given": made.given("d34")}
     one = make_plan(made.request("tokens", 1e9, **options))
     four = make_plan(made.request("tokens", 1e9, gpus=4, **options))
     assert (one.verdict, four.verdict) == ("no", "yes-if")
     assert four.best is not None
     assert merge.build([four.best.config]).parallel.mode == "shard"
-    assert four.best.command.startswith("torchrun --nproc-per-node 4 -m deskside train d30 ")
+    assert four.best.command.startswith("torchrun --nproc-per-node 4 -m deskside train d34 ")
 
 
 def test_sharding_does_not_shrink_the_gradients_of_several_passes() -> None:
