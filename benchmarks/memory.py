@@ -1,0 +1,239 @@
+"""What saves memory, measured: optimiser states by format and place, and frozen base weights.
+
+    python -m benchmarks.memory [--preset 124m] [--arms adamw:float32,adamw:8bit,adamw:8bit:offload,muon:bfloat16]
+        [--tokens N] [--micro-tokens N] [--limit-gib 22.5] [--steps 20] [--warmup 5] [--json FILE] [--a.b value ...]
+    python -m benchmarks.memory --frozen [--hidden 4096] [--intermediate 12288] [--rows 4096] [--json FILE]
+
+Run it in the repository's root. Every arm is a training step of its own process, as in `benchmarks/step.py`: the peak
+of torch's allocator, tokens/s, and milliseconds of clipping and updating; beside them the peak that is modelled.
+On a CPU the peak is the process's resident set. --limit-gib lets the allocator have no more, so that a large card stands for a small one. --frozen times one gated MLP
+of the given sizes, forward and backward to the input, with frozen weights in bfloat16, INT8 and NF4.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.step_config import configuration
+from deskside.budget.memory import training_memory
+from deskside.budget.work import Work
+from deskside.config.optim import StateFormat
+from deskside.errors import UsageError
+from deskside.probe import child
+
+ARMS = (
+    "adamw:float32,adamw:bfloat16,adamw:8bit,adamw:float32:offload,adamw:8bit:offload,"
+    "muon:float32,muon:8bit,muon:float32:offload,muon:8bit:offload"
+)
+COLUMNS = ("arm", "peak GiB", "modelled", "tokens/s", "optimiser ms", "tokens per pass", "last loss")
+SECONDS = 600.0
+TIMED = 20
+
+
+def step_arm(spec: dict[str, Any], limit_gib: float | None) -> dict[str, Any]:
+    """`step_measure.measure`, within a limit of the allocator. For a process of its own."""
+    import torch
+
+    from benchmarks.step_measure import measure
+
+    if limit_gib is not None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total))
+    return measure(spec)
+
+
+def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any]]:
+    """One gated MLP in bfloat16, INT8 and NF4: bytes stored, extra peak, milliseconds. For a process of its own."""
+    import torch
+    from torch import nn
+
+    from deskside.ops.linear import Linear
+    from deskside.precision.frozen import freeze, stored_bytes
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for format in ("bfloat16", "int8", "nf4"):
+        torch.manual_seed(0)
+        up = Linear(hidden, [("gate", intermediate), ("up", intermediate)])
+        layers = nn.ModuleList([up, Linear(intermediate, [("down", hidden)])]).to(device)
+        for parameter in layers.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        if format == "bfloat16":
+            layers = layers.to(torch.bfloat16).requires_grad_(False)
+        else:
+            freeze(layers, format)  # type: ignore[arg-type]
+        x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+        def run(layers: nn.ModuleList = layers, x: torch.Tensor = x) -> None:
+            gate, value = layers[0](x).chunk(2, dim=-1)
+            y = layers[1](torch.nn.functional.silu(gate) * value)
+            torch.autograd.grad(y.sum(), x)
+
+        run()
+        before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        milliseconds = _timed(run, device.type)
+        peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
+        found.append(
+            {
+                "format": format,
+                "stored_mib": stored_bytes(layers) / 2**20,
+                "milliseconds": milliseconds,
+                "peak_beside_mib": None if peak is None else peak / 2**20,
+            }
+        )
+    return found
+
+
+def _timed(run: Callable[[], None], device: str) -> float:
+    """Median milliseconds of one call."""
+    import torch
+
+    times = []
+    for _ in range(TIMED):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def optim_of(arm: str) -> dict[str, Any]:
+    """`adamw:8bit:offload` as a configuration. Raises UsageError."""
+    name, _, rest = arm.partition(":")
+    states, _, place = rest.partition(":")
+    if name not in ("adamw", "muon") or states not in get_args(StateFormat) or place not in ("", "offload"):
+        raise UsageError(
+            f"'{arm}' is no arm: adamw or muon, a colon, {', '.join(get_args(StateFormat))}, then perhaps :offload"
+        )
+    return {"name": name, "states": states, "offload": bool(place)}
+
+
+def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:
+    """The peak that `budget/memory.py` expects of an arm as it was fitted."""
+    config = configuration(spec)
+    work = Work(
+        config.batch.sequence_length,
+        config.batch.tokens,
+        result["micro_tokens"],
+        optimizer=config.optim.name,
+        states=config.optim.states,
+        offload_optimizer=config.optim.offload,
+        activation_checkpointing=config.compute.activation_checkpointing,
+        compiled=result["compile"] != "off",
+        loss_chunk_tokens=config.compute.loss_chunk_tokens,
+    )
+    return training_memory(config.model, work).allocated / 2**30
+
+
+def main(argv: Sequence[str]) -> int:
+    options, keys = _arguments(argv)
+    if options.frozen:
+        sizes = {"hidden": options.hidden, "intermediate": options.intermediate, "rows": options.rows}
+        outcome = child.run("benchmarks.memory:frozen_arms", sizes, SECONDS)
+        if outcome.status != "ok":
+            print(outcome.error, file=sys.stderr)
+            return 1
+        print(
+            "| frozen weights | stored MiB | forward + input gradient, ms | peak beside them, MiB |\n|---|---|---|---|"
+        )
+        for row in outcome.value:
+            peak = row["peak_beside_mib"]
+            beside = "-" if peak is None else f"{peak:,.0f}"
+            print(f"| {row['format']} | {row['stored_mib']:,.1f} | {row['milliseconds']:.2f} | {beside} |")
+        _write(options.json, {"frozen": outcome.value, "sizes": sizes})
+        return 0
+    for arm in options.arms.split(","):
+        optim_of(arm)  # what cannot be is said before anything runs
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    rows: list[dict[str, Any]] = []
+    for arm in options.arms.split(","):
+        spec = {
+            "preset": options.preset,
+            "tokens": options.tokens,
+            "micro_tokens": options.micro_tokens,
+            "steps": options.steps,
+            "warmup": options.warmup,
+            "began": None,
+            "config": {**keys, "optim": {**keys.get("optim", {}), **optim_of(arm)}},
+        }
+        configuration(spec)
+        spec["began"] = time.monotonic()
+        outcome = child.run(
+            "benchmarks.memory:step_arm", {"spec": spec, "limit_gib": options.limit_gib}, SECONDS
+        )
+        row: dict[str, Any] = {"arm": arm, "status": outcome.status, "error": outcome.error}
+        if outcome.status == "ok":
+            value = outcome.value
+            row |= {"result": value, "modelled_gib": modelled_gib(spec, value)}
+            print(
+                f"| {arm} | {value['peak_allocated_gib']:.2f} | {row['modelled_gib']:.2f} | "
+                f"{value['phases']['short']['tokens_per_second']:,.0f} | {value['optimizer_ms']:.2f} | "
+                f"{value['micro_tokens']:,} | {value['loss_last']:.3f} |",
+                flush=True,
+            )
+        else:
+            print(f"| {arm} | {outcome.status}: {outcome.error} | | | | | |", flush=True)
+        rows.append(row)
+        _write(options.json, {"preset": options.preset, "limit_gib": options.limit_gib, "arms": rows})
+    return 0 if all(row["status"] in ("ok", "oom") for row in rows) else 1
+
+
+def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and further configuration keys as a nested dict. Raises UsageError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preset", default="124m")
+    parser.add_argument("--arms", default=ARMS)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--micro-tokens", type=int)
+    parser.add_argument("--limit-gib", type=float, help="what the allocator may have")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument(
+        "--frozen", action="store_true", help="frozen base weights in place of training steps"
+    )
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=12288)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--json", type=Path)
+    options, rest = parser.parse_known_args(argv)
+    keys: dict[str, Any] = {}
+    if len(rest) % 2 or any(not key.startswith("--") or "." not in key for key in rest[::2]):
+        raise UsageError(f"not understood: {' '.join(rest)}; configuration keys are given as --a.b value")
+    for key, text in zip(rest[::2], rest[1::2], strict=True):
+        part, _, name = key.removeprefix("--").partition(".")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        keys.setdefault(part, {})[name] = value
+    return options, keys
+
+
+def _write(path: Path | None, found: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UsageError as error:
+        print(f"memory: {error}", file=sys.stderr)
+        sys.exit(2)
