@@ -8,16 +8,19 @@ import torch
 import triton
 from torch import Tensor
 
+from deskside.errors import UsageError
 from deskside.kernels.fused import triton_gated, triton_norm, triton_rope
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
-FP8_ROWS = 64  # rows of a tile that is also written transposed: 64 bytes of a column are contiguous
+FP8_ROWS = 128  # rows of a tile that is also written transposed: so many bytes of a column are contiguous
 PROGRAMS_PER_SM = 16  # of kernels that keep sums in registers; enough of them to hide the latency of loads
 
 
 def _fp8(shape: tuple[int, int], cast: Cast, device: torch.device) -> Fp8:
     rows, columns = shape
+    if rows % 4:
+        raise UsageError(f"a cast to FP8 takes four rows at a time, but there are {rows}; use a multiple of 16 tokens")
     return Fp8(
         torch.empty(rows, columns, dtype=cast.dtype, device=device),
         torch.empty(columns, rows, dtype=cast.dtype, device=device),
@@ -34,7 +37,7 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     out = _fp8((N, K), cast, x.device)
     grid = (triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 64))
     triton_norm.cast_fp8[grid](
-        x, out.rows, out.columns, cast.scale, cast.amax, N, K, FP8_ROWS, 64, cast.largest, num_warps=4
+        x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 64, cast.largest, num_warps=4
     )
     return out
 
@@ -57,7 +60,7 @@ def add_norm(
         return out, normed, rstd
     fp8 = _fp8((N, D), cast, residual.device)
     triton_norm.add_norm_fp8[(triton.cdiv(N, FP8_ROWS),)](
-        residual, delta, weight, out, fp8.rows, fp8.columns, rstd, cast.scale, cast.amax, N, eps,
+        residual, delta, weight, out, fp8.rows, _words(fp8), rstd, cast.scale, cast.amax, N, eps,
         D, FP8_ROWS, 64, delta is not None, cast.largest, num_warps=4,
     )  # fmt: skip
     return out, fp8, rstd
@@ -113,53 +116,71 @@ def qk_norm_rope_backward(
     """grads: (N, heads, C), (N, kv_heads, C) twice, channels contiguous, any other strides."""
     (N, width), C = qkv.shape, layout.head_dim
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
-    programs, heads, width_in_heads = triton.cdiv(N, rows), layout.heads, width // C
+    programs, heads = triton.cdiv(N, rows), layout.heads
     shape = (programs, heads + layout.kv_heads, C) if q_weight is not None else (0,)
     sums = torch.empty(shape, dtype=torch.float32, device=qkv.device)
-    fp8 = None if cast is None else _fp8((N, width), cast, qkv.device)
-    out = torch.empty_like(qkv) if fp8 is None else fp8.rows
     cos, sin = angles or (None, None)
+    inputs = (*grads, qkv, q_weight, k_weight, cos, sin)
     strides = [stride for g in grads for stride in g.stride()[:2]]
-    triton_rope.qk_norm_rope_backward[(width_in_heads, programs)](
-        *grads, qkv, q_weight, k_weight, cos, sin,
-        out, None if fp8 is None else fp8.columns, None if cast is None else cast.scale,
-        None if cast is None else cast.amax, sums, N, 1 if cos is None else len(cos), layout.eps, *strides,
-        layout.heads, layout.kv_heads, C, rows, q_weight is not None, angles is not None,
-        cast is not None, 1.0 if cast is None else cast.largest, num_warps=4,
-    )  # fmt: skip
-    result: Tensor | Fp8 = out if fp8 is None else fp8
+    numbers = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
+    constants = (heads, layout.kv_heads, C, rows, q_weight is not None, angles is not None)
+    grid = (width // C, programs)
+    out: Tensor | Fp8
+    if cast is None:
+        out = torch.empty_like(qkv)
+        triton_rope.qk_norm_rope_backward[grid](*inputs, out, *numbers, *constants, num_warps=4)
+    else:
+        out = _fp8((N, width), cast, qkv.device)
+        triton_rope.qk_norm_rope_backward_fp8[grid](
+            *inputs, out.rows, _words(out), cast.scale, cast.amax, *numbers, *constants, cast.largest, num_warps=4
+        )
     if q_weight is None:
-        return result, None, None
+        return out, None, None
     total = sums.sum(0)
-    return result, total[:heads].sum(0), total[heads:].sum(0)
+    return out, total[:heads].sum(0), total[heads:].sum(0)
 
 
 def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """(N, 2F) or (N, F) -> (N, F)."""
     N, F = len(x), x.shape[1] // (2 if two else 1)
-    fp8 = None if cast is None else _fp8((N, F), cast, x.device)
-    out = torch.empty(N, F, dtype=x.dtype, device=x.device) if fp8 is None else fp8.rows
-    _gated(triton_gated.gated, (x,), out, fp8, kind, two, cast, N, F)
-    return out if fp8 is None else fp8
+    rows, columns = _gated_tile(cast)
+    grid = (triton.cdiv(N, rows), triton.cdiv(F, columns))
+    if cast is None:
+        out = torch.empty(N, F, dtype=x.dtype, device=x.device)
+        triton_gated.gated[grid](x, out, N, F, KINDS[kind], two, rows, columns, num_warps=4)
+        return out
+    fp8 = _fp8((N, F), cast, x.device)
+    triton_gated.gated_fp8[grid](
+        x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns, cast.largest,
+        num_warps=4,
+    )  # fmt: skip
+    return fp8
 
 
 def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """grad (N, F), x as in `gated` -> the gradient of x."""
     N, F = grad.shape
-    fp8 = None if cast is None else _fp8((N, x.shape[1]), cast, x.device)
-    out = torch.empty_like(x) if fp8 is None else fp8.rows
-    _gated(triton_gated.gated_backward, (grad, x), out, fp8, kind, two, cast, N, F)
-    return out if fp8 is None else fp8
-
-
-def _gated(kernel, inputs, out, fp8, kind, two, cast, N, F):  # type: ignore[no-untyped-def]
-    rows, columns = (FP8_ROWS, 64) if cast is not None else (8, 512)
+    rows, columns = _gated_tile(cast)
     grid = (triton.cdiv(N, rows), triton.cdiv(F, columns))
-    kernel[grid](
-        *inputs, out, None if fp8 is None else fp8.columns, None if cast is None else cast.scale,
-        None if cast is None else cast.amax, N, F, KINDS[kind], two, rows, columns,
-        cast is not None, 1.0 if cast is None else cast.largest, num_warps=4,
+    if cast is None:
+        out = torch.empty_like(x)
+        triton_gated.gated_backward[grid](grad, x, out, N, F, KINDS[kind], two, rows, columns, num_warps=4)
+        return out
+    fp8 = _fp8((N, x.shape[1]), cast, x.device)
+    triton_gated.gated_backward_fp8[grid](
+        grad, x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns,
+        cast.largest, num_warps=4,
     )  # fmt: skip
+    return fp8
+
+
+def _gated_tile(cast: Cast | None) -> tuple[int, int]:
+    return (8, 512) if cast is None else (FP8_ROWS, 64)
+
+
+def _words(fp8: Fp8) -> Tensor:
+    """The transposed tensor as int32, four bytes a word."""
+    return fp8.columns.view(torch.int32)
 
 
 def multiprocessors(device: torch.device) -> int:

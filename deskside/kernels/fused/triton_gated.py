@@ -7,7 +7,7 @@ hidden element in BF16: forward reads 4 and writes 2, backward reads 6 and write
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import note_amax, store_fp8
+from deskside.kernels.fused.triton_common import magnitude, note_amax, store_columns, store_rows
 
 
 @triton.jit
@@ -31,55 +31,108 @@ def activation(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gated(  # type: ignore[no-untyped-def]
-    INPUT, ROWS, COLUMNS, SCALE, AMAX, N, F,
+    INPUT, OUT, N, F,
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
-    FP8: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """INPUT: (N, 2F) gate and up, or (N, F). ROWS: (N, F), and with FP8 also COLUMNS: (F, N)."""
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """INPUT: (N, 2F) gate and up, or (N, F). OUT: (N, F)."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    here, there = rows < N, columns < F
-    mask = here[:, None] & there[None, :]
+    mask = (rows < N)[:, None] & (columns < F)[None, :]
+    hidden = _hidden(INPUT, rows, columns, mask, F, KIND, GATED)
+    tl.store(OUT + rows[:, None] * F + columns[None, :], hidden.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_fp8(  # type: ignore[no-untyped-def]
+    INPUT, ROWS, WORDS, SCALE, AMAX, N, F,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """The same into ROWS (N, F) and its transpose."""
+    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    scale = tl.load(SCALE)
+    packed = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.int32)
+    largest = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.float32)
+    for j in tl.static_range(4):
+        rows = words * 4 + j
+        mask = (rows < N)[:, None] & (columns < F)[None, :]
+        hidden = _hidden(INPUT, rows, columns, mask, F, KIND, GATED)
+        largest = tl.maximum(largest, magnitude(hidden))
+        place = rows[:, None] * F + columns[None, :]
+        packed |= store_rows(ROWS, hidden, scale, place, mask, LARGEST) << (8 * j)
+    store_columns(WORDS, packed, words, columns, F, N)
+    note_amax(AMAX, largest)
+
+
+@triton.jit
+def gated_backward(  # type: ignore[no-untyped-def]
+    GRAD, INPUT, OUT, N, F,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """GRAD: (N, F), of the hidden values. OUT: the input's gradient, (N, 2F) or (N, F)."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = (rows < N)[:, None] & (columns < F)[None, :]
+    first, second = _gradients(GRAD, INPUT, rows, columns, mask, F, KIND, GATED)
+    width = 2 * F if GATED else F
+    out = OUT + rows[:, None] * width + columns[None, :]
+    tl.store(out, first.to(OUT.dtype.element_ty), mask=mask)
+    if GATED:
+        tl.store(out + F, second.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_backward_fp8(  # type: ignore[no-untyped-def]
+    GRAD, INPUT, ROWS, WORDS, SCALE, AMAX, N, F,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """The same into ROWS and its transpose."""
+    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    width = 2 * F if GATED else F
+    scale = tl.load(SCALE)
+    packed = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.int32)
+    packed_up = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.int32)
+    largest = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.float32)
+    for j in tl.static_range(4):
+        rows = words * 4 + j
+        mask = (rows < N)[:, None] & (columns < F)[None, :]
+        first, second = _gradients(GRAD, INPUT, rows, columns, mask, F, KIND, GATED)
+        place = rows[:, None] * width + columns[None, :]
+        largest = tl.maximum(largest, magnitude(first))
+        packed |= store_rows(ROWS, first, scale, place, mask, LARGEST) << (8 * j)
+        if GATED:
+            largest = tl.maximum(largest, magnitude(second))
+            packed_up |= store_rows(ROWS, second, scale, place + F, mask, LARGEST) << (8 * j)
+    store_columns(WORDS, packed, words, columns, F, N)
+    if GATED:
+        store_columns(WORDS + F.to(tl.int64) * (N // 4), packed_up, words, columns, F, N)
+    note_amax(AMAX, largest)
+
+
+@triton.jit
+def _hidden(  # type: ignore[no-untyped-def]
+    INPUT, rows, columns, mask, F, KIND: tl.constexpr, GATED: tl.constexpr
+):
+    """activation(gate) * up, float32."""
     width = 2 * F if GATED else F
     place = INPUT + rows[:, None] * width + columns[None, :]
     hidden, _ = activation(tl.load(place, mask=mask, other=0.0).to(tl.float32), KIND)
     if GATED:
         hidden *= tl.load(place + F, mask=mask, other=0.0).to(tl.float32)
-    if FP8:
-        note_amax(AMAX, hidden)
-        store_fp8(ROWS, COLUMNS, hidden, tl.load(SCALE), rows, columns, here, there, F, N, LARGEST)
-    else:
-        tl.store(ROWS + rows[:, None] * F + columns[None, :], hidden.to(ROWS.dtype.element_ty), mask=mask)
+    return hidden
 
 
 @triton.jit
-def gated_backward(  # type: ignore[no-untyped-def]
-    GRAD, INPUT, ROWS, COLUMNS, SCALE, AMAX, N, F,
-    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
-    FP8: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """GRAD: (N, F), of the hidden values. ROWS: the input's gradient, (N, 2F) or (N, F), and COLUMNS its transpose."""
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    here, there = rows < N, columns < F
-    mask = here[:, None] & there[None, :]
+def _gradients(  # type: ignore[no-untyped-def]
+    GRAD, INPUT, rows, columns, mask, F, KIND: tl.constexpr, GATED: tl.constexpr
+):
+    """The gradients of gate (or of the only input) and of up, float32."""
     width = 2 * F if GATED else F
     place = INPUT + rows[:, None] * width + columns[None, :]
     grad = tl.load(GRAD + rows[:, None] * F + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     value, slope = activation(tl.load(place, mask=mask, other=0.0).to(tl.float32), KIND)
     first = grad * slope
-    second = grad * value
     if GATED:
         first *= tl.load(place + F, mask=mask, other=0.0).to(tl.float32)
-    if FP8:
-        scale = tl.load(SCALE)
-        note_amax(AMAX, first)
-        store_fp8(ROWS, COLUMNS, first, scale, rows, columns, here, there, width, N, LARGEST)
-        if GATED:
-            note_amax(AMAX, second)
-            store_fp8(ROWS, COLUMNS, second, scale, rows, columns + F, here, there, width, N, LARGEST)
-    else:
-        out = ROWS + rows[:, None] * width + columns[None, :]
-        tl.store(out, first.to(ROWS.dtype.element_ty), mask=mask)
-        if GATED:
-            tl.store(out + F, second.to(ROWS.dtype.element_ty), mask=mask)
+    return first, grad * value

@@ -9,7 +9,7 @@ writes their sum's gradient; the weight's gradient is added up in registers and 
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import note_amax, store_fp8
+from deskside.kernels.fused.triton_common import magnitude, note_amax, store_columns, store_rows
 
 
 @triton.jit
@@ -36,41 +36,53 @@ def add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_norm_fp8(  # type: ignore[no-untyped-def]
-    RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, COLUMNS, RSTD, SCALE, AMAX, N, eps,
+    RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, WORDS, RSTD, SCALE, AMAX, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows per program, in two passes over pieces of BLOCK_D columns; the second one finds them in cache.
 
     The sum is computed again rather than read back: another thread may have written it.
     """
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    square = tl.zeros((BLOCK_N,), tl.float32)
+    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    quarter = tl.arange(0, 4)
+    # (words, 4): row 4 i + j. Both passes keep four numbers per word.
+    rows = words[:, None] * 4 + quarter[None, :]
+    square = tl.zeros((BLOCK_N // 4, 4), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        mask = (rows < N)[:, None] & (columns < D)[None, :]
-        place = rows[:, None] * D + columns[None, :]
-        x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
-        if HAS_DELTA:
-            x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
-            rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
-            tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
-            x = rounded.to(tl.float32)
-        square += tl.sum(x * x, axis=1)
+        for j in tl.static_range(4):
+            row = words * 4 + j
+            mask = (row < N)[:, None] & (columns < D)[None, :]
+            place = row[:, None] * D + columns[None, :]
+            x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+            if HAS_DELTA:
+                x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+                rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
+                tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
+                x = rounded.to(tl.float32)
+            square += tl.where(quarter[None, :] == j, tl.sum(x * x, axis=1)[:, None], 0.0)
     rstd = tl.rsqrt(square / D + eps)
     tl.store(RSTD + rows, rstd, mask=rows < N)
     scale = tl.load(SCALE)
+    largest = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        mask = (rows < N)[:, None] & (columns < D)[None, :]
-        place = rows[:, None] * D + columns[None, :]
-        x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
-        if HAS_DELTA:
-            x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
-            x = x.to(RESIDUAL_OUT.dtype.element_ty).to(tl.float32)
         weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)
-        normed = x * rstd[:, None] * weight[None, :]
-        note_amax(AMAX, normed)
-        store_fp8(ROWS, COLUMNS, normed, scale, rows, columns, rows < N, columns < D, D, N, LARGEST)
+        packed = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
+        for j in tl.static_range(4):
+            row = words * 4 + j
+            mask = (row < N)[:, None] & (columns < D)[None, :]
+            place = row[:, None] * D + columns[None, :]
+            x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+            if HAS_DELTA:
+                x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+                x = x.to(RESIDUAL_OUT.dtype.element_ty).to(tl.float32)
+            mine = tl.sum(tl.where(quarter[None, :] == j, rstd, 0.0), axis=1)
+            normed = x * mine[:, None] * weight[None, :]
+            largest = tl.maximum(largest, magnitude(normed))
+            packed |= store_rows(ROWS, normed, scale, place, mask, LARGEST) << (8 * j)
+        store_columns(WORDS, packed, words, columns, D, N)
+    note_amax(AMAX, largest)
 
 
 @triton.jit
@@ -106,13 +118,21 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def cast_fp8(  # type: ignore[no-untyped-def]
-    X, ROWS, COLUMNS, SCALE, AMAX, N, K,
+    X, ROWS, WORDS, SCALE, AMAX, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program: X (N, K) into ROWS (N, K) and COLUMNS (K, N)."""
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """One tile per program: X (N, K) into ROWS (N, K) and its transpose."""
+    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (rows < N)[:, None] & (columns < K)[None, :]
-    x = tl.load(X + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    note_amax(AMAX, x)
-    store_fp8(ROWS, COLUMNS, x, tl.load(SCALE), rows, columns, rows < N, columns < K, K, N, LARGEST)
+    scale = tl.load(SCALE)
+    packed = tl.zeros((BLOCK_N // 4, BLOCK_K), tl.int32)
+    largest = tl.zeros((BLOCK_N // 4, BLOCK_K), tl.float32)
+    for j in tl.static_range(4):
+        rows = words * 4 + j
+        mask = (rows < N)[:, None] & (columns < K)[None, :]
+        place = rows[:, None] * K + columns[None, :]
+        x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(x))
+        packed |= store_rows(ROWS, x, scale, place, mask, LARGEST) << (8 * j)
+    store_columns(WORDS, packed, words, columns, K, N)
+    note_amax(AMAX, largest)

@@ -9,7 +9,7 @@ Channels c and c + C/2 are a pair, so every head is loaded as two halves.
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import note_amax, store_fp8
+from deskside.kernels.fused.triton_common import magnitude, note_amax, store_columns, store_rows
 
 
 @triton.jit
@@ -52,34 +52,103 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
-    GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN,
-    ROWS, COLUMNS, SCALE, AMAX, GRAD_WEIGHTS, N, P, eps,
+    GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, OUT, GRAD_WEIGHTS, N, P, eps,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """One head of some tokens per program: its latency is hidden by the other programs, not by a loop.
 
-    GRAD_Q etc. with the strides of a row and of a head. ROWS: (N, (HEADS + 2 KV_HEADS) C), COLUMNS its transpose.
+    GRAD_Q etc. with the strides of a row and of a head. OUT: (N, (HEADS + 2 KV_HEADS) C).
     GRAD_WEIGHTS: (programs of tokens, HEADS + KV_HEADS, C), each program's share of its norm's weight gradient.
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
     head = tl.program_id(0)
-    block = tl.program_id(1)
-    rows = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    here = rows < N
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     half = tl.arange(0, HALF)
-    there = half < HALF
-    mask = here[:, None] & there[None, :]
     if head < HEADS:
         grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
     elif head < HEADS + KV_HEADS:
         grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
     else:
         grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+    first, second, sum_a, sum_b = _head_gradient(
+        grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
+    )
+    if NORM:  # noqa: SIM102 (one is decided when compiling)
+        if head < HEADS + KV_HEADS:
+            sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
+            tl.store(sums, sum_a)
+            tl.store(sums + HALF, sum_b)
+    mask = (rows < N)[:, None] & (half < HALF)[None, :]
+    out = OUT + rows[:, None] * WIDTH + head * C + half[None, :]
+    tl.store(out, first.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(out + HALF, second.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
+    GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, ROWS, WORDS, SCALE, AMAX, GRAD_WEIGHTS, N, P, eps,
+    q_row, q_head, k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """The same into ROWS and its transpose."""
+    HALF: tl.constexpr = C // 2
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
+    head = tl.program_id(0)
+    words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    half = tl.arange(0, HALF)
+    scale = tl.load(SCALE)
+    packed_a = tl.zeros((BLOCK_N // 4, HALF), tl.int32)
+    packed_b = tl.zeros((BLOCK_N // 4, HALF), tl.int32)
+    largest = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
+    total_a = tl.zeros((HALF,), tl.float32)
+    total_b = tl.zeros((HALF,), tl.float32)
+    for j in tl.static_range(4):
+        rows = words * 4 + j
+        if head < HEADS:
+            grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
+        elif head < HEADS + KV_HEADS:
+            grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
+        else:
+            grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+        first, second, sum_a, sum_b = _head_gradient(
+            grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
+        )
+        total_a += sum_a
+        total_b += sum_b
+        largest = tl.maximum(largest, tl.maximum(magnitude(first), magnitude(second)))
+        mask = (rows < N)[:, None] & (half < HALF)[None, :]
+        place = rows[:, None] * WIDTH + head * C + half[None, :]
+        packed_a |= store_rows(ROWS, first, scale, place, mask, LARGEST) << (8 * j)
+        packed_b |= store_rows(ROWS, second, scale, place + HALF, mask, LARGEST) << (8 * j)
+    column = head * C + half
+    store_columns(WORDS, packed_a, words, column, WIDTH, N)
+    store_columns(WORDS, packed_b, words, column + HALF, WIDTH, N)
+    note_amax(AMAX, largest)
+    if NORM:  # noqa: SIM102 (one is decided when compiling)
+        if head < HEADS + KV_HEADS:
+            sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
+            tl.store(sums, total_a)
+            tl.store(sums + HALF, total_b)
+
+
+@triton.jit
+def _head_gradient(  # type: ignore[no-untyped-def]
+    grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Of one head of some rows: the gradient of its raw halves, and the sums for its norm's weight (0 for values)."""
+    HALF: tl.constexpr = C // 2
+    here = rows < N
+    half = tl.arange(0, HALF)
+    mask = here[:, None] & (half < HALF)[None, :]
     first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
+    sum_a = tl.zeros((HALF,), tl.float32)
+    sum_b = tl.zeros((HALF,), tl.float32)
     if head < HEADS + KV_HEADS:
         if ROPE:
             angle = (rows % P)[:, None] * HALF + half[None, :]
@@ -89,27 +158,18 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
             second = second * cos - first * sin
             first = turned
         if NORM:
-            place = QKV + rows[:, None] * WIDTH + head * C + half[None, :]
+            place = QKV + rows[:, None] * ((HEADS + 2 * KV_HEADS) * C) + head * C + half[None, :]
             a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
             rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
-            a, b = a * rstd, b * rstd
-            sums = GRAD_WEIGHTS + (block * (HEADS + KV_HEADS) + head) * C + half
-            tl.store(sums, tl.sum(first * a, axis=0))
-            tl.store(sums + HALF, tl.sum(second * b, axis=0))
+            a = a * rstd
+            b = b * rstd
+            sum_a = tl.sum(first * a, axis=0)
+            sum_b = tl.sum(second * b, axis=0)
             weights = Q_WEIGHT if head < HEADS else K_WEIGHT
             first *= tl.load(weights + half).to(tl.float32)[None, :]
             second *= tl.load(weights + HALF + half).to(tl.float32)[None, :]
             mean = ((tl.sum(first * a, axis=1) + tl.sum(second * b, axis=1)) / C)[:, None]
             first = (first - a * mean) * rstd
             second = (second - b * mean) * rstd
-    column = head * C + half
-    if FP8:
-        scale = tl.load(SCALE)
-        note_amax(AMAX, tl.maximum(tl.abs(first), tl.abs(second)))
-        store_fp8(ROWS, COLUMNS, first, scale, rows, column, here, there, WIDTH, N, LARGEST)
-        store_fp8(ROWS, COLUMNS, second, scale, rows, column + HALF, here, there, WIDTH, N, LARGEST)
-    else:
-        out = ROWS + rows[:, None] * WIDTH + column[None, :]
-        tl.store(out, first.to(ROWS.dtype.element_ty), mask=mask)
-        tl.store(out + HALF, second.to(ROWS.dtype.element_ty), mask=mask)
+    return first, second, sum_a, sum_b

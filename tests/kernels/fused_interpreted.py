@@ -1,0 +1,126 @@
+"""Runs every fused kernel in Triton's interpreter beside the torch reference; prints the errors as JSON."""
+
+import json
+from collections.abc import Iterator
+
+from tests.kernels.interpreter import mend
+
+mend()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from deskside.kernels import cross_entropy, cross_entropy_triton  # noqa: E402
+from deskside.kernels.fused import launch, reference  # noqa: E402
+from deskside.kernels.fused.types import Cast, Fp8, QkvLayout  # noqa: E402
+
+N, D, F = 136, 80, 48
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def cast(dtype: torch.dtype) -> Cast:
+    return Cast(dtype, torch.tensor(20.0), torch.zeros(()))
+
+
+def flat(outputs: object) -> Iterator[Tensor]:
+    for output in outputs if isinstance(outputs, tuple) else (outputs,):
+        if isinstance(output, Fp8):
+            yield output.rows.float() / 20
+            # Exactly the transpose, whatever the interpreter's rounding to FP8.
+            assert torch.equal(output.columns.view(torch.uint8), output.rows.view(torch.uint8).T)
+        elif output is not None:
+            assert isinstance(output, Tensor)
+            yield output
+
+
+def error(ours: object, truth: object) -> float:
+    pairs = list(zip(flat(ours), flat(truth), strict=True))
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    found: dict[str, float] = {}
+    residual, delta, grad, above = (torch.randn(N, D) for _ in range(4))
+    weight = torch.rand(D) + 0.5
+    for given in (delta, None):
+        for fp8 in (False, True):
+            a, b = (cast(E4), cast(E4)) if fp8 else (None, None)
+            name = f"add_norm {'with' if given is not None else 'without'} delta{' fp8' if fp8 else ''}"
+            found[name] = error(
+                launch.add_norm(residual, given, weight, 1e-6, a),
+                reference.add_norm(residual, given, weight, 1e-6, b),
+            )
+            if a is not None and b is not None:
+                found[f"{name}: amax"] = float((a.amax - b.amax).abs())
+    out, _, rstd = reference.add_norm(residual, delta, weight, 1e-6, None)
+    for upstream in (above, None):
+        found[f"add_norm_backward {upstream is None}"] = error(
+            launch.add_norm_backward(grad, out, rstd, weight, upstream),
+            reference.add_norm_backward(grad, out, rstd, weight, upstream),
+        )
+    x = residual.clone()
+    x[3, 5] = float("nan")
+    a = cast(E4)
+    launch.cast_fp8(x, a)
+    found["a NaN is noted"] = 0.0 if a.amax.isinf() else 1.0
+    found["cast fp8"] = error(launch.cast_fp8(residual, cast(E5)), reference.cast_fp8(residual, cast(E5)))
+    rope(found)
+    gated(found)
+    losses(found)
+    print(json.dumps(found))
+
+
+def rope(found: dict[str, float]) -> None:
+    layout = QkvLayout(4, 2, 16, 1e-6)
+    qkv = torch.randn(N, layout.width)
+    norms = (torch.rand(16) + 0.5, torch.rand(16) + 0.5)
+    turn = (torch.randn(68, 8).cos(), torch.randn(68, 8).sin())
+    grads = (torch.randn(N, 4, 16), torch.randn(N, 2, 16), torch.randn(2, N, 16).transpose(0, 1))
+    for q_weight, k_weight in (norms, (None, None)):
+        for angles in (turn, None):
+            name = f"norm {q_weight is not None}, rope {angles is not None}"
+            arguments = (qkv, q_weight, k_weight, angles, layout)
+            found[f"qk_norm_rope {name}"] = error(
+                launch.qk_norm_rope(*arguments), reference.qk_norm_rope(*arguments)
+            )
+            for a, b in ((None, None), (cast(E5), cast(E5))):
+                found[f"qk_norm_rope_backward {name}{'' if a is None else ' fp8'}"] = error(
+                    launch.qk_norm_rope_backward(grads, *arguments, a),
+                    reference.qk_norm_rope_backward(grads, *arguments, b),
+                )
+
+
+def gated(found: dict[str, float]) -> None:
+    for kind in launch.KINDS:
+        if kind == "gelu":  # the interpreter has no erf
+            continue
+        for two in (True, False):
+            x, grad = torch.randn(N, F * (2 if two else 1)), torch.randn(N, F)
+            for a, b in ((None, None), (cast(E5), cast(E5))):
+                name = f"{kind}{' gated' if two else ''}{'' if a is None else ' fp8'}"
+                found[f"gated {name}"] = error(
+                    launch.gated(x, kind, two, a), reference.gated(x, kind, two, b)
+                )
+                found[f"gated_backward {name}"] = error(
+                    launch.gated_backward(grad, x, kind, two, a),
+                    reference.gated_backward(grad, x, kind, two, b),
+                )
+
+
+def losses(found: dict[str, float]) -> None:
+    for entries, held in ((100, True), (40_000, False)):
+        cross_entropy_triton.LONGEST_HELD = 65536 if held else 1000
+        for cap in (None, 5.0):
+            logits, targets = torch.randn(6, entries) * 3, torch.randint(0, entries, (6,))
+            targets[2] = -100
+            arguments = (targets, cap, 1e-3, -100)
+            ours = cross_entropy_triton.chunk_loss_and_grad(logits.clone(), *arguments)
+            truth = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
+            found[f"loss of {entries}, cap {cap}"] = error(ours, truth)
+            only = cross_entropy_triton.chunk_loss(logits.clone(), *arguments)
+            found[f"loss alone of {entries}, cap {cap}"] = error(only, truth[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The fused kernels in Triton's interpreter, against their torch reference; and that reference against autograd."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deskside.kernels import fused
+from deskside.kernels.fused import Cast, Fp8
+from tests.kernels.interpreter import interpreted
+
+INTERPRETED_FP8 = 0.08  # the interpreter cuts to FP8 instead of rounding: up to a whole step of 1/8, seldom
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float]:
+    pytest.importorskip("triton")
+    made: dict[str, float] = json.loads(interpreted("tests.kernels.fused_interpreted"))
+    return made
+
+
+def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
+    exact = {name: error for name, error in found.items() if "fp8" not in name or "amax" in name}
+    assert len(exact) > 30
+    assert max(exact.values()) < 1e-6, max(exact, key=exact.__getitem__)
+
+
+def test_casts_are_near_their_reference(found: dict[str, float]) -> None:
+    cast = {name: error for name, error in found.items() if "fp8" in name and "amax" not in name}
+    assert len(cast) > 15
+    assert max(cast.values()) < 2 * INTERPRETED_FP8, max(cast, key=cast.__getitem__)
+
+
+def test_the_norms_backward_is_autograds() -> None:
+    torch.manual_seed(0)
+    residual, delta, grad, above = (torch.randn(12, 32, dtype=torch.float64) for _ in range(4))
+    weight = torch.rand(32, dtype=torch.float64) + 0.5
+    leaves = [t.clone().requires_grad_() for t in (residual, weight)]
+    out = leaves[0] + delta
+    normed = F.rms_norm(out, (32,), leaves[1], 1e-6)
+    expected = torch.autograd.grad((out, normed), leaves, (above, grad))
+    out, _, rstd = fused.add_norm(residual, delta, weight, 1e-6)
+    got = fused.add_norm_backward(grad, out, rstd, weight, above)
+    for ours, truth in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cast_saturates_and_notes_the_largest(dtype: torch.dtype) -> None:
+    cast = Cast(dtype, torch.tensor(1e6), torch.zeros(()))
+    x = torch.tensor([[1.0, -3.0], [0.0, 2.0]])
+    out = fused.cast_fp8(x, cast)
+    assert isinstance(out, Fp8)
+    limit = torch.finfo(dtype).max
+    assert out.rows.float().tolist() == [[limit, -limit], [0.0, limit]]
+    assert torch.equal(out.columns.float(), out.rows.float().T)
+    assert cast.amax == 3.0
