@@ -31,9 +31,10 @@ class DelayedScales:
         limits = [float(torch.finfo(dtype).max) for dtype in self._dtypes]
         self._limit = torch.tensor(limits, device=device)
         self.history = torch.zeros(self._length, slots, device=device)
-        self.amax = torch.zeros(slots, device=device)
-        self.scale = torch.ones(slots, device=device)
-        self.inverse = torch.ones(slots, device=device)
+        # Four numbers apart: cuBLAS wants a scale aligned to 16 bytes, and Triton compiles anew for one that is not.
+        self.amax = torch.zeros(slots, 4, device=device)[:, 0]
+        self.scale = torch.ones(slots, 4, device=device)[:, 0]
+        self.inverse = torch.ones(slots, 4, device=device)[:, 0]
         self._casts = [Cast(dtype, self.scale[i], self.amax[i]) for i, dtype in enumerate(self._dtypes)]
 
     @property
