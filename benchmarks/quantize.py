@@ -1,0 +1,163 @@
+"""How fast the NVFP4 quantiser and the scaled product are, beside a copy and torch.mm, on this card.
+
+    python -m benchmarks.quantize [--tokens 65536] [--models 124m,1.5b] [--json FILE]
+
+Quantiser: each operand that a recipe names, on the tensors of a block: GB/s counts 6 bytes a value (read for the
+maximum, read again, written in BF16), against the measured copy. `pass` is the second pass alone (the maximum given):
+4 bytes a value. Product: the three products of each linear layer, TFLOP/s, against torch.mm in BF16 on the same
+operands. Medians of many runs with a cold L2 cache; before timing, each product is compared with torch.mm.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from deskside.config import merge, presets
+from deskside.config.recipes import Operand
+from deskside.kernels.nvfp4.matmul import Layout, scaled_matmul
+from deskside.kernels.nvfp4.quantize import largest, quantize
+
+OPERANDS: dict[str, tuple[Operand, tuple[str, ...]]] = {
+    "1x16": (Operand("nvfp4", "1x16"), ("columns",)),
+    "1x16 4/6": (Operand("nvfp4", "1x16", four_over_six=True), ("columns",)),
+    "1x16 stochastic": (Operand("nvfp4", "1x16", rounding="stochastic"), ("columns",)),
+    "Hadamard 16 nearest": (Operand("nvfp4", "1x16", hadamard=16), ("rows",)),
+    "Hadamard 16 stochastic": (Operand("nvfp4", "1x16", hadamard=16, rounding="stochastic"), ("rows",)),
+    "eden": (Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden"), ("columns", "rows")),
+    "16x16": (Operand("nvfp4", "16x16"), ("columns", "rows")),
+}
+
+
+def milliseconds(call: Callable[[], object], runs: int = 20) -> float:
+    """Median over runs, the L2 cache overwritten before each."""
+    flush = torch.empty(64 * 2**20, dtype=torch.float32, device="cuda")
+    for _ in range(3):
+        call()
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)
+    ]
+    for begin, end in events:
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def linear_layers(preset: str) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the linear layers of a block."""
+    model = merge.build(presets.layers(preset)).model
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    hidden, inner = model.hidden_size, model.intermediate_size
+    return {
+        "qkv": (hidden, q + 2 * kv),
+        "out": (q, hidden),
+        "gate-up": (hidden, 2 * inner),
+        "down": (inner, hidden),
+    }
+
+
+def quantiser(N: int, K: int) -> list[dict[str, object]]:
+    x = torch.randn(N, K, device="cuda").bfloat16()
+    copy = milliseconds(lambda: torch.clone(x))
+    rows: list[dict[str, object]] = []
+    rows.append({"operand": "copy", "along": "", "ms": copy, "GB/s": 4 * x.numel() / copy / 1e6})
+    for name, (operand, directions) in OPERANDS.items():
+        signs = torch.randint(0, 2, (128,), device="cuda").float() * 2 - 1 if operand.fresh_signs else None
+        for along in directions:
+            whole = milliseconds(lambda o=operand, a=along, s=signs: quantize(x, o, a, signs=s, seed=1))  # type: ignore[misc]
+            amax = largest(x, operand, along, signs)  # type: ignore[arg-type]
+            second = milliseconds(
+                lambda o=operand, a=along, s=signs, m=amax: quantize(x, o, a, signs=s, seed=1, amax=m)  # type: ignore[misc]
+            )
+            rows.append(
+                {
+                    "operand": name,
+                    "along": along,
+                    "ms": whole,
+                    "GB/s": 6 * x.numel() / whole / 1e6,
+                    "pass ms": second,
+                    "pass GB/s": 4 * x.numel() / second / 1e6,
+                }
+            )
+    return rows
+
+
+def products(name: str, N: int, K: int, M: int) -> list[dict[str, object]]:
+    x, w, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((N, K), (M, K), (N, M)))
+    alpha = torch.ones((), device="cuda")
+    cases: list[tuple[str, Layout, Tensor, Tensor, torch.dtype, Callable[[], Tensor]]] = [
+        ("output", "nt", x, w, torch.bfloat16, lambda: torch.mm(x, w.T)),
+        ("input gradient", "nn", dy, w, torch.bfloat16, lambda: torch.mm(dy, w)),
+        ("weight gradient", "tn", dy, x, torch.float32, lambda: torch.mm(dy.T, x, out_dtype=torch.float32)),
+    ]
+    rows: list[dict[str, object]] = []
+    for product, layout, left, right, dtype, reference in cases:
+
+        def ours(
+            layout: Layout = layout, left: Tensor = left, right: Tensor = right, dtype: torch.dtype = dtype
+        ) -> Tensor:
+            return scaled_matmul(left, right, alpha, layout, dtype=dtype)
+
+        expected = reference().float()
+        error = float((ours().float() - expected).norm() / expected.norm())
+        if not error < 4e-3:
+            sys.exit(f"{name} {product}: differs from torch.mm by {error:.1e}; not timed")
+        mine, torchs = milliseconds(ours), milliseconds(reference)
+        flops = 2 * N * K * M / 1e9
+        rows.append(
+            {"layer": name, "product": product, "ms": mine, "TFLOP/s": flops / mine, "torch.mm ms": torchs}
+            | {"torch TFLOP/s": flops / torchs, "of torch.mm": torchs / mine}
+        )
+    return rows
+
+
+def show(title: str, rows: list[dict[str, object]]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns, title=title)
+    for row in rows:
+        cells = [row.get(column, "") for column in columns]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console(width=110).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--models", default="124m,1.5b")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.quantize needs a CUDA device")
+    N = arguments.tokens
+    result: dict[str, object] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "tokens": N,
+    }
+    for model in arguments.models.split(","):
+        layers = linear_layers(model)
+        quantised = {K: quantiser(N, K) for K in sorted({K for pair in layers.values() for K in pair})}
+        multiplied = [row for name, (K, M) in layers.items() for row in products(name, N, K, M)]
+        for K, rows in quantised.items():
+            show(f"{model}: quantise {N} x {K}", rows)
+        show(f"{model}: scaled product", multiplied)
+        result[model] = {"quantise": quantised, "product": multiplied}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

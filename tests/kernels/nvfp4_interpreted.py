@@ -1,0 +1,101 @@
+"""Runs the NVFP4 kernels in Triton's interpreter and prints what differed, as JSON: see test_nvfp4_kernels.py."""
+
+import json
+import sys
+
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreter import mend
+
+mend()
+
+from deskside.config.recipes import Operand  # noqa: E402
+from deskside.kernels.nvfp4 import matmul, quantize  # noqa: E402
+from deskside.precision import formats, nvfp4  # noqa: E402
+from tests.kernels import nvfp4_noise  # noqa: E402
+from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS, data, oriented  # noqa: E402
+
+SEED = 0x1234_5678_9ABC_DEF0
+
+
+def quantized(name: str, kind: str, along: quantize.Along, dtype: torch.dtype) -> dict[str, float]:
+    """How many values, codes and scales differ from the reference with the same noise."""
+    operand = OPERANDS[name]
+    x = data(kind, (80, 192) if operand.hadamard < 128 else (128, 256)).to(dtype)
+    signs = None
+    if operand.fresh_signs:
+        signs = torch.randint(0, 2, (128,), generator=torch.Generator().manual_seed(1)).float() * 2 - 1
+    expected = nvfp4.quantize(x, operand, along, signs=signs, noise=noise(operand, x, along))
+    made = quantize.quantize(x, operand, along, signs=signs, seed=SEED)
+    packed = quantize.quantize_packed(x, operand, along, signs=signs, seed=SEED)
+    codes, scale = expected.codes, expected.block_scale.float()
+    if along == "rows":
+        codes, scale = codes.T, scale.T
+    return {
+        "values": differing(made.values, expected.emulated),
+        "codes": differing(packed.codes, formats.pack(codes)),
+        "block scales": differing(packed.block_scale.float(), scale),
+        "global scale": float((made.global_scale / expected.global_scale - 1).abs()),
+    }
+
+
+def noise(operand: Operand, x: Tensor, along: quantize.Along) -> Tensor | None:
+    N, K = x.shape
+    if operand.rounding == "stochastic":
+        return nvfp4_noise.uniform((N, K), SEED)
+    if operand.rounding == "eden":
+        return nvfp4_noise.uniform((N, K // 16) if along == "columns" else (N // 16, K), SEED)
+    return None
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    assert a.shape == b.shape, f"{a.shape} is not {b.shape}"
+    return int((a != b).sum())
+
+
+def product(layout: matmul.Layout, sizes: tuple[int, int, int], descriptors: bool) -> dict[str, float]:
+    """Largest error, relative to the largest result, of the BF16 product in float32, and in how many parts it ran."""
+    tiles = matmul.Tiles(32, 64, 32, warps=4, stages=1, descriptors=descriptors, group=2)
+    device = torch.device("cpu")
+    matmul._CARDS[device] = tiles, 4
+    L, R, S = sizes
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(n, S, generator=generator).bfloat16().float() for n in (L, R))
+    alpha, second = torch.tensor(0.75), torch.tensor(-2.0)
+    a, b = oriented(left, right, layout)
+    made = matmul.scaled_matmul(a, b, alpha, layout, second=second, dtype=torch.float32)
+    exact = -1.5 * (left.double() @ right.double().T)
+    count = -(-L // 32) * -(-R // 64)
+    return {
+        "error": float((made - exact).abs().max() / exact.abs().max()),
+        "parts": matmul.split(count, -(-S // 32), 4),
+    }
+
+
+def main() -> None:
+    found: dict[str, dict[str, float]] = {}
+    for name in OPERANDS:
+        for along in ("columns", "rows"):
+            for kind, dtype in WIDE if name in ("plain", "4/6") else NARROW:
+                key = f"{name}, {along}, {kind}, {str(dtype)[6:]}"
+                found[key] = quantized(name, kind, along, dtype)
+    for layout in LAYOUTS:
+        for sizes in PRODUCTS:
+            for descriptors in (False, True):
+                found[f"product {layout}, {sizes}, {descriptors}"] = product(layout, sizes, descriptors)
+    json.dump(found, sys.stdout)
+
+
+NARROW = [("gauss", torch.bfloat16), ("outliers", torch.bfloat16), ("grid", torch.float32)]
+# The interpreter reads bfloat16's subnormal numbers wrongly; tests/gpu has them.
+WIDE = [
+    *NARROW,
+    ("lognormal", torch.bfloat16),
+    ("tiny", torch.float32),
+    ("zeros", torch.bfloat16),
+    ("constant", torch.bfloat16),
+]
+
+if __name__ == "__main__":
+    main()
