@@ -6,8 +6,9 @@
 
 Run it in the repository's root. Every arm is a training step of its own process, as in `benchmarks/step.py`: the peak
 of torch's allocator, tokens/s, and milliseconds of clipping and updating; beside them the peak that is modelled.
-On a CPU the peak is the process's resident set. --limit-gib lets the allocator have no more, so that a large card stands for a small one. --frozen times one gated MLP
-of the given sizes, forward and backward to the input, with frozen weights in bfloat16, INT8 and NF4.
+On a CPU the peak is the process's resident set. --limit-gib lets the allocator have no more, so that a large card
+stands for a small one. --frozen times one gated MLP of the given sizes, forward and backward to the input, with frozen
+weights in bfloat16, INT8 and NF4.
 """
 
 import argparse
