@@ -57,28 +57,21 @@ def runs_as(kind: Kind, native: frozenset[LowKind]) -> RunsAs:
 
 
 def weight_copies(precision: Precision, native: frozenset[LowKind]) -> float:
-    """Bytes per weight of the copies that the forward and the backward multiply with.
+    """Bytes per weight of the copies that the forward and the backward multiply with, each in its own layout.
 
-    FP8 products read W and W^T, each laid out for its own (they take one layout only below compute capability 10).
-    Emulated, one BF16 copy serves both, unless the backward quantises anew (MS-EDEN). BF16 has one copy, FP32 none.
+    FP8 codes are a byte, also where the product is emulated; emulated NVFP4 is BF16. BF16 has one copy, FP32 none.
     """
-    forward, backward = kinds(precision)
     if not quantized(precision):
         return 0.0 if precision == "fp32" else 2.0
-    each = {kind: _copy_bytes(kind, native) for kind in (forward, backward)}
-    if precision in ("nvfp4-eden", "fp8-nvfp4") or backward in native:
-        return each[forward] + each[backward]
-    return each[forward]
+    each: dict[Kind, float] = {"fp8": 1.0, "nvfp4": 0.5625 if "nvfp4" in native else 2.0}
+    forward, backward = kinds(precision)
+    return each[forward] + each[backward]
 
 
-def _copy_bytes(kind: Kind, native: frozenset[LowKind]) -> float:
-    return {"fp8": 1.0, "nvfp4": 0.5625}[kind] if kind in native else 2.0
-
-
-def saved_bytes(precision: Precision, native: frozenset[LowKind]) -> float:
-    """Bytes per value of what a quantised projection reads (a normed input, the MLP's inside), kept for its weight
-    gradient: transposed FP8 where the backward is native FP8, else 16 bits."""
-    return SAVED_FP8 if kinds(precision)[1] == "fp8" and "fp8" in native else SAVED_BF16
+def saved_bytes(precision: Precision) -> float:
+    """Bytes per value of what a projection reads (a normed input, the MLP's inside), kept for its weight gradient:
+    transposed FP8 codes where the forward and the weight gradient share them, else 16 bits."""
+    return SAVED_FP8 if precision in ("fp8", "fp8-delayed", "fp8-tensorwise") else SAVED_BF16
 
 
 def nvfp4_bytes(native: frozenset[LowKind]) -> float:

@@ -23,9 +23,11 @@ Hc is heads x head_dim, Kc is key-value heads x head_dim. Of a mixture of expert
 each choice has its own copy of input and output. A recomputed part keeps what enters it and nothing of the
 float32-to-bfloat16 copies of its weights; a recomputed block keeps the pair (residual, delta), 4 D.
 
-A precision below 16 bits keeps its converted weights from one optimiser step to the next (`budget/formats.py` has their
-bytes), and in native FP8 what a projection reads - the normed inputs, 2 D, and the MLP's inside, F - is kept as
-transposed FP8, one byte instead of two, for the weight gradient. Blocks that stay in BF16 are as above.
+Converted weights stay from one optimiser step to the next where they are cached (`budget/formats.py` has their bytes).
+In FP8 what a projection reads is kept as transposed FP8 for the weight gradient: one byte instead of two for the normed
+inputs, 2 D, and the MLP's inside, F, and one more for attention's output, Hc, whose 16 bits attention needs itself. The
+hand-written halves (`precision/halves.py`) keep what the table calls compiled, but for QK-norm's statistics. Blocks
+that stay in BF16 are as above.
 
 Sharded weights (FSDP2, each block a group and the rest one, `train/parallel.py`) are gathered in float32: two blocks at
 a time, and the root (embedding, head) from the forward to the end of the backward. Gradients are scattered with the
@@ -116,10 +118,12 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
     kept = N * (parts.kept(work.activation_checkpointing) + ENDS * D * width)
     again = N * parts.recomputed(work.activation_checkpointing)
     temporary = N * parts.block * TEMPORARY if work.activation_checkpointing == "none" else again * RECOMPUTE
-    copies: float = parts.copied_weights(work.activation_checkpointing) * 2 if width == 1 else 0
+    copies = 0.0
+    if width == 1 and work.copies == "pass":
+        copies = 2.0 * parts.copied_weights(work.activation_checkpointing)
     head_copy: float = 2 * V * D if width == 1 else 0
     lasting = 0.0  # copies that are there at the update too
-    if quantized(work.precision):
+    if has_cache(work):
         copies = lasting = cached_weights(shape, work)
         if work.fp8_head:  # W and W^T, and among the lasting ones already
             head_copy = 0
@@ -174,9 +178,14 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
     }
 
 
+def has_cache(work: Work) -> bool:
+    """Whether converted weights outlast a pass."""
+    return quantized(work.precision) or (work.copies == "step" and work.precision == "bf16")
+
+
 def cached_weights(shape: Shape, work: Work) -> float:
-    """Bytes of the converted weights of a quantised run, which stay from step to step: blocks in the recipe's formats,
-    kept blocks in BF16, and the head's W and W^T where it is in FP8."""
+    """Bytes of the converted weights that stay from step to step: blocks in the recipe's formats, kept blocks in BF16,
+    and the head's W and W^T where it is in FP8."""
     share = work.kept_blocks / shape.num_hidden_layers
     each = (1 - share) * weight_copies(work.precision, work.native) + share * weight_copies(
         "bf16", work.native
@@ -188,7 +197,7 @@ def cached_weights(shape: Shape, work: Work) -> float:
 def saved_per_value(shape: Shape, work: Work) -> float:
     """Bytes per value of what projections read, kept for their weight gradients: the mean over the blocks."""
     share = work.kept_blocks / shape.num_hidden_layers
-    return share * SAVED_BF16 + (1 - share) * saved_bytes(work.precision, work.native)
+    return share * SAVED_BF16 + (1 - share) * saved_bytes(work.precision)
 
 
 def bucket_bytes(shape: Shape, work: Work) -> int:
@@ -220,7 +229,9 @@ class _Parts:
         less = SAVED_BF16 - saved
         self.width, self.layers = width, shape.num_hidden_layers
         self.stream = width * ((8 if compiled else 20) * D + 8) - 2 * D * less
-        self.attention, self.mlp = width * attention, width * mlp - inside * less
+        # Attention's backward needs its output in 16 bits whatever the projection after it keeps: FP8 is beside it.
+        output = shape.num_attention_heads * shape.head_dim * less
+        self.attention, self.mlp = width * attention + output, width * mlp - inside * less
         self.hidden, self.normed = width * D, width * D - D * less / 2
         self.matrices = block_matrices(shape)
         self.attention_matrices = self.layers * D * 2 * channels

@@ -7,6 +7,7 @@ from deskside.budget.formats import ALL_NATIVE, LowKind, Precision
 
 Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
+CopiesKept = Literal["pass", "step", "use"]
 StateFormat = Literal["float32", "bfloat16", "8bit"]
 
 
@@ -17,8 +18,10 @@ class Work:
     tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
     optimizer states are spread over the GPUs (FSDP), else every GPU holds them; loss_chunk_tokens: tokens whose logits
     exist at one time; native: formats below 16 bits that the tensor cores run, the others are emulated; kept_blocks:
-    that stay in BF16 when precision is quantised; fp8_head: the head's products are in FP8; states: format of the
-    optimizer states; offload_optimizer: they lie on the host and are streamed through the GPU at each step.
+    that stay in BF16 when precision is quantised; fp8_head: the head's products are in FP8; copies: how
+    long BF16 copies of weights are kept, "pass": from forward to backward (autograd), "step": from pass to pass (the
+    cache, as formats below 16 bits always have it), "use": not at all; states: format of the optimizer
+    states; offload_optimizer: they lie on the host and are streamed through the GPU at each step.
     """
 
     sequence_length: int
@@ -31,6 +34,7 @@ class Work:
     native: frozenset[LowKind] = ALL_NATIVE
     kept_blocks: int = 0
     fp8_head: bool = False
+    copies: CopiesKept = "pass"
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192

@@ -71,7 +71,8 @@ def _tells(row: Mapping[str, Any]) -> bool:
     """Whether a point says something of the device's own speed: in the format that it is rated in, and not one where
     the device waits for the host (the host takes as long whatever the card)."""
     result = row["result"]
-    if result.get("device") != "cpu" and result.get("precision", "bf16") != "bf16":
+    rated = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
+    if result.get("precision", "bf16") not in rated:
         return False
     shape, work = _step(row)
     modelled = host_seconds(shape, work, Rates(1.0, 1.0))

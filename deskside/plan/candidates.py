@@ -313,7 +313,10 @@ def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
             chunk = (
                 base.loss_chunk_tokens if "loss_chunk_tokens" in own else min(chunk, base.loss_chunk_tokens)
             )
-            yield replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
+            way = replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
+            yield way
+        if way.droppable and "weight_cache" not in request.overrides.get("precision", {}):
+            yield replace(way, copies="use")
 
 
 def _ways(request: Request, shape: Shape, end: int, staged: bool) -> Iterator[Candidate | None]:

@@ -14,7 +14,7 @@ from deskside.budget.formats import LowKind, emulated, quantized
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import step_seconds
-from deskside.budget.work import Checkpointing, OptimizerName, Precision, StateFormat, Work
+from deskside.budget.work import Checkpointing, CopiesKept, OptimizerName, Precision, StateFormat, Work
 from deskside.config import recipes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
@@ -47,7 +47,8 @@ class StageSetting:
 @dataclass(frozen=True)
 class Setting:
     """A model, and how one optimiser step of it is done. micro_tokens: of one pass on one GPU; native: formats below 16
-    bits that the card's tensor cores run; kept: shares of the blocks, front and back, that stay in BF16."""
+    bits that the card's tensor cores run; kept: shares of the blocks, front and back, that stay in BF16; copies:
+    how long BF16 copies of weights are kept, as in `budget/work.py`."""
 
     model: ModelConfig
     stages: tuple[StageSetting, ...]
@@ -59,6 +60,7 @@ class Setting:
     native: frozenset[LowKind] = frozenset()
     kept: tuple[float, float] = (0.0, 0.0)
     fp8_head: bool = False
+    copies: CopiesKept = "pass"
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192
@@ -74,6 +76,11 @@ class Setting:
     def emulated(self) -> bool:
         """Whether products of a lower format are computed in BF16, with the same numbers."""
         return emulated(self.precision, self.native) or (self.fp8_head and "fp8" not in self.native)
+
+    @property
+    def droppable(self) -> bool:
+        """Whether BF16 copies of the weights are kept that need not be."""
+        return self.copies == "step" and self.precision == "bf16" and not self.sharded
 
     @property
     def shardable(self) -> bool:
@@ -119,6 +126,7 @@ class Setting:
                     native=self.native,
                     kept_blocks=min(layers, sum(recipes.kept_blocks(share, layers) for share in self.kept)),
                     fp8_head=self.fp8_head,
+                    copies="use" if self.sharded and self.copies == "step" else self.copies,
                     activation_checkpointing=self.activation_checkpointing,
                     compiled=self.compiled,
                     loss_chunk_tokens=self.loss_chunk_tokens,
@@ -269,6 +277,20 @@ def in_precision(
         native=frozenset() if asked.native == "never" else native,
         kept=(recipe.keep_first, recipe.keep_last) if recipe.quantized else (0.0, 0.0),
         fp8_head=recipe.quantized and asked.head == "fp8",
+        copies=("step" if asked.weight_cache else "use") if setting.compiled and _covered(config) else "pass",
+    )
+
+
+def _covered(config: RunConfig) -> bool:
+    """Whether the hand-written halves, which cache weights, would be what trains this model on a GPU."""
+    model, sizes = config.model, config.model.head_dim
+    return (
+        config.compute.compile in ("auto", "fused")
+        and (model.norm, model.norm_position, model.num_experts) == ("rmsnorm", "pre", 0)
+        and model.fused_qkv
+        and (model.fused_gate_up or not model.gated_mlp)
+        and not (model.attention_bias or model.mlp_bias)
+        and sizes & (sizes - 1) == 0
     )
 
 
@@ -351,6 +373,8 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["optim"] = optim
     if setting.sharded:
         result["parallel"] = {"mode": "shard"}
+    if setting.copies == "use":
+        result["precision"] = {"weight_cache": False}
     if not result["compute"]:
         del result["compute"]
     return result

@@ -1,7 +1,7 @@
 """The memory of a step, item by item, at the instant of its peak (`budget/memory.py` has the four instants)."""
 
 from deskside.budget import memory, states
-from deskside.budget.formats import quantized, weight_copies
+from deskside.budget.formats import weight_copies
 from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
@@ -146,14 +146,14 @@ def _light_states(shape: ModelConfig, work: Work) -> Told:
 
 
 def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:
-    if quantized(work.precision):
+    if memory.has_cache(work):
         return _cached(shape, work, instant)
     if instant not in ("loss", "backward") or work.precision == "fp32":
         return [], ("no copies are kept at this instant", "0")
     matrices = block_matrices(shape)
     attention = _attention_matrices(shape)
     kept = {"none": matrices, "attention": matrices - attention, "mlp": attention, "block": 0}
-    weights = kept[work.activation_checkpointing]
+    weights = kept[work.activation_checkpointing] if work.copies == "pass" else 0
     if instant == "loss":
         return [], (
             "2 bytes x (weights of the blocks that are not recomputed + vocabulary x hidden)",
@@ -163,7 +163,7 @@ def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:
 
 
 def _cached(shape: ModelConfig, work: Work, instant: str) -> Told:
-    """Of a precision below 16 bits: the converted weights stay from step to step."""
+    """Converted weights that stay from step to step."""
     blocks, kept, table = shape.num_hidden_layers, work.kept_blocks, shape.vocab_size * shape.hidden_size
     low, plain_ = weight_copies(work.precision, work.native), weight_copies("bf16", work.native)
     words = [f"weights of the blocks x their copies' bytes in {work.precision}"]
@@ -293,7 +293,7 @@ def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, float]
     less = _less(shape, work)
     in_fp8 = " - normed inputs in FP8" if less else ""
     stream = width * ((20 if eager else 8) * D + 8) - 2 * D * less
-    attention = width * (per_channel * (H + K) * C + 4 * H + norms)
+    attention = width * (per_channel * (H + K) * C + 4 * H + norms) + H * C * less
     per_ffn = (8 if eager else 6) if shape.gated_mlp else 4
     lines_.append(
         Line(
@@ -307,8 +307,9 @@ def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, float]
     lines_.append(
         Line(
             "attention, per token and layer",
-            f"{per_channel} x (heads + kv heads) x head_dim + their statistics",
-            f"{width} x ({per_channel} x ({H} + {K}) x {C} + {4 * H} + {norms})",
+            f"{per_channel} x (heads + kv heads) x head_dim + their statistics{' + output in FP8' if less else ''}",
+            f"{width} x ({per_channel} x ({H} + {K}) x {C} + {4 * H} + {norms})"
+            f"{f' + {product(H, C, less)}' if less else ''}",
             attention,
             "bytes",
         )

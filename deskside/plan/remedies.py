@@ -141,6 +141,12 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
                 "more and smaller products in the loss",
             )
             break
+    if asked.droppable:
+        yield (
+            "weights converted at each use",
+            replace(asked, copies="use"),
+            "--precision.weight_cache false: no BF16 copies are kept from pass to pass",
+        )
     if asked.optimizer == "adamw":
         yield (
             "Muon instead of AdamW",
@@ -220,6 +226,7 @@ def leanest(request: Request, asked: Setting) -> Estimate:
             loss_chunk_tokens=min(512, asked.loss_chunk_tokens),
             optimizer="muon",
             sharded=sharded,
+            copies="use" if asked.copies == "step" else asked.copies,
             states="bfloat16" if sharded else "8bit",
             offload_optimizer=not sharded,
         ),

@@ -42,6 +42,8 @@ DEEPEST = 128  # of the depth dial: 8192 wide, 104 billion parameters
 SMALLEST_SEQUENCE = 16
 MOST_GPUS = 64
 WORTH_A_WORD = 256 * 2**20  # bytes in use by others that a plan mentions
+# Training emulates NVFP4 on every card: its native products (kernels/nvfp4/native.py) were compiled and never run.
+TRAINED_NATIVELY: tuple[LowKind, ...] = ("fp8",)
 STAGES_DECIDE = (
     "--sequence: schedule.stages gives the tokens per row of each stage; change it there, or drop one of them"
 )
@@ -88,11 +90,12 @@ class Card:
 
     @property
     def native(self) -> frozenset[LowKind]:
-        """Formats below 16 bits that its tensor cores have, by its data sheet; none of a card without one."""
+        """Formats below 16 bits that its tensor cores have, by its data sheet, and that training runs on them; none of
+        a card without a sheet."""
         if self.gpu is None:
             return frozenset()
         rates: dict[LowKind, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
-        return frozenset(kind for kind, rate in rates.items() if rate is not None)
+        return frozenset(kind for kind in TRAINED_NATIVELY if rates[kind] is not None)
 
 
 @dataclass(frozen=True)

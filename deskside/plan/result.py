@@ -120,7 +120,7 @@ def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], 
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
     own.setdefault("schedule", {})["length"] = length
     if request.precision is not None:
-        own["precision"] = {"name": request.precision}
+        own.setdefault("precision", {})["name"] = request.precision
     positions = candidate.setting.model.max_position_embeddings
     built = merge.build([*candidate.shape.layers, own])
     config = built.model_dump(mode="json", exclude_unset=True)

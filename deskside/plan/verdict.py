@@ -166,6 +166,8 @@ def _differences(asked: Estimate, found: Estimate) -> str:
         words.append(f"--optim.states {after.states}")
     if after.offload_optimizer != before.offload_optimizer:
         words.append("--optim.offload")
+    if after.copies == "use" and before.copies == "step":
+        words.append("--precision.weight_cache false")
     if after.sharded and not before.sharded:
         words.append(f"sharding over the {after.gpus} GPUs (--parallel.mode shard)")
     if after.sequence_length != before.sequence_length:

@@ -62,10 +62,10 @@ def test_emulation_follows_from_what_the_device_has() -> None:
         ("fp32", ALL_NATIVE, 0.0),
         ("bf16", ALL_NATIVE, 2.0),
         ("fp8-delayed", FP8_ONLY, 2.0),  # W and W^T
-        ("fp8-delayed", frozenset(), 2.0),  # one BF16 copy of the same numbers
-        ("nvfp4", frozenset(), 2.0),
+        ("fp8-delayed", frozenset(), 2.0),  # the same codes, widened at each product
+        ("nvfp4", frozenset(), 4.0),  # code x block scale in BF16, for forward and backward
+        ("nvfp4-eden", FP8_ONLY, 4.0),
         ("nvfp4", ALL_NATIVE, 1.125),  # twice 4.5 bits
-        ("nvfp4-eden", frozenset(), 4.0),  # quantised anew for the backward
         ("fp8-nvfp4", FP8_ONLY, 3.0),
     ],
 )
@@ -73,10 +73,15 @@ def test_copies_of_a_weight(precision: Precision, native: frozenset, copies: flo
     assert weight_copies(precision, native) == copies
 
 
-def test_fp8_keeps_one_byte_for_the_weight_gradient_only_where_it_is_fp8() -> None:
-    assert saved_bytes("fp8", ALL_NATIVE) == 1.0
-    assert saved_bytes("fp8", frozenset()) == saved_bytes("bf16", ALL_NATIVE) == 2.0
-    assert saved_bytes("fp8-nvfp4", ALL_NATIVE) == 2.0
+def test_what_is_kept_for_the_weight_gradient() -> None:
+    """One cast serves forward and weight gradient where a scale is the tensor's; a scale per row is along one side."""
+    one_byte = {name for name in get_args(Precision) if saved_bytes(name) == 1.0}
+    assert one_byte == {"fp8", "fp8-delayed", "fp8-tensorwise"}
+    for name in get_args(Precision):
+        recipe = recipe_named(name)
+        same = recipe.output.left == recipe.weight_gradient.right
+        whole = recipe.output.left.scaling in ("tensor", "delayed")
+        assert (saved_bytes(name) == 1.0) == (same and whole)
     assert nvfp4_bytes(ALL_NATIVE) < nvfp4_bytes(frozenset())
 
 

@@ -90,7 +90,7 @@ def test_emulated_is_said_wherever_speed_is_shown(capsys: pytest.CaptureFixture[
     assert never.best.estimate.setting.emulated
 
 
-def test_native_nvfp4_is_priced_and_said_to_be_unseen() -> None:
+def test_native_nvfp4_would_be_priced_and_said_to_be_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     card = made.card(32, "rtx5090")
     calibration = made.calibration()
     rates = type(calibration.rates)(160e12, 1e12, 320e12, 640e12)
@@ -98,10 +98,30 @@ def test_native_nvfp4_is_priced_and_said_to_be_unseen() -> None:
         "tokens", 1e9, given=made.given("774m"), precision="nvfp4",
         calibration=type(calibration)(**{**vars(calibration), "rates": rates}),
     )  # fmt: skip
-    plan = make_plan(type(request)(**{**vars(request), "card": card}))
+    request = type(request)(**{**vars(request), "card": card})
+    emulated = make_plan(request).best
+    monkeypatch.setattr("deskside.plan.request.TRAINED_NATIVELY", ("fp8", "nvfp4"))
+    plan = make_plan(request)
     assert any("has not run them on such a card" in reason for reason in plan.reasons)
     assert any("how close nvfp4 comes to it is in docs/precision.md" in reason for reason in plan.reasons)
-    assert not plan.best.estimate.setting.emulated  # type: ignore[union-attr]
+    assert plan.best is not None and emulated is not None
+    assert emulated.estimate.setting.emulated and not plan.best.estimate.setting.emulated
+    assert plan.best.estimate.tokens_per_second[1] > emulated.estimate.tokens_per_second[1]
+
+
+def test_cached_weights_are_given_up_where_memory_is_short() -> None:
+    """BF16 copies of d30's blocks are 2.4 GB; converting at each use, the change is named and can be carried out."""
+    roomy_, short = (
+        made.request("tokens", 1e9, memory_gib=gib, given=made.given("d26")) for gib in (80.0, 17.0)
+    )
+    plenty, plan = make_plan(roomy_), make_plan(short)
+    assert plenty.best is not None and plenty.best.candidate.setting.copies == "step"
+    assert plenty.best.estimate.memory.items["copies"] > 0
+    assert plan.best is not None and plan.best.candidate.setting.copies == "use"
+    assert any("--precision.weight_cache false" in reason for reason in plan.reasons)
+    assert any("weights converted at each use" in remedy.what for remedy in plan.remedies)
+    assert "--precision.weight_cache false" in plan.best.command
+    assert merge.build([plan.best.config]).precision.weight_cache is False
 
 
 def point(precision: str, seconds: float, tokens: int = 65536) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.planner_published import kept_out, memories, section
 from deskside.budget.shape import num_params
 from deskside.budget.speed import tokens_per_second
+from deskside.budget.work import Work
+from deskside.config.model import ModelConfig
 from deskside.facts.gpus import find
 from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import calibrate
@@ -192,3 +195,17 @@ def test_every_kept_out_row_is_in_the_report() -> None:
 def test_no_torch() -> None:
     code = "import sys, benchmarks.planner_published as p; p.section(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kept", "published"), [("bf16", 0, 21_919), ("fp8", 0, 28_084), ("nvfp4", 5, 30_040)]
+)
+def test_formats_against_an_8b_model_on_a_b200(precision: Any, kept: int, published: float) -> None:
+    """torchtitan's Llama 3 8B in BF16, MXFP8 and NVFP4 with the last 15 % of blocks in BF16
+    (torchtitan/components/quantization/nvfp4.md): nothing of the model was fitted to these, or to any NVFP4."""
+    shape = ModelConfig(
+        vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, intermediate_size=14336, max_position_embeddings=8192,
+    )  # fmt: skip
+    work = Work(8192, 8 * 8192, 8192, optimizer="adamw", precision=precision, kept_blocks=kept)
+    assert tokens_per_second(shape, work, sheet_rates(find("b200"))) == pytest.approx(published, rel=0.1)

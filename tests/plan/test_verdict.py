@@ -1,5 +1,6 @@
 """A given model: yes, yes-if, no, and what each remedy saves and costs."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -281,8 +282,8 @@ def fastest_of_all(request: Request, asked: Setting) -> float:
     for rung, chunk in LADDER:
         for sharded in (False, True) if asked.gpus > 1 else (False,):
             way = replace(asked, activation_checkpointing=rung, loss_chunk_tokens=chunk, sharded=sharded)
-            for size in pass_sizes(way):
-                found = estimate(replace(way, micro_tokens=size), known, capacity)
+            for copies, size in itertools.product(("step", "use"), pass_sizes(way)):
+                found = estimate(replace(way, micro_tokens=size, copies=copies), known, capacity)
                 if found.fits == "fits":
                     speeds.append(found.tokens_per_second[1])
     return max(speeds)
