@@ -17,7 +17,7 @@ MODULES = (
     "deskside.kernels.nvfp4.matmul",
     "deskside.kernels.nvfp4.native",
 )
-CAPABILITIES = (89, 90, 100, 120)
+CAPABILITIES = (86, 89, 90, 100, 120)
 # What a block may use, in bytes: CUDA programming guide, "technical specifications per compute capability".
 SHARED_MEMORY = {86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 

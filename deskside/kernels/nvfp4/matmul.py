@@ -33,7 +33,10 @@ Layout = Literal["nt", "nn", "tn"]
 
 @dataclass(frozen=True)
 class Tiles:
-    """L x R of the result by S of the sum; group: tiles along L that share the columns of R in the L2 cache."""
+    """L x R of the result by S of the sum. spare: stages more that fit where the result is bfloat16.
+
+    group: tiles along L that share the columns of R in the L2 cache.
+    """
 
     L: int
     R: int
@@ -41,6 +44,7 @@ class Tiles:
     warps: int
     stages: int
     descriptors: bool
+    spare: int = 0
     group: int = 8
 
     def constants(self, layout: Layout) -> dict[str, Any]:
@@ -53,18 +57,18 @@ class Tiles:
             "GROUP": self.group,
         }
 
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+    def options(self, result: torch.dtype) -> dict[str, int]:
+        spare = self.spare if result == torch.bfloat16 else 0
+        return {"num_warps": self.warps, "num_stages": self.stages + spare}
 
 
 def tiles_for(capability: tuple[int, int]) -> Tiles:
-    """Shared memory holds `stages` tiles of both operands (2 bytes a value), and half a result with descriptors."""
+    """Shared memory holds `stages` tiles of both operands (one less without descriptors), and half a result."""
     if capability[0] in (9, 10):
-        return Tiles(128, 256, 64, warps=8, stages=3, descriptors=True)
+        return Tiles(128, 256, 64, warps=8, stages=3, descriptors=True, spare=int(capability[0] == 9))
     if capability == (8, 0):
         return Tiles(128, 256, 64, warps=8, stages=3, descriptors=False)
-    return Tiles(128, 128, 32, warps=4, stages=3, descriptors=False)
+    return Tiles(128, 128, 32, warps=4, stages=4, descriptors=False)
 
 
 @triton.jit
@@ -249,12 +253,15 @@ def scaled_matmul(
             TensorDescriptor.from_tensor(result, [1, tiles.L, tiles.R // 2]),
             *(alpha, second, L, R, S),
             **constants,
-            **tiles.options,
+            **tiles.options(result.dtype),
         )
     else:
         even = S % (tiles.S * parts) == 0
         pointer_kernel[(count * parts,)](
-            *(left, right, result, alpha, second, L, R, S), **constants, EVEN=even, **tiles.options
+            *(left, right, result, alpha, second, L, R, S),
+            **constants,
+            EVEN=even,
+            **tiles.options(result.dtype),
         )
     if parts > 1:
         add_parts_kernel[(triton.cdiv(out.numel(), 1024),)](
@@ -346,24 +353,27 @@ def _case(
 ) -> CompileCase:
     tiles = tiles_for(capability)
     out = "fp32" if parts > 1 else "bf16"
+    options = tiles.options(torch.float32 if parts > 1 else torch.bfloat16)
     constants = tiles.constants(layout) | {"PARTS": parts, "DTYPE": tl.float32 if parts > 1 else tl.bfloat16}
     types = {"left": "*bf16", "right": "*bf16", "out": f"*{out}", "alpha_ptr": "*fp32", "second_ptr": "*fp32"}
     if not tiles.descriptors:
         constants["EVEN"] = True
         types = signature(pointer_kernel, types, constants)
-        return CompileCase(name, pointer_kernel, types, constants, tiles.options, targets)
+        return CompileCase(name, pointer_kernel, types, constants, options, targets)
     L, R, S = tiles.L, tiles.R, tiles.S
     types["left"] = f"tensordesc<bf16[{S}, {L}]>" if layout == "tn" else f"tensordesc<bf16[{L}, {S}]>"
     types["right"] = f"tensordesc<bf16[{R}, {S}]>" if layout == "nt" else f"tensordesc<bf16[{S}, {R}]>"
     types["out"] = f"tensordesc<{out}[1, {L}, {R // 2}]>"
     types = signature(descriptor_kernel, types, constants)
-    return CompileCase(name, descriptor_kernel, types, constants, tiles.options, targets)
+    return CompileCase(name, descriptor_kernel, types, constants, options, targets)
 
 
 COMPILE_CASES = (
-    _case("scaled matmul nt", (9, 0), "nt", 1, (90, 100)),
-    _case("scaled matmul nn", (9, 0), "nn", 1, (90, 100)),
-    _case("scaled matmul tn, in parts", (9, 0), "tn", 4, (90, 100)),
+    _case("scaled matmul nt", (9, 0), "nt", 1, (90,)),
+    _case("scaled matmul nn", (9, 0), "nn", 1, (90,)),
+    _case("scaled matmul tn, in parts", (9, 0), "tn", 4, (90,)),
+    _case("scaled matmul nt, 10.x", (10, 0), "nt", 1, (100,)),
+    _case("scaled matmul tn in parts, 10.x", (10, 0), "tn", 4, (100,)),
     _case("scaled matmul nt, pointers", (8, 9), "nt", 1, (86, 89, 120)),
     _case("scaled matmul nn, pointers", (8, 9), "nn", 1, (86, 89, 120)),
     _case("scaled matmul tn in parts, pointers", (8, 9), "tn", 4, (86, 89, 120)),

@@ -135,7 +135,7 @@ def _launch(
         global_scale,
         *x_NK.shape,
         _tiles(x_NK, tile),
-        seed,
+        (seed + 2**63) % 2**64 - 2**63,  # the same 64 bits as a signed number
         **_constants(operand, packed=block_scale is not None),
         **tile,
         INTERPRETED=_interpreted(),
