@@ -70,10 +70,11 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cap(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """softcap * tanh(x / softcap)."""
+    """softcap * tanh(x / softcap). One return: Triton compiles what stands after a return too."""
+    capped = x
     if CAPPED:
-        return softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
-    return x
+        capped = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
+    return capped
 
 
 def chunk_loss_and_grad(

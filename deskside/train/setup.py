@@ -26,7 +26,7 @@ from deskside.train.activation import recompute
 from deskside.train.parallel import World
 from deskside.train.step import Attention
 
-TRIAL_ROWS = 8  # rows of the batch at which attention backends are timed
+TRIAL_ROWS = 32  # rows of the batch at which attention is timed: with fewer, the host's part would decide
 
 Say = Callable[[str], None]
 

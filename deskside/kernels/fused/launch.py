@@ -20,7 +20,9 @@ PROGRAMS_PER_SM = 16  # of kernels that keep sums in registers; enough of them t
 def _fp8(shape: tuple[int, int], cast: Cast, device: torch.device) -> Fp8:
     rows, columns = shape
     if rows % 4:
-        raise UsageError(f"a cast to FP8 takes four rows at a time, but there are {rows}; use a multiple of 16 tokens")
+        raise UsageError(
+            f"a cast to FP8 takes four rows at a time, but there are {rows}; use a multiple of 16 tokens"
+        )
     return Fp8(
         torch.empty(rows, columns, dtype=cast.dtype, device=device),
         torch.empty(columns, rows, dtype=cast.dtype, device=device),
@@ -132,7 +134,15 @@ def qk_norm_rope_backward(
     else:
         out = _fp8((N, width), cast, qkv.device)
         triton_rope.qk_norm_rope_backward_fp8[grid](
-            *inputs, out.rows, _words(out), cast.scale, cast.amax, *numbers, *constants, cast.largest, num_warps=4
+            *inputs,
+            out.rows,
+            _words(out),
+            cast.scale,
+            cast.amax,
+            *numbers,
+            *constants,
+            cast.largest,
+            num_warps=4,
         )
     if q_weight is None:
         return out, None, None

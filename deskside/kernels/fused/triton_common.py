@@ -4,16 +4,21 @@ A tensor core of Hopper and Ada takes FP8 operands only with the summed dimensio
 over its columns in one product and over its rows (the tokens) in the weight gradient, so it is written twice: as it
 is, and transposed. Both leave the kernel that made the values, which are then never read again in BF16.
 
-Bytes are not turned one by one. A kernel computes four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i + 3, and packs the
-bytes into one tile of 32-bit words; the word i of a column is then four neighbours of the transposed tensor. (A tile of
-single bytes that Triton 3.6 turned through shared memory came out wrong on an H200, and slow.)
+Bytes are not turned one by one. A kernel computes four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i + 3, and packs them
+into one tile of 32-bit words; the word i of a column is then four neighbours of the transposed tensor. The packing is
+written in PTX: taking single bytes out of Triton's own pairs of FP8 values comes out wrong where the pairs are also
+stored, because ptxas 12.8 miscompiles it for sm_90a (docs/log.md, 2026-11-21).
 
 The scale is known before (it comes from earlier steps, or from an amax taken by the producer), so one pass is enough.
 `AMAX` collects the largest magnitude in place; most programs only read it, because an atomic per tile would queue.
 """
 
+import os
+
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter knows no PTX
 
 
 @triton.jit
@@ -31,15 +36,73 @@ def note_amax(AMAX, magnitudes):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_rows(ROWS, values, scale, place, mask, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write values times scale, saturated, in FP8 at ROWS + place. Returns their bytes as int32."""
-    scaled = tl.minimum(tl.maximum(values * scale, -LARGEST), LARGEST).to(ROWS.dtype.element_ty)
-    tl.store(ROWS + place, scaled, mask=mask)
-    return scaled.to(tl.uint8, bitcast=True).to(tl.int32)
+def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four float32 tiles as one int32 tile of their FP8 bytes, `a` in the lowest."""
+    if INTERPRETED:
+        x = a.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        y = b.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        z = c.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        w = d.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        packed = x | (y << 8) | (z << 16) | (w << 24)
+    elif TYPE == tl.float8e5:  # noqa: SIM300
+        packed = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        packed = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return packed
 
 
 @triton.jit
-def store_columns(WORDS, packed, words, columns, limit, N):  # type: ignore[no-untyped-def]
-    """packed (words, columns) into WORDS, the transposed tensor (columns, N / 4) as int32."""
+def store_fp8(  # type: ignore[no-untyped-def]
+    ROWS, WORDS, a, b, c, d, scale, words, columns, mask, stride, N, LARGEST: tl.constexpr
+):
+    """Four tiles (words, columns), of the rows 4 words + 0 to 3, times scale and saturated, in FP8.
+
+    ROWS: (N, stride); WORDS: its transpose (stride, N / 4) as int32. mask: what exists.
+    """
+    TYPE: tl.constexpr = ROWS.dtype.element_ty
+    a = tl.minimum(tl.maximum(a * scale, -LARGEST), LARGEST)
+    b = tl.minimum(tl.maximum(b * scale, -LARGEST), LARGEST)
+    c = tl.minimum(tl.maximum(c * scale, -LARGEST), LARGEST)
+    d = tl.minimum(tl.maximum(d * scale, -LARGEST), LARGEST)
+    place = ROWS + words[:, None] * (4 * stride) + columns[None, :]
+    tl.store(place, a.to(TYPE), mask=mask)
+    tl.store(place + stride, b.to(TYPE), mask=mask)
+    tl.store(place + 2 * stride, c.to(TYPE), mask=mask)
+    tl.store(place + 3 * stride, d.to(TYPE), mask=mask)
+    turned = tl.trans(pack_words(a, b, c, d, TYPE))
     place = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
-    tl.store(place, tl.trans(packed), mask=(columns < limit)[:, None] & (words < N // 4)[None, :])
+    tl.store(place, turned, mask=tl.trans(mask))
+
+
+@triton.jit
+def largest_of(a, b, c, d):  # type: ignore[no-untyped-def]
+    """Element by element, the largest magnitude of four tiles."""
+    return tl.maximum(tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d)))

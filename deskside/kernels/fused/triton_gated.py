@@ -7,7 +7,7 @@ hidden element in BF16: forward reads 4 and writes 2, backward reads 6 and write
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import magnitude, note_amax, store_columns, store_rows
+from deskside.kernels.fused.triton_common import largest_of, note_amax, store_fp8
 
 
 @triton.jit
@@ -50,18 +50,13 @@ def gated_fp8(  # type: ignore[no-untyped-def]
     """The same into ROWS (N, F) and its transpose."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    scale = tl.load(SCALE)
-    packed = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.int32)
-    largest = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.float32)
-    for j in tl.static_range(4):
-        rows = words * 4 + j
-        mask = (rows < N)[:, None] & (columns < F)[None, :]
-        hidden = _hidden(INPUT, rows, columns, mask, F, KIND, GATED)
-        largest = tl.maximum(largest, magnitude(hidden))
-        place = rows[:, None] * F + columns[None, :]
-        packed |= store_rows(ROWS, hidden, scale, place, mask, LARGEST) << (8 * j)
-    store_columns(WORDS, packed, words, columns, F, N)
-    note_amax(AMAX, largest)
+    mask = (words < N // 4)[:, None] & (columns < F)[None, :]
+    a = _hidden(INPUT, words * 4, columns, mask, F, KIND, GATED)
+    b = _hidden(INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
+    c = _hidden(INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
+    d = _hidden(INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
+    store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, F, N, LARGEST)
+    note_amax(AMAX, largest_of(a, b, c, d))
 
 
 @triton.jit
@@ -89,24 +84,19 @@ def gated_backward_fp8(  # type: ignore[no-untyped-def]
     """The same into ROWS and its transpose."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = (words < N // 4)[:, None] & (columns < F)[None, :]
     width = 2 * F if GATED else F
     scale = tl.load(SCALE)
-    packed = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.int32)
-    packed_up = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.int32)
-    largest = tl.zeros((BLOCK_N // 4, BLOCK_F), tl.float32)
-    for j in tl.static_range(4):
-        rows = words * 4 + j
-        mask = (rows < N)[:, None] & (columns < F)[None, :]
-        first, second = _gradients(GRAD, INPUT, rows, columns, mask, F, KIND, GATED)
-        place = rows[:, None] * width + columns[None, :]
-        largest = tl.maximum(largest, magnitude(first))
-        packed |= store_rows(ROWS, first, scale, place, mask, LARGEST) << (8 * j)
-        if GATED:
-            largest = tl.maximum(largest, magnitude(second))
-            packed_up |= store_rows(ROWS, second, scale, place + F, mask, LARGEST) << (8 * j)
-    store_columns(WORDS, packed, words, columns, F, N)
+    a, e = _gradients(GRAD, INPUT, words * 4, columns, mask, F, KIND, GATED)
+    b, f = _gradients(GRAD, INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
+    c, g = _gradients(GRAD, INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
+    d, h = _gradients(GRAD, INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
+    store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, width, N, LARGEST)
+    largest = largest_of(a, b, c, d)
     if GATED:
-        store_columns(WORDS + F.to(tl.int64) * (N // 4), packed_up, words, columns, F, N)
+        up = WORDS + F.to(tl.int64) * (N // 4)
+        store_fp8(ROWS + F, up, e, f, g, h, scale, words, columns, mask, width, N, LARGEST)
+        largest = tl.maximum(largest, largest_of(e, f, g, h))
     note_amax(AMAX, largest)
 
 

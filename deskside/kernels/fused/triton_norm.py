@@ -9,7 +9,7 @@ writes their sum's gradient; the weight's gradient is added up in registers and 
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import magnitude, note_amax, store_columns, store_rows
+from deskside.kernels.fused.triton_common import largest_of, note_amax, store_fp8
 
 
 @triton.jit
@@ -35,6 +35,21 @@ def add_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _sum(  # type: ignore[no-untyped-def]
+    RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA: tl.constexpr, WRITE: tl.constexpr
+):
+    """residual + delta as it is stored, float32. The sum of two is rounded, and written where WRITE says so."""
+    x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
+        if WRITE:
+            tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    return x
+
+
+@triton.jit
 def add_norm_fp8(  # type: ignore[no-untyped-def]
     RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, WORDS, RSTD, SCALE, AMAX, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr, LARGEST: tl.constexpr,
@@ -44,44 +59,44 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
     The sum is computed again rather than read back: another thread may have written it.
     """
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    quarter = tl.arange(0, 4)
-    # (words, 4): row 4 i + j. Both passes keep four numbers per word.
-    rows = words[:, None] * 4 + quarter[None, :]
-    square = tl.zeros((BLOCK_N // 4, 4), tl.float32)
+    here = words < N // 4
+    s0 = tl.zeros((BLOCK_N // 4,), tl.float32)
+    s1 = tl.zeros((BLOCK_N // 4,), tl.float32)
+    s2 = tl.zeros((BLOCK_N // 4,), tl.float32)
+    s3 = tl.zeros((BLOCK_N // 4,), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        for j in tl.static_range(4):
-            row = words * 4 + j
-            mask = (row < N)[:, None] & (columns < D)[None, :]
-            place = row[:, None] * D + columns[None, :]
-            x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
-            if HAS_DELTA:
-                x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
-                rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
-                tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
-                x = rounded.to(tl.float32)
-            square += tl.where(quarter[None, :] == j, tl.sum(x * x, axis=1)[:, None], 0.0)
-    rstd = tl.rsqrt(square / D + eps)
-    tl.store(RSTD + rows, rstd, mask=rows < N)
+        mask = here[:, None] & (columns < D)[None, :]
+        place = words[:, None] * (4 * D) + columns[None, :]
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA, True)
+        s0 += tl.sum(x * x, axis=1)
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + D, mask, HAS_DELTA, True)
+        s1 += tl.sum(x * x, axis=1)
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 2 * D, mask, HAS_DELTA, True)
+        s2 += tl.sum(x * x, axis=1)
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 3 * D, mask, HAS_DELTA, True)
+        s3 += tl.sum(x * x, axis=1)
+    s0 = tl.rsqrt(s0 / D + eps)
+    s1 = tl.rsqrt(s1 / D + eps)
+    s2 = tl.rsqrt(s2 / D + eps)
+    s3 = tl.rsqrt(s3 / D + eps)
+    tl.store(RSTD + words * 4, s0, mask=here)
+    tl.store(RSTD + words * 4 + 1, s1, mask=here)
+    tl.store(RSTD + words * 4 + 2, s2, mask=here)
+    tl.store(RSTD + words * 4 + 3, s3, mask=here)
     scale = tl.load(SCALE)
     largest = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)
-        packed = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
-        for j in tl.static_range(4):
-            row = words * 4 + j
-            mask = (row < N)[:, None] & (columns < D)[None, :]
-            place = row[:, None] * D + columns[None, :]
-            x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
-            if HAS_DELTA:
-                x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
-                x = x.to(RESIDUAL_OUT.dtype.element_ty).to(tl.float32)
-            mine = tl.sum(tl.where(quarter[None, :] == j, rstd, 0.0), axis=1)
-            normed = x * mine[:, None] * weight[None, :]
-            largest = tl.maximum(largest, magnitude(normed))
-            packed |= store_rows(ROWS, normed, scale, place, mask, LARGEST) << (8 * j)
-        store_columns(WORDS, packed, words, columns, D, N)
+        mask = here[:, None] & (columns < D)[None, :]
+        place = words[:, None] * (4 * D) + columns[None, :]
+        weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+        a = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA, False) * s0[:, None] * weight
+        b = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + D, mask, HAS_DELTA, False) * s1[:, None] * weight
+        c = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 2 * D, mask, HAS_DELTA, False) * s2[:, None] * weight
+        d = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 3 * D, mask, HAS_DELTA, False) * s3[:, None] * weight
+        largest = tl.maximum(largest, largest_of(a, b, c, d))
+        store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, D, N, LARGEST)
     note_amax(AMAX, largest)
 
 
@@ -124,15 +139,11 @@ def cast_fp8(  # type: ignore[no-untyped-def]
     """One tile per program: X (N, K) into ROWS (N, K) and its transpose."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    scale = tl.load(SCALE)
-    packed = tl.zeros((BLOCK_N // 4, BLOCK_K), tl.int32)
-    largest = tl.zeros((BLOCK_N // 4, BLOCK_K), tl.float32)
-    for j in tl.static_range(4):
-        rows = words * 4 + j
-        mask = (rows < N)[:, None] & (columns < K)[None, :]
-        place = rows[:, None] * K + columns[None, :]
-        x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(x))
-        packed |= store_rows(ROWS, x, scale, place, mask, LARGEST) << (8 * j)
-    store_columns(WORDS, packed, words, columns, K, N)
-    note_amax(AMAX, largest)
+    mask = (words < N // 4)[:, None] & (columns < K)[None, :]
+    place = X + words[:, None] * (4 * K) + columns[None, :]
+    a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(place + K, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(place + 2 * K, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(place + 3 * K, mask=mask, other=0.0).to(tl.float32)
+    store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, K, N, LARGEST)
+    note_amax(AMAX, largest_of(a, b, c, d))

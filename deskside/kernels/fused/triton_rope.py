@@ -9,7 +9,7 @@ Channels c and c + C/2 are a pair, so every head is loaded as two halves.
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import magnitude, note_amax, store_columns, store_rows
+from deskside.kernels.fused.triton_common import largest_of, note_amax, store_fp8
 
 
 @triton.jit
@@ -100,39 +100,61 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     head = tl.program_id(0)
     words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     half = tl.arange(0, HALF)
+    mask = (words < N // 4)[:, None] & (half < HALF)[None, :]
+    if head < HEADS:
+        grad = GRAD_Q + words[:, None] * (4 * q_row) + head * q_head + half[None, :]
+        row = q_row
+    elif head < HEADS + KV_HEADS:
+        grad = GRAD_K + words[:, None] * (4 * k_row) + (head - HEADS) * k_head + half[None, :]
+        row = k_row
+    else:
+        grad = GRAD_V + words[:, None] * (4 * v_row) + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+        row = v_row
+    a, e, sum_a, sum_b = _head_gradient(
+        grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
+    )
+    b, f, x, y = _head_gradient(
+        grad + row,
+        QKV,
+        Q_WEIGHT,
+        K_WEIGHT,
+        COS,
+        SIN,
+        words * 4 + 1,
+        head,
+        N,
+        P,
+        eps,
+        HEADS,
+        KV_HEADS,
+        C,
+        NORM,
+        ROPE,
+    )
+    sum_a += x
+    sum_b += y
+    c, g, x, y = _head_gradient(
+        grad + 2 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 2, head, N, P, eps,
+        HEADS, KV_HEADS, C, NORM, ROPE,
+    )  # fmt: skip
+    sum_a += x
+    sum_b += y
+    d, h, x, y = _head_gradient(
+        grad + 3 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 3, head, N, P, eps,
+        HEADS, KV_HEADS, C, NORM, ROPE,
+    )  # fmt: skip
+    sum_a += x
+    sum_b += y
     scale = tl.load(SCALE)
-    packed_a = tl.zeros((BLOCK_N // 4, HALF), tl.int32)
-    packed_b = tl.zeros((BLOCK_N // 4, HALF), tl.int32)
-    largest = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
-    total_a = tl.zeros((HALF,), tl.float32)
-    total_b = tl.zeros((HALF,), tl.float32)
-    for j in tl.static_range(4):
-        rows = words * 4 + j
-        if head < HEADS:
-            grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
-        elif head < HEADS + KV_HEADS:
-            grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
-        else:
-            grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
-        first, second, sum_a, sum_b = _head_gradient(
-            grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
-        )
-        total_a += sum_a
-        total_b += sum_b
-        largest = tl.maximum(largest, tl.maximum(magnitude(first), magnitude(second)))
-        mask = (rows < N)[:, None] & (half < HALF)[None, :]
-        place = rows[:, None] * WIDTH + head * C + half[None, :]
-        packed_a |= store_rows(ROWS, first, scale, place, mask, LARGEST) << (8 * j)
-        packed_b |= store_rows(ROWS, second, scale, place + HALF, mask, LARGEST) << (8 * j)
     column = head * C + half
-    store_columns(WORDS, packed_a, words, column, WIDTH, N)
-    store_columns(WORDS, packed_b, words, column + HALF, WIDTH, N)
-    note_amax(AMAX, largest)
+    store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N, LARGEST)
+    store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N, LARGEST)
+    note_amax(AMAX, tl.maximum(largest_of(a, b, c, d), largest_of(e, f, g, h)))
     if NORM:  # noqa: SIM102 (one is decided when compiling)
         if head < HEADS + KV_HEADS:
             sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
-            tl.store(sums, total_a)
-            tl.store(sums + HALF, total_b)
+            tl.store(sums, sum_a)
+            tl.store(sums + HALF, sum_b)
 
 
 @triton.jit
