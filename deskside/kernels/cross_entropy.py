@@ -65,7 +65,7 @@ def token_losses(
 ) -> Tensor:
     """(N,) float32: the loss of each token, 0 where ignored. Not differentiable; for evaluation."""
     weight = weight_VD.to(hidden_ND.dtype)
-    chunk_loss = _elementwise(hidden_ND).chunk_loss
+    chunk_loss = elementwise(hidden_ND).chunk_loss
     parts = [
         chunk_loss(hidden @ weight.T, targets, softcap, z_loss, ignore_index)
         for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True)
@@ -91,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden_ND) if need_hidden else None
         d_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        chunk_loss_and_grad = _elementwise(hidden_ND).chunk_loss_and_grad
+        chunk_loss_and_grad = elementwise(hidden_ND).chunk_loss_and_grad
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             hidden = hidden_ND[part]
@@ -118,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None, None
 
 
-def _elementwise(hidden: Tensor) -> Any:
+def elementwise(hidden: Tensor) -> Any:
     """What computes a chunk's loss and gradient: one kernel on a card, plain torch elsewhere and when compiled."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or torch.compiler.is_compiling():
         return sys.modules[__name__]
@@ -135,6 +135,15 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def chunk_loss_and_fp8_grad(
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(n,) losses of one chunk, and scale times the gradient of their sum in the raw logits (n, V), in E5M2."""
+    losses, grad = chunk_loss_and_grad(logits.float(), targets, softcap, z_loss, ignore_index)
+    limit = torch.finfo(torch.float8_e5m2).max
+    return losses, (grad * scale).clamp(-limit, limit).to(torch.float8_e5m2)
 
 
 def chunk_loss(

@@ -14,12 +14,14 @@ LONGEST_HELD = 65536
 
 @triton.jit
 def loss_and_grad(  # type: ignore[no-untyped-def]
-    LOGITS, TARGETS, LOSSES, V, row_stride, z_loss, softcap,
+    LOGITS, TARGETS, LOSSES, GRADS, V, row_stride, z_loss, softcap, scale,
     BLOCK: tl.constexpr, HELD: tl.constexpr, CAPPED: tl.constexpr, IGNORED: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
-    """LOSSES (n,), float32. With GRAD, LOGITS (n, V) becomes the gradient of their sum. HELD: BLOCK holds the row."""
+    """LOSSES (n,), float32. With GRAD, GRADS (n, V) becomes scale times the gradient of their sum; it may be
+    LOGITS (n, V) itself. HELD: BLOCK holds the row."""
     row = tl.program_id(0).to(tl.int64)
     logits = LOGITS + row * row_stride
+    grads = GRADS + row * row_stride
     target = tl.load(TARGETS + row)
     valid = target != IGNORED
     if HELD:
@@ -37,7 +39,7 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
             grad = exponentials * factor - tl.where((columns == target) & valid, 1.0, 0.0)
             if CAPPED:
                 grad *= 1 - (x / softcap) * (x / softcap)
-            tl.store(logits + columns, grad.to(LOGITS.dtype.element_ty), mask=columns < V)
+            tl.store(grads + columns, (grad * scale).to(GRADS.dtype.element_ty), mask=columns < V)
     else:
         highest = -float("inf")
         total = 0.0
@@ -63,7 +65,7 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
                 grad = tl.exp(x - highest) * factor - tl.where((columns == target) & valid, 1.0, 0.0)
                 if CAPPED:
                     grad *= 1 - (x / softcap) * (x / softcap)
-                tl.store(logits + columns, grad.to(LOGITS.dtype.element_ty), mask=columns < V)
+                tl.store(grads + columns, (grad * scale).to(GRADS.dtype.element_ty), mask=columns < V)
                 start += BLOCK
     tl.store(LOSSES + row, tl.where(valid, lse - picked + z_loss * lse * lse, 0.0))
 
@@ -81,25 +83,41 @@ def chunk_loss_and_grad(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """(n,) float32 losses of a chunk, and its logits (n, V), overwritten by the gradient of the losses' sum."""
-    return _launch(logits, targets, softcap, z_loss, ignore_index, True), logits
+    return _launch(logits, targets, softcap, z_loss, ignore_index, logits, 1.0), logits
+
+
+def chunk_loss_and_fp8_grad(
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(n,) float32 losses of a chunk, and scale times the gradient of their sum, (n, V) in E5M2."""
+    grads = torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
+    return _launch(logits, targets, softcap, z_loss, ignore_index, grads, scale), grads
 
 
 def chunk_loss(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
 ) -> Tensor:
     """(n,) float32 losses of a chunk."""
-    return _launch(logits, targets, softcap, z_loss, ignore_index, False)
+    return _launch(logits, targets, softcap, z_loss, ignore_index, None, 1.0)
 
 
 def _launch(
-    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int, grad: bool
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    ignore_index: int,
+    grads: Tensor | None,
+    scale: float,
 ) -> Tensor:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     held = V <= LONGEST_HELD
     block = triton.next_power_of_2(V) if held else 16384
+    out = logits if grads is None else grads
     loss_and_grad[(n,)](
-        logits, targets, losses, V, logits.stride(0), z_loss, softcap or 1.0,
-        block, held, softcap is not None, ignore_index, grad, num_warps=max(4, min(32, block // 1024)),
+        logits, targets, losses, out, V, logits.stride(0), z_loss, softcap or 1.0, scale,
+        block, held, softcap is not None, ignore_index, grads is not None,
+        num_warps=max(4, min(32, block // 1024)),
     )  # fmt: skip
     return losses

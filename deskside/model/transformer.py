@@ -15,10 +15,11 @@ from deskside.budget.shape import flops_per_token, kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
-from deskside.kernels.cross_entropy import CHUNK_TOKENS, linear_cross_entropy, token_losses
+from deskside.kernels.cross_entropy import CHUNK_TOKENS, token_losses
 from deskside.model.block import Block, Rotation, hidden_norm
 from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear
+from deskside.ops.head import HeadLoss
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import load_balancing_loss
@@ -47,6 +48,7 @@ class Transformer(nn.Module):
         self.head: Linear | None = None
         if not config.tie_word_embeddings:
             self.head = Linear(config.hidden_size, [("lm_head", config.vocab_size)], role="head")
+        self.head_loss = HeadLoss()
         self.rope_cos: Tensor | None
         self.rope_sin: Tensor | None
         self.register_buffer("rope_cos", None, persistent=False)
@@ -133,7 +135,7 @@ class Transformer(nn.Module):
         """Summed cross-entropy, and the load-balancing loss of a model with experts (a mean, not weighted yet by
         `router_aux_loss_coef`; over all tokens of the batch as transformers does without a mask)."""
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
-        loss = linear_cross_entropy(
+        loss = self.head_loss(
             hidden_BTD.flatten(0, 1),
             self.head_weight,
             targets_BT.flatten(),

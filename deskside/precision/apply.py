@@ -21,10 +21,12 @@ from deskside.config.recipes import Operand, Recipe, recipe_named
 from deskside.errors import UsageError
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.halves import AttentionHalf, MLPHalf
+from deskside.ops.head import HeadLoss
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import RMSNorm
 from deskside.precision import halves
 from deskside.precision.halves import AttentionPlan, MLPPlan
+from deskside.precision.head import HeadPlan
 from deskside.precision.nvfp4 import multiple
 from deskside.precision.operands import Draws
 from deskside.precision.plan import LinearPlan, Shared
@@ -44,6 +46,7 @@ class Applied:
         self._linears: list[LinearPlan] = []
         self._plans: list[LinearPlan] = []
         self._norm: AddNormLinear | None = None
+        self._head: tuple[HeadLoss, HeadPlan] | None = None
 
     @property
     def quantized_layers(self) -> int:
@@ -99,6 +102,8 @@ class Applied:
         """Drop converted weights: they were changed in a way that no version tells, or their memory is wanted."""
         for plan in self._plans:
             plan.forget()
+        if self._head is not None:
+            self._head[1].forget()
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resumed run needs: the history of delayed scales. Empty where there are none."""
@@ -117,6 +122,9 @@ class Applied:
             half.execution = plan if self.active and plan is not None else (plain if self.fused else None)
         for linear in self._linears:
             linear.linear.execution = partial(halves.linear, linear) if self.active else None
+        if self._head is not None:
+            loss, plan_of_head = self._head
+            loss.execution = plan_of_head if self.active else None
         if self._norm is not None:
             self._norm.execution = partial(halves.add_norm, halves.rms_norm(self._norm.norm))
 
@@ -129,13 +137,15 @@ def apply(
     native: bool = True,
     cache: bool = True,
     accumulate_inside: bool = False,
+    head: bool = False,
     seed: int = 0,
 ) -> Applied:
     """Switch a model to a recipe, in place; parameters and optimizer state stay what they are.
 
     fused: also BF16 through the hand-written halves, where they cover the architecture. native: FP8 products on tensor
     cores, else emulated with the same numbers. cache: convert weights once per optimiser step. accumulate_inside: add
-    weight gradients to `grad` inside of BF16 products. seed: of stochastic rounding and random transforms.
+    weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too. seed: of stochastic rounding
+    and random transforms.
     Raises UsageError for a recipe that does not exist, or a layer whose size its formats cannot take.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
@@ -147,6 +157,9 @@ def apply(
     shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
     applied = Applied(model, recipe, shared, fused)
     _plan(applied)
+    if head:
+        losses = [module for module in model.modules() if isinstance(module, HeadLoss)]
+        applied._head = (losses[0], HeadPlan(shared)) if losses else None
     device = next(model.parameters()).device
     shared.scales.build(device)
     applied._set()
@@ -158,7 +171,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Embedding):
             module.output_dtype = None
-        elif isinstance(module, AttentionHalf | MLPHalf | Linear | AddNormLinear):
+        elif isinstance(module, AttentionHalf | MLPHalf | Linear | AddNormLinear | HeadLoss):
             module.execution = None
 
 

@@ -188,6 +188,7 @@ def prepare_execution(
         native=native,
         cache=config.precision.weight_cache and not world.sharded,
         accumulate_inside=config.precision.accumulate == "fused",
+        head=config.precision.head == "fp8",
         seed=config.seed,
     )
     what = config.compute.activation_checkpointing

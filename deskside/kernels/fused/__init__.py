@@ -22,6 +22,7 @@ __all__ = [
     "gated_backward",
     "qk_norm_rope",
     "qk_norm_rope_backward",
+    "turn",
 ]
 
 Angles = tuple[Tensor, Tensor] | None
@@ -38,6 +39,12 @@ def _backend(x: Tensor) -> ModuleType:
 def cast_fp8(x_NK: Tensor, cast: Cast) -> Fp8:
     """A tensor that exists already, cast to FP8."""
     out: Fp8 = _backend(x_NK).cast_fp8(x_NK, cast)
+    return out
+
+
+def turn(rows_NK: Tensor) -> Tensor:
+    """The transpose (K, N), contiguous, of an FP8 matrix whose N is a multiple of 4."""
+    out: Tensor = _backend(rows_NK).turn(rows_NK)
     return out
 
 

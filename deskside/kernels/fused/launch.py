@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 
 from deskside.errors import UsageError
-from deskside.kernels.fused import triton_gated, triton_norm, triton_rope
+from deskside.kernels.fused import triton_gated, triton_norm, triton_rope, triton_turn
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
-FP8_ROWS = 128  # rows of a tile that is also written transposed: so many bytes of a column are contiguous
+FP8_ROWS = 64  # rows of a tile that is also written transposed: so many bytes of a column are contiguous
 PROGRAMS_PER_SM = 16  # of kernels that keep sums in registers; enough of them to hide the latency of loads
 
 
@@ -37,9 +37,9 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     """(N, K) -> rows and columns."""
     N, K = x.shape
     out = _fp8((N, K), cast, x.device)
-    grid = (triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 64))
+    grid = (triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 128))
     triton_norm.cast_fp8[grid](
-        x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 64, cast.largest, num_warps=4
+        x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, cast.largest, num_warps=4
     )
     return out
 
@@ -63,7 +63,7 @@ def add_norm(
     fp8 = _fp8((N, D), cast, residual.device)
     triton_norm.add_norm_fp8[(triton.cdiv(N, FP8_ROWS),)](
         residual, delta, weight, out, fp8.rows, _words(fp8), rstd, cast.scale, cast.amax, N, eps,
-        D, FP8_ROWS, 64, delta is not None, cast.largest, num_warps=4,
+        D, FP8_ROWS, 128, delta is not None, cast.largest, num_warps=8,
     )  # fmt: skip
     return out, fp8, rstd
 
@@ -75,13 +75,13 @@ def add_norm_backward(
     N, D = residual_out.shape
     grad = torch.empty_like(residual_out)
     block = triton.next_power_of_2(D)
-    rows = max(1, 4096 // block)
+    rows = max(1, 2048 // block)
     programs = min(PROGRAMS_PER_SM * multiprocessors(residual_out.device), triton.cdiv(N, rows))
     each = triton.cdiv(N, programs)
     sums = torch.empty(programs, D, dtype=torch.float32, device=grad.device)
     triton_norm.add_norm_backward[(programs,)](
         grad_normed, residual_out, rstd, weight, grad_residual, grad, sums, N, each,
-        D, rows, block, grad_residual is not None, num_warps=_warps(rows * block),
+        D, rows, block, grad_residual is not None, num_warps=max(1, rows * block // 1024),
     )  # fmt: skip
     return grad, sums.sum(0)
 
@@ -125,12 +125,13 @@ def qk_norm_rope_backward(
     inputs = (*grads, qkv, q_weight, k_weight, cos, sin)
     strides = [stride for g in grads for stride in g.stride()[:2]]
     numbers = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
-    constants = (heads, layout.kv_heads, C, rows, q_weight is not None, angles is not None)
-    grid = (width // C, programs)
+    each = next(n for n in (3, 2, 1) if width // C % n == 0)
+    constants = (heads, layout.kv_heads, C, rows, each, q_weight is not None, angles is not None)
+    grid = (width // C // each, programs)
     out: Tensor | Fp8
     if cast is None:
         out = torch.empty_like(qkv)
-        triton_rope.qk_norm_rope_backward[grid](*inputs, out, *numbers, *constants, num_warps=4)
+        triton_rope.qk_norm_rope_backward[grid](*inputs, out, *numbers, *constants, num_warps=2)
     else:
         out = _fp8((N, width), cast, qkv.device)
         triton_rope.qk_norm_rope_backward_fp8[grid](
@@ -153,7 +154,7 @@ def qk_norm_rope_backward(
 def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """(N, 2F) or (N, F) -> (N, F)."""
     N, F = len(x), x.shape[1] // (2 if two else 1)
-    rows, columns = _gated_tile(cast)
+    rows, columns = (1, 2048) if cast is None else (FP8_ROWS, 128)
     grid = (triton.cdiv(N, rows), triton.cdiv(F, columns))
     if cast is None:
         out = torch.empty(N, F, dtype=x.dtype, device=x.device)
@@ -162,7 +163,7 @@ def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     fp8 = _fp8((N, F), cast, x.device)
     triton_gated.gated_fp8[grid](
         x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns, cast.largest,
-        num_warps=4,
+        num_warps=8,
     )  # fmt: skip
     return fp8
 
@@ -170,7 +171,7 @@ def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
 def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """grad (N, F), x as in `gated` -> the gradient of x."""
     N, F = grad.shape
-    rows, columns = _gated_tile(cast)
+    rows, columns = (1, 2048) if cast is None else (FP8_ROWS, 64)
     grid = (triton.cdiv(N, rows), triton.cdiv(F, columns))
     if cast is None:
         out = torch.empty_like(x)
@@ -184,8 +185,13 @@ def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | N
     return fp8
 
 
-def _gated_tile(cast: Cast | None) -> tuple[int, int]:
-    return (8, 512) if cast is None else (FP8_ROWS, 64)
+def turn(rows: Tensor) -> Tensor:
+    """The transpose of an FP8 matrix (N, K), contiguous."""
+    N, K = rows.shape
+    out = torch.empty(K, N, dtype=rows.dtype, device=rows.device)
+    grid = (triton.cdiv(N, 128), triton.cdiv(K, 128))
+    triton_turn.turn[grid](rows.view(torch.uint8), out.view(torch.int32), N, K, 128, 128, num_warps=8)
+    return out
 
 
 def _words(fp8: Fp8) -> Tensor:

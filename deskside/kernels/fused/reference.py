@@ -33,6 +33,11 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     return Fp8(rows, rows.T.contiguous())
 
 
+def turn(rows: Tensor) -> Tensor:
+    """See `deskside.kernels.fused.turn`."""
+    return rows.T.contiguous()
+
+
 def _finish(values: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor | Fp8:
     return values.to(dtype) if cast is None else cast_fp8(values, cast)
 

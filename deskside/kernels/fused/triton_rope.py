@@ -54,107 +54,112 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
 def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, OUT, GRAD_WEIGHTS, N, P, eps,
     q_row, q_head, k_row, k_head, v_row, v_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """One head of some tokens per program: its latency is hidden by the other programs, not by a loop.
+    """EACH heads of some tokens per program, one after the other, so that their angles are found in cache.
 
     GRAD_Q etc. with the strides of a row and of a head. OUT: (N, (HEADS + 2 KV_HEADS) C).
     GRAD_WEIGHTS: (programs of tokens, HEADS + KV_HEADS, C), each program's share of its norm's weight gradient.
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
-    head = tl.program_id(0)
     rows = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     half = tl.arange(0, HALF)
-    if head < HEADS:
-        grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
-    elif head < HEADS + KV_HEADS:
-        grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
-    else:
-        grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
-    first, second, sum_a, sum_b = _head_gradient(
-        grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
-    )
-    if NORM:  # noqa: SIM102 (one is decided when compiling)
-        if head < HEADS + KV_HEADS:
-            sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
-            tl.store(sums, sum_a)
-            tl.store(sums + HALF, sum_b)
     mask = (rows < N)[:, None] & (half < HALF)[None, :]
-    out = OUT + rows[:, None] * WIDTH + head * C + half[None, :]
-    tl.store(out, first.to(OUT.dtype.element_ty), mask=mask)
-    tl.store(out + HALF, second.to(OUT.dtype.element_ty), mask=mask)
+    for index in range(EACH):
+        head = tl.program_id(0) * EACH + index
+        if head < HEADS:
+            grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
+        elif head < HEADS + KV_HEADS:
+            grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
+        else:
+            grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+        first, second, sum_a, sum_b = _head_gradient(
+            grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
+        )
+        if NORM:  # noqa: SIM102 (one is decided when compiling)
+            if head < HEADS + KV_HEADS:
+                sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
+                tl.store(sums, sum_a)
+                tl.store(sums + HALF, sum_b)
+        out = OUT + rows[:, None] * WIDTH + head * C + half[None, :]
+        tl.store(out, first.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(out + HALF, second.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, ROWS, WORDS, SCALE, AMAX, GRAD_WEIGHTS, N, P, eps,
     q_row, q_head, k_row, k_head, v_row, v_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """The same into ROWS and its transpose."""
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
-    head = tl.program_id(0)
     words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     half = tl.arange(0, HALF)
     mask = (words < N // 4)[:, None] & (half < HALF)[None, :]
-    if head < HEADS:
-        grad = GRAD_Q + words[:, None] * (4 * q_row) + head * q_head + half[None, :]
-        row = q_row
-    elif head < HEADS + KV_HEADS:
-        grad = GRAD_K + words[:, None] * (4 * k_row) + (head - HEADS) * k_head + half[None, :]
-        row = k_row
-    else:
-        grad = GRAD_V + words[:, None] * (4 * v_row) + (head - HEADS - KV_HEADS) * v_head + half[None, :]
-        row = v_row
-    a, e, sum_a, sum_b = _head_gradient(
-        grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
-    )
-    b, f, x, y = _head_gradient(
-        grad + row,
-        QKV,
-        Q_WEIGHT,
-        K_WEIGHT,
-        COS,
-        SIN,
-        words * 4 + 1,
-        head,
-        N,
-        P,
-        eps,
-        HEADS,
-        KV_HEADS,
-        C,
-        NORM,
-        ROPE,
-    )
-    sum_a += x
-    sum_b += y
-    c, g, x, y = _head_gradient(
-        grad + 2 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 2, head, N, P, eps,
-        HEADS, KV_HEADS, C, NORM, ROPE,
-    )  # fmt: skip
-    sum_a += x
-    sum_b += y
-    d, h, x, y = _head_gradient(
-        grad + 3 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 3, head, N, P, eps,
-        HEADS, KV_HEADS, C, NORM, ROPE,
-    )  # fmt: skip
-    sum_a += x
-    sum_b += y
     scale = tl.load(SCALE)
-    column = head * C + half
-    store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N, LARGEST)
-    store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N, LARGEST)
-    note_amax(AMAX, tl.maximum(largest_of(a, b, c, d), largest_of(e, f, g, h)))
-    if NORM:  # noqa: SIM102 (one is decided when compiling)
-        if head < HEADS + KV_HEADS:
-            sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
-            tl.store(sums, sum_a)
-            tl.store(sums + HALF, sum_b)
+    largest = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
+    for index in range(EACH):
+        head = tl.program_id(0) * EACH + index
+        if head < HEADS:
+            grad = GRAD_Q + words[:, None] * (4 * q_row) + head * q_head + half[None, :]
+            row = q_row
+        elif head < HEADS + KV_HEADS:
+            grad = GRAD_K + words[:, None] * (4 * k_row) + (head - HEADS) * k_head + half[None, :]
+            row = k_row
+        else:
+            grad = GRAD_V + words[:, None] * (4 * v_row) + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+            row = v_row
+        a, e, sum_a, sum_b = _head_gradient(
+            grad,
+            QKV,
+            Q_WEIGHT,
+            K_WEIGHT,
+            COS,
+            SIN,
+            words * 4,
+            head,
+            N,
+            P,
+            eps,
+            HEADS,
+            KV_HEADS,
+            C,
+            NORM,
+            ROPE,
+        )
+        b, f, x, y = _head_gradient(
+            grad + row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 1, head, N, P, eps,
+            HEADS, KV_HEADS, C, NORM, ROPE,
+        )  # fmt: skip
+        sum_a += x
+        sum_b += y
+        c, g, x, y = _head_gradient(
+            grad + 2 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 2, head, N, P, eps,
+            HEADS, KV_HEADS, C, NORM, ROPE,
+        )  # fmt: skip
+        sum_a += x
+        sum_b += y
+        d, h, x, y = _head_gradient(
+            grad + 3 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 3, head, N, P, eps,
+            HEADS, KV_HEADS, C, NORM, ROPE,
+        )  # fmt: skip
+        sum_a += x
+        sum_b += y
+        column = head * C + half
+        store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N, LARGEST)
+        store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N, LARGEST)
+        largest = tl.maximum(largest, tl.maximum(largest_of(a, b, c, d), largest_of(e, f, g, h)))
+        if NORM:  # noqa: SIM102 (one is decided when compiling)
+            if head < HEADS + KV_HEADS:
+                sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
+                tl.store(sums, sum_a)
+                tl.store(sums + HALF, sum_b)
+    note_amax(AMAX, largest)
 
 
 @triton.jit

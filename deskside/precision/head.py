@@ -1,0 +1,122 @@
+"""The output head in FP8: logits from E4M3, the gradient of the logits in E5M2, all three products on tensor cores.
+
+Hidden states and weight have one scale each, from their own largest value. The gradient of a logit lies between -1 and
+1 whatever the data, so its scale is a constant; softmax of a vocabulary of 32,768 entries is 3e-5 on average, and E5M2
+holds 1e-9 under this scale. The cross-entropy kernel writes it in FP8 at once; a second one turns it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.config.recipes import Operand
+from deskside.kernels import fused
+from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
+from deskside.precision.operands import Prepared, cast_with_own_scale
+from deskside.precision.plan import Quantizer, Shared
+from deskside.precision.products import product
+
+GRADIENT_SCALE = 2.0**14
+IGNORED = -100
+
+
+class HeadPlan:
+    """The head's weight in FP8, converted once per optimiser step."""
+
+    def __init__(self, shared: Shared):
+        self.shared = shared
+        operand = Operand("e4m3", "tensor")
+        self._quantizer = Quantizer(operand, operand, shared, (-1, -2))
+        self._cached: tuple[object, Prepared, Prepared] | None = None
+        self._inverse: Tensor | None = None
+
+    def weight(self, weight_VD: Tensor) -> tuple[Prepared, Prepared]:
+        """The operand of the logits, and that of the hidden states' gradient."""
+        weight = weight_VD.detach()
+        key = (weight._version, weight.data_ptr())
+        if self._cached is not None and self._cached[0] == key:
+            self.shared.hits += 1
+            return self._cached[1], self._cached[2]
+        self.shared.misses += 1
+        rows, kept = self._quantizer.split(weight)
+        pair = rows, self._quantizer.columns_of(kept)
+        if self.shared.cache:
+            self._cached = (key, *pair)
+        return pair
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """What gradients in FP8 are multiplied with, one float32 number on the device."""
+        if self._inverse is None or self._inverse.device != device:
+            self._inverse = torch.tensor(1 / GRADIENT_SCALE, device=device)
+        return self._inverse
+
+    def forget(self) -> None:
+        """Drop the converted weight."""
+        self._cached = None
+
+    def __call__(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        *,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        chunk_tokens: int,
+    ) -> Tensor:
+        """As `linear_cross_entropy`. Without gradients it is that, in hidden's dtype."""
+        if not torch.is_grad_enabled():
+            return linear_cross_entropy(
+                hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens
+            )
+        loss = _Loss.apply(self, hidden_ND, weight_VD, targets_N, softcap, z_loss, chunk_tokens)
+        assert isinstance(loss, Tensor)
+        return loss
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: HeadPlan,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        softcap: float | None,
+        z_loss: float,
+        chunk_tokens: int,
+    ) -> Tensor:
+        native, device = plan.shared.native, hidden_ND.device
+        weight_rows, weight_columns = plan.weight(weight_VD)
+        hidden, inverse = cast_with_own_scale(hidden_ND.contiguous(), torch.float8_e4m3fn)
+        d_hidden = torch.empty_like(hidden_ND)
+        d_weight: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        kernel = elementwise(hidden_ND).chunk_loss_and_fp8_grad
+        for start in range(0, len(hidden_ND), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = product(
+                "output", Prepared(hidden.rows[part], inverse), weight_rows, hidden_ND.dtype, native
+            )
+            losses, rows = kernel(logits, targets_N[part], softcap, z_loss, IGNORED, GRADIENT_SCALE)
+            total += losses.sum()
+            del logits
+            grad_scale = plan.inverse(device)
+            d_hidden[part] = product(
+                "input_gradient", Prepared(rows, grad_scale), weight_columns, hidden_ND.dtype, native
+            )
+            columns = Prepared(fused.turn(rows), grad_scale, transposed=True)
+            inputs = Prepared(hidden.columns[:, part], inverse, transposed=True)
+            share = product("weight_gradient", columns, inputs, torch.float32, native)
+            d_weight = share if d_weight is None else d_weight.add_(share)
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        d_hidden = (d_hidden * grad).to(d_hidden.dtype)
+        return None, d_hidden, (d_weight * grad).to(ctx.weight_dtype), None, None, None, None
