@@ -101,6 +101,9 @@ BACKEND_RECIPES = {
 }
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class PrecisionConfig(Part):
     """The number formats of the matrix products (`config/recipes.py`). Weights stay in float32."""
 
@@ -112,6 +115,10 @@ class PrecisionConfig(Part):
     )
     keep_last: Share | None = Field(
         None, description="share of the blocks, from the back, that stays in BF16; None: the recipe's"
+    )
+    keep: tuple[Projection, ...] = Field(
+        (),
+        description="projections that stay in BF16 in every block, such as o_proj, where a cast costs what it saves",
     )
     head: Literal["bf16", "fp8"] = Field("bf16", description="format of the output head's three products")
     warmup_steps: NonNegativeInt = Field(0, description="steps in BF16 before the recipe begins")

@@ -1,7 +1,9 @@
-"""The element-wise part of the chunked cross-entropy on a card: loss, and the gradient of the logits in their place.
+"""The element-wise part of the chunked cross-entropy on a card: loss, and the gradient of the logits.
 
-One program takes one row of logits. A row of up to 65,536 entries is held in registers: it is read once and its
-gradient written once, the fewest bytes there can be. A longer row is read twice, in pieces, with a running maximum.
+One program takes one row of logits and reads it twice: for the largest and the sum of exponentials, and for the
+gradient, which finds it in the cache. Instructions are the limit here, not bytes, so there are few per entry. Exponents
+are to the base of 2, everything that multiplies a probability stands in its exponent, and the target's entry is mended
+afterwards instead of being looked for.
 """
 
 import torch
@@ -9,74 +11,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LONGEST_HELD = 65536
+BLOCK = 4096
 
 
 @triton.jit
-def loss_and_grad(  # type: ignore[no-untyped-def]
-    LOGITS, TARGETS, LOSSES, GRADS, V, row_stride, z_loss, softcap, scale,
-    BLOCK: tl.constexpr, HELD: tl.constexpr, CAPPED: tl.constexpr, IGNORED: tl.constexpr, GRAD: tl.constexpr,
-):  # fmt: skip
-    """LOSSES (n,), float32. With GRAD, GRADS (n, V) becomes scale times the gradient of their sum; it may be
-    LOGITS (n, V) itself. HELD: BLOCK holds the row."""
-    row = tl.program_id(0).to(tl.int64)
-    logits = LOGITS + row * row_stride
-    grads = GRADS + row * row_stride
-    target = tl.load(TARGETS + row)
-    valid = target != IGNORED
-    if HELD:
-        columns = tl.arange(0, BLOCK)
-        raw = tl.load(logits + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
-        x = _cap(raw, softcap, CAPPED)
-        x = tl.where(columns < V, x, -float("inf"))
-        highest = tl.max(x, axis=0)
-        exponentials = tl.exp(x - highest)
-        total = tl.sum(exponentials, axis=0)
-        lse = highest + tl.log(total)
-        picked = tl.sum(tl.where(columns == target, x, 0.0), axis=0)
-        if GRAD:
-            factor = tl.where(valid, (1 + 2 * z_loss * lse) / total, 0.0)
-            grad = exponentials * factor - tl.where((columns == target) & valid, 1.0, 0.0)
-            if CAPPED:
-                grad *= 1 - (x / softcap) * (x / softcap)
-            tl.store(grads + columns, (grad * scale).to(GRADS.dtype.element_ty), mask=columns < V)
-    else:
-        highest = -float("inf")
-        total = 0.0
-        picked = 0.0
-        start = 0
-        while start < V:
-            columns = start + tl.arange(0, BLOCK)
-            raw = tl.load(logits + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
-            x = tl.where(columns < V, _cap(raw, softcap, CAPPED), -float("inf"))
-            higher = tl.maximum(highest, tl.max(x, axis=0))
-            total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
-            picked += tl.sum(tl.where(columns == target, x, 0.0), axis=0)
-            highest = higher
-            start += BLOCK
-        lse = highest + tl.log(total)
-        if GRAD:
-            factor = tl.where(valid, (1 + 2 * z_loss * lse) / total, 0.0)
-            start = 0
-            while start < V:
-                columns = start + tl.arange(0, BLOCK)
-                raw = tl.load(logits + columns, mask=columns < V, other=0.0).to(tl.float32)
-                x = _cap(raw, softcap, CAPPED)
-                grad = tl.exp(x - highest) * factor - tl.where((columns == target) & valid, 1.0, 0.0)
-                if CAPPED:
-                    grad *= 1 - (x / softcap) * (x / softcap)
-                tl.store(grads + columns, (grad * scale).to(GRADS.dtype.element_ty), mask=columns < V)
-                start += BLOCK
-    tl.store(LOSSES + row, tl.where(valid, lse - picked + z_loss * lse * lse, 0.0))
-
-
-@triton.jit
-def _cap(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """softcap * tanh(x / softcap). One return: Triton compiles what stands after a return too."""
     capped = x
     if CAPPED:
         capped = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
     return capped
+
+
+@triton.jit
+def loss_and_grad(  # type: ignore[no-untyped-def]
+    LOGITS, TARGETS, LOSSES, GRADS, V, row_stride, z_loss, softcap, scale,
+    BLOCK_V: tl.constexpr, WHOLE: tl.constexpr, CAPPED: tl.constexpr, IGNORED: tl.constexpr, GRAD: tl.constexpr,
+):  # fmt: skip
+    """LOSSES (n,), float32. With GRAD, GRADS (n, V) becomes scale times the gradient of their sum; it may be LOGITS
+    (n, V) itself. WHOLE: BLOCK_V divides V, so nothing is masked."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    logits = LOGITS + row * row_stride
+    target = tl.load(TARGETS + row)
+    valid = target != IGNORED
+    at = tl.where(valid, target, 0)
+    picked = _capped(tl.load(logits + at).to(tl.float32), softcap, CAPPED)
+    highest = -float("inf")
+    total = 0.0
+    start = 0
+    while start < V:
+        columns = start + tl.arange(0, BLOCK_V)
+        if WHOLE:
+            raw = tl.load(logits + columns)
+        else:
+            raw = tl.load(logits + columns, mask=columns < V, other=-float("inf"))
+        x = _capped(raw.to(tl.float32), softcap, CAPPED)
+        if CAPPED and not WHOLE:
+            x = tl.where(columns < V, x, -float("inf"))
+        higher = tl.maximum(highest, tl.max(x, axis=0))
+        shifted = x * LOG2E - higher * LOG2E
+        total = total * tl.exp2((highest - higher) * LOG2E) + tl.sum(tl.exp2(shifted), axis=0)
+        highest = higher
+        start += BLOCK_V
+    lse = highest + tl.log(total)
+    tl.store(LOSSES + row, tl.where(valid, lse - picked + z_loss * lse * lse, 0.0))
+    if GRAD:
+        grads = GRADS + row * row_stride
+        factor = scale * (1 + 2 * z_loss * lse)
+        # factor * exp(x - lse) as one power of two; an ignored row's gradient is 2^-inf = 0.
+        offset = tl.where(valid, tl.log2(factor) - lse * LOG2E, -float("inf"))
+        start = 0
+        while start < V:
+            columns = start + tl.arange(0, BLOCK_V)
+            if WHOLE:
+                raw = tl.load(logits + columns)
+            else:
+                raw = tl.load(logits + columns, mask=columns < V, other=0.0)
+            x = _capped(raw.to(tl.float32), softcap, CAPPED)
+            grad = tl.exp2(x * LOG2E + offset)
+            if CAPPED:
+                grad *= 1 - (x / softcap) * (x / softcap)
+            if WHOLE:
+                tl.store(grads + columns, grad.to(GRADS.dtype.element_ty))
+            else:
+                tl.store(grads + columns, grad.to(GRADS.dtype.element_ty), mask=columns < V)
+            start += BLOCK_V
+        mended = tl.exp2(picked * LOG2E + offset) - scale
+        if CAPPED:
+            mended *= 1 - (picked / softcap) * (picked / softcap)
+        tl.debug_barrier()  # the target's entry has been written by some thread of this program
+        tl.store(grads + at, mended.to(GRADS.dtype.element_ty), mask=valid)
 
 
 def chunk_loss_and_grad(
@@ -112,12 +117,10 @@ def _launch(
 ) -> Tensor:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    held = V <= LONGEST_HELD
-    block = triton.next_power_of_2(V) if held else 16384
-    out = logits if grads is None else grads
+    block = min(BLOCK, triton.next_power_of_2(V))
     loss_and_grad[(n,)](
-        logits, targets, losses, out, V, logits.stride(0), z_loss, softcap or 1.0, scale,
-        block, held, softcap is not None, ignore_index, grads is not None,
-        num_warps=max(4, min(32, block // 1024)),
+        logits, targets, losses, logits if grads is None else grads, V, logits.stride(0), z_loss, softcap or 1.0,
+        scale, block, V % block == 0, softcap is not None, ignore_index, grads is not None,
+        num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return losses

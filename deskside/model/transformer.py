@@ -96,9 +96,12 @@ class Transformer(nn.Module):
         """
         B, T = tokens_BT.shape
         self._check_length(T)
-        residual_BTD, delta_BTD = self._embed(tokens_BT, positions_BT)
+        x_BTD = self._embed(tokens_BT, positions_BT)
         rotation = self._rotation(T, positions_BT)
-        contexts = self._contexts(context or AttentionContext(), B, T, residual_BTD)
+        contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
+        # A hand-written half takes the embedding as it is, and saves four passes over it.
+        whole = isinstance(self.layers[0], Block) and self.layers[0].attn.execution is not None
+        residual_BTD, delta_BTD = self._halved(x_BTD) if not whole else (x_BTD, None)
         statistics: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
@@ -106,6 +109,7 @@ class Transformer(nn.Module):
                 residual_BTD, delta_BTD, rotation, contexts[layer.attn.window]
             )
             statistics.extend(router)
+        assert delta_BTD is not None
         return self.final.add_norm(residual_BTD, delta_BTD)[1], statistics
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
@@ -188,7 +192,7 @@ class Transformer(nn.Module):
         T = tokens_BT.shape[1]
         self._check_length(cache.bound + T)
         positions_BT = cache.reserve(T)
-        residual_BTD, delta_BTD = self._embed(tokens_BT, positions_BT)
+        residual_BTD, delta_BTD = self._halved(self._embed(tokens_BT, positions_BT))
         rotation = self._rotation(T, positions_BT)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
@@ -231,17 +235,22 @@ class Transformer(nn.Module):
 
     # Parts of the forward
 
-    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The stream's first (residual, delta).
-
-        Both are half of the embedding. Halves are exact in floating point, and so all blocks receive two tensors that
-        need gradients: a delta of None or zeros would make torch.compile build the first block a second time.
-        """
+    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
+        """Token embeddings, plus learned positions where the model has them. (B, T, D)."""
         x_BTD = self.embed(tokens_BT)
         if self.position is not None:
             if positions_BT is None:
                 positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
             x_BTD = x_BTD + self.position(positions_BT)
+        return x_BTD
+
+    @staticmethod
+    def _halved(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream's first (residual, delta).
+
+        Both are half of the embedding. Halves are exact in floating point, and so all blocks receive two tensors that
+        need gradients: a delta of None or zeros would make torch.compile build the first block a second time.
+        """
         return x_BTD * 0.5, x_BTD * 0.5
 
     def _rotation(self, tokens: int, positions_BT: Tensor | None) -> Rotation | None:

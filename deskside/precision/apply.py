@@ -10,7 +10,7 @@ for evaluation, BF16 warm-up steps and a late switch to BF16, and on again.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -56,14 +56,16 @@ class Applied:
     def begin_step(self, step: int) -> None:
         """Step number `step` begins: its random numbers are a function of it."""
         self.shared.draws.begin(step)
+        self.shared.round += 1
 
     def trouble(self) -> Tensor:
         """A float32 scalar: 0, or NaN where saturation has hidden a value that was not finite."""
         return self.shared.scales.trouble()
 
     def end_step(self, keep: bool = True) -> None:
-        """The step is over. keep=False forgets what it has seen (a dry step)."""
+        """The step is over, and weights have changed. keep=False forgets what it has seen (a dry step)."""
         self.shared.scales.end_step(keep and self.active)
+        self.shared.round += 1
 
     def use(self, active: bool) -> None:
         """Compute in the recipe's formats, or in BF16."""
@@ -138,14 +140,15 @@ def apply(
     cache: bool = True,
     accumulate_inside: bool = False,
     head: bool = False,
+    keep: Collection[str] = (),
     seed: int = 0,
 ) -> Applied:
     """Switch a model to a recipe, in place; parameters and optimizer state stay what they are.
 
     fused: also BF16 through the hand-written halves, where they cover the architecture. native: FP8 products on tensor
     cores, else emulated with the same numbers. cache: convert weights once per optimiser step. accumulate_inside: add
-    weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too. seed: of stochastic rounding
-    and random transforms.
+    weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too. keep: names
+    of projections that stay in BF16. seed: of stochastic rounding and random transforms.
     Raises UsageError for a recipe that does not exist, or a layer whose size its formats cannot take.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
@@ -156,7 +159,7 @@ def apply(
             module.output_dtype = stream
     shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
     applied = Applied(model, recipe, shared, fused)
-    _plan(applied)
+    _plan(applied, keep)
     if head:
         losses = [module for module in model.modules() if isinstance(module, HeadLoss)]
         applied._head = (losses[0], HeadPlan(shared)) if losses else None
@@ -191,7 +194,7 @@ def not_covered(half: Half) -> str | None:
     return None
 
 
-def _plan(applied: Applied) -> None:
+def _plan(applied: Applied, keep: Collection[str]) -> None:
     recipe = applied.recipe
     plain = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
     modules = list(applied.model.modules())
@@ -207,18 +210,25 @@ def _plan(applied: Applied) -> None:
             covered.update(id(linear) for linear in two)
             kept = layer < first or layer >= layers - last or not recipe.quantized
             plans = [_linear(applied, linear, plain) for linear in two]
-            other = None if kept else [_linear(applied, linear, recipe) for linear in two]
+            other = None
+            if not kept:
+                other = [_linear(applied, one, plain if _named(one, keep) else recipe) for one in two]
             build = AttentionPlan if isinstance(module, AttentionHalf) else MLPPlan
             applied._halves.append(
                 (module, build(module, *other) if other else None, build(module, *plans))  # type: ignore[arg-type]
             )
         elif isinstance(module, Linear) and recipe.quantized and id(module) not in covered:
             kept = layers > 0 and (layer < first or layer >= layers - last)
-            if module.role == "matrix" and not kept and module.slices[0].name != "router":
+            if module.role == "matrix" and not kept and not _named(module, {*keep, "router"}):
                 applied._linears.append(_linear(applied, module, recipe))
     finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
     if applied.fused and applied._halves and _simple(finals[-1]):
         applied._norm = finals[-1]
+
+
+def _named(linear: Linear, names: Collection[str]) -> bool:
+    """Whether one of the projections that share this weight is among `names`."""
+    return any(s.name in names for s in linear.slices)
 
 
 def _simple(operator: AddNormLinear) -> bool:

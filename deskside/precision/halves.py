@@ -81,7 +81,11 @@ class AttentionPlan:
         return QkvLayout(half.heads, half.kv_heads, half.head_dim, eps)
 
     def __call__(
-        self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
+        self,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor | None,
+        rotation: Rotation | None,
+        context: AttentionContext,
     ) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta). `context` is prepared; rotation: (B or 1, T, 1, C / 2) each."""
         half = self.half
@@ -91,14 +95,14 @@ class AttentionPlan:
             residual_BTD.shape[0],
             None if rotation is None else tuple(t.flatten(0, 2) for t in rotation),
             _flat(residual_BTD),
-            _flat(delta_BTD),
+            None if delta_BTD is None else _flat(delta_BTD),
             rms_norm(half.input.norm).weight,
             self.first.linear.weight,
             None if half.q_norm is None else half.q_norm.weight,
             None if half.k_norm is None else half.k_norm.weight,
             self.second.linear.weight,
         )
-        return residual.view_as(residual_BTD), delta.view_as(delta_BTD)
+        return residual.view_as(residual_BTD), delta.view_as(residual_BTD)
 
 
 @dataclass
@@ -197,7 +201,7 @@ class _Attention(torch.autograd.Function):
         batch: int,
         angles: tuple[Tensor, Tensor] | None,
         residual: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         norm_weight: Tensor,
         first_weight: Tensor,
         q_weight: Tensor | None,
@@ -236,7 +240,7 @@ class _Attention(torch.autograd.Function):
         )
         return (
             *(None,) * 4,
-            *(grad, grad, grad_norm, grad_first),
+            *(grad, grad if ctx.needs_input_grad[5] else None, grad_norm, grad_first),
             *(grad_q_weight, grad_k_weight, grad_second),
         )
 

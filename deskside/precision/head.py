@@ -34,7 +34,7 @@ class HeadPlan:
     def weight(self, weight_VD: Tensor) -> tuple[Prepared, Prepared]:
         """The operand of the logits, and that of the hidden states' gradient."""
         weight = weight_VD.detach()
-        key = (weight._version, weight.data_ptr())
+        key = (self.shared.round, weight._version, weight.data_ptr())
         if self._cached is not None and self._cached[0] == key:
             self.shared.hits += 1
             return self._cached[1], self._cached[2]

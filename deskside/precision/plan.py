@@ -5,7 +5,7 @@
     g  gradient   rows for the input gradient  columns for the weight gradient
 
 "rows" is the form whose product sums along the tensor's last dimension, "columns" the one that sums over its first.
-A weight is converted once per optimiser step and kept (its version tells when it has changed), unless caching is off.
+A weight is converted once per optimiser step and kept, unless caching is off.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,11 @@ from deskside.precision.scales import DelayedScales
 
 @dataclass
 class Shared:
-    """What all layers of a model share. `cache`: keep converted weights; hits and misses are counted."""
+    """What all layers of a model share. `cache`: keep converted weights; hits and misses are counted.
+
+    round: raised where weights may have changed. Their version alone does not tell: torch's fused AdamW, and kernels
+    of our own, write into weights without raising it.
+    """
 
     draws: Draws
     scales: DelayedScales
@@ -33,6 +37,7 @@ class Shared:
     accumulate_inside: bool = False
     hits: int = 0
     misses: int = 0
+    round: int = 0
 
 
 class Quantizer:
@@ -88,7 +93,6 @@ class LinearPlan:
         self.g = Quantizer(
             recipe.input_gradient.left, recipe.weight_gradient.left, shared, (input_gradient, weight_gradient)
         )
-        self._fresh = any(o.fresh_signs for o in (recipe.output.right, recipe.input_gradient.right))
         self.plain = recipe.output.right.format in PLAIN
         self._cached: tuple[object, Prepared, Prepared] | None = None
 
@@ -115,7 +119,7 @@ class LinearPlan:
 
     def _weight(self, dtype: torch.dtype) -> tuple[Prepared, Prepared]:
         weight = self.linear.weight.detach()
-        key = (weight._version, weight.data_ptr(), self.shared.draws.step if self._fresh else 0, dtype)
+        key = (self.shared.round, weight._version, weight.data_ptr(), dtype)
         if self._cached is not None and self._cached[0] == key:
             self.shared.hits += 1
             return self._cached[1], self._cached[2]

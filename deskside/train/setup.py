@@ -189,6 +189,7 @@ def prepare_execution(
         cache=config.precision.weight_cache and not world.sharded,
         accumulate_inside=config.precision.accumulate == "fused",
         head=config.precision.head == "fp8",
+        keep=config.precision.keep,
         seed=config.seed,
     )
     what = config.compute.activation_checkpointing

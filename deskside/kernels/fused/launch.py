@@ -143,7 +143,7 @@ def qk_norm_rope_backward(
             *numbers,
             *constants,
             cast.largest,
-            num_warps=4,
+            num_warps=2,
         )
     if q_weight is None:
         return out, None, None
