@@ -20,7 +20,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
-from deskside.precision.recipes import apply
+from deskside.precision.apply import apply
 from deskside.probe.doctor_child import Result, compare, median_seconds, speed, wrong
 from deskside.train.guard import Guard
 from deskside.train.parallel import World

@@ -25,7 +25,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
-from deskside.precision.recipes import apply
+from deskside.precision.apply import apply
 from deskside.train.activation import recompute
 
 SMALL = {

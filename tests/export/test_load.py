@@ -17,7 +17,7 @@ from deskside.export.hf import save_hf
 from deskside.export.load import load_model
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
-from deskside.precision.recipes import apply
+from deskside.precision.apply import apply
 from tests.data.test_damage import check
 
 SHAPE = ModelConfig(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deskside.engine.generate import generate
-from deskside.precision.recipes import apply
+from deskside.precision.apply import apply
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
 from tests.gpu.card import DEVICE, NEEDS_CARD
 

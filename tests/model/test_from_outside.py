@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deskside.kernels.attention import AttentionContext
-from deskside.precision.recipes import apply
+from deskside.precision.apply import apply
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 
 

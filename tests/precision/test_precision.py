@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deskside.config.recipes import RECIPES
 from deskside.errors import UsageError
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import LayerNorm, RMSNorm
-from deskside.precision.recipes import RECIPES, apply, restore
+from deskside.precision.apply import apply, restore
 from deskside.precision.selfcheck import check, check_gemm
 
 
