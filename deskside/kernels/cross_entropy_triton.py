@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = 8192
 
 
 @triton.jit
@@ -121,6 +121,6 @@ def _launch(
     loss_and_grad[(n,)](
         logits, targets, losses, logits if grads is None else grads, V, logits.stride(0), z_loss, softcap or 1.0,
         scale, block, V % block == 0, softcap is not None, ignore_index, grads is not None,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return losses
