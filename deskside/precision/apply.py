@@ -10,7 +10,7 @@ for evaluation, BF16 warm-up steps and a late switch to BF16, and on again.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -58,6 +58,11 @@ class Applied:
         self.shared.draws.begin(step)
         self.shared.round += 1
 
+    def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Replicas take the largest magnitudes that any of them has seen, and so the same scales, and find the same
+        trouble. `largest`: the maximum over all replicas, in place."""
+        self.shared.scales.agree(largest)
+
     def trouble(self) -> Tensor:
         """A float32 scalar: 0, or NaN where saturation has hidden a value that was not finite."""
         return self.shared.scales.trouble()
@@ -68,10 +73,12 @@ class Applied:
         self.shared.round += 1
 
     def use(self, active: bool) -> None:
-        """Compute in the recipe's formats, or in BF16."""
+        """Compute in the recipe's formats, or in BF16. Weights converted for the other are dropped: between two steps
+        nobody will ask for them again."""
         if active != self.active:
             self.active = active
             self._set()
+            self.forget_weights()
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -178,6 +185,13 @@ def restore(model: nn.Module) -> None:
             module.execution = None
 
 
+def refused(recipe: Recipe, device: torch.device) -> str | None:
+    """Why no layer can be had in this recipe on this device, None where nothing speaks against it."""
+    if recipe.quantized and device.type == "cuda" and torch.version.hip is not None:
+        return "its kernels are written for NVIDIA's cards, and this is AMD's; use bf16"
+    return None
+
+
 def not_covered(half: Half) -> str | None:
     """Why the hand-written gradients do not cover a half, None where they do."""
     if not _simple(half.input):
@@ -196,6 +210,8 @@ def not_covered(half: Half) -> str | None:
 
 def _plan(applied: Applied, keep: Collection[str]) -> None:
     recipe = applied.recipe
+    if reason := refused(recipe, next(applied.model.parameters()).device):
+        raise UsageError(f"precision {recipe.name}: {reason}")
     plain = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
     modules = list(applied.model.modules())
     layers = sum(isinstance(module, AttentionHalf) for module in modules)

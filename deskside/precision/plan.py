@@ -46,6 +46,8 @@ class Quantizer:
     def __init__(self, rows: Operand, columns: Operand, shared: Shared, products: tuple[int, int]):
         self.rows, self.columns, self.shared, self.products = rows, columns, shared, products
         self._one_cast = rows == columns and rows.format in FP8 and rows.scaling in ("tensor", "delayed")
+        # Square tiles: the matrix and its transpose are the same numbers, and an emulated product takes either layout.
+        self._one_form = rows == columns and rows.scaling == "16x16" and rows.rounding == "nearest"
         self._slot = None
         if self._one_cast and rows.scaling == "delayed":
             self._slot = shared.scales.add(FP8[rows.format])
@@ -53,6 +55,11 @@ class Quantizer:
     @property
     def cast(self) -> Cast | None:
         """How the kernel that produces the tensor can write it at once; None where it cannot."""
+        return self._cast if fused.writes_fp8(self.shared.scales.device) else None
+
+    @property
+    def _cast(self) -> Cast | None:
+        """With the delayed scale, once there is one."""
         if self._slot is None or not self.shared.scales.ready:
             return None
         return self.shared.scales.cast(self._slot)
@@ -61,8 +68,11 @@ class Quantizer:
         """The rows, and what must be kept to make the columns later."""
         if not self._one_cast:
             assert isinstance(x, Tensor)
-            return prepare(x, self.rows, "columns", self.shared.draws, self.products[0]), (x,)
-        if isinstance(x, Tensor) and (cast := self.cast) is not None:
+            made = prepare(x, self.rows, "columns", self.shared.draws, self.products[0])
+            if self._one_form and made.scale is not None:
+                return made, (made.values, made.scale)
+            return made, (x,)
+        if isinstance(x, Tensor) and (cast := self._cast) is not None:
             x = fused.cast_fp8(x, cast)
         if isinstance(x, Fp8):
             assert self._slot is not None
@@ -76,7 +86,7 @@ class Quantizer:
     def columns_of(self, kept: tuple[Tensor, ...]) -> Prepared:
         """The columns, from what `split` said to keep."""
         if len(kept) == 2:
-            return Prepared(kept[0], kept[1], transposed=True)
+            return Prepared(kept[0], kept[1], transposed=self._one_cast)
         return prepare(kept[0], self.columns, "rows", self.shared.draws, self.products[1])
 
 

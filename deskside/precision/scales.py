@@ -6,6 +6,8 @@ them into the history and sets the next scales. A value beyond what was expected
 (Micikevicius et al. 2022, arXiv 2209.05433; the history of 16 and its maximum are transformer-engine's defaults.)
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ class DelayedScales:
         return len(self._dtypes) - 1
 
     def build(self, device: torch.device) -> None:
+        self.device = device
         slots = len(self._dtypes)
         limits = [float(torch.finfo(dtype).max) for dtype in self._dtypes]
         self._limit = torch.tensor(limits, device=device)
@@ -49,6 +52,12 @@ class DelayedScales:
     def note(self, slot: int, amax: Tensor) -> None:
         """Note a magnitude that was measured elsewhere (before there is a history)."""
         torch.maximum(self.amax[slot], amax, out=self.amax[slot])
+
+    def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Take the largest magnitudes of all processes; `largest` finds them in place. NaN becomes infinity, which a
+        maximum keeps."""
+        if self._dtypes:
+            self.amax.copy_(largest(torch.where(self.amax.isnan(), float("inf"), self.amax)))
 
     def trouble(self) -> Tensor:
         """0, or NaN when a cast of this step saw a value that is not finite, which saturation hides."""

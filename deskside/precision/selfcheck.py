@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.ops.linear import Embedding, Linear
-from deskside.precision.apply import apply
+from deskside.precision.apply import apply, refused
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 256, 384
 WARM_UP = 2  # products before the one that is checked: a delayed scale comes from the steps before
@@ -66,6 +66,8 @@ def _ways(recipe: Recipe, device: torch.device) -> list[bool]:
 
 
 def _check(recipe: Recipe, device: torch.device | str, native: bool) -> CheckResult:
+    if reason := refused(recipe, torch.device(device)):
+        return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
     applied = apply(model, recipe, native=native)
 

@@ -8,6 +8,7 @@ clock and the guard are the whole truth.
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 from torch import Tensor, nn
 
@@ -118,7 +119,9 @@ class CheckpointKeeper:
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         else:
             load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device))
-            tensors = files.load_tensors(found, OPTIMIZER, self.world.device)
+            # Offloaded state lies on the host and may be more than the card holds.
+            place = torch.device("cpu") if self.config.optim.offload else self.world.device
+            tensors = files.load_tensors(found, OPTIMIZER, place)
             own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PRECISION)}
             self.precision.load_state_dict({name.removeprefix(PRECISION): own[name] for name in own})
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)

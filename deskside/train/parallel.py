@@ -67,6 +67,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest over all ranks, element by element, in place."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()

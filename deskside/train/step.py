@@ -119,6 +119,7 @@ class Stepper:
         total = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
         sum_gradients(self.parameters, self.world)
         self.world.summed(total)
+        self.precision.agree(self.world.largest)
         norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.trouble()
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)

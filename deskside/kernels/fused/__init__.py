@@ -4,8 +4,10 @@ The plain torch form in `reference` is what runs on a CPU and what the kernels a
 tokens (N = B T). `cast` asks for the result in FP8, in rows and in columns, instead of the input's dtype.
 """
 
+from functools import cache
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from deskside.kernels.fused import reference
@@ -23,6 +25,7 @@ __all__ = [
     "qk_norm_rope",
     "qk_norm_rope_backward",
     "turn",
+    "writes_fp8",
 ]
 
 Angles = tuple[Tensor, Tensor] | None
@@ -36,9 +39,16 @@ def _backend(x: Tensor) -> ModuleType:
     return launch
 
 
+@cache
+def writes_fp8(device: torch.device) -> bool:
+    """Whether the operators can hand out FP8 here: on a card that takes the conversion of compute capability 8.9."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def cast_fp8(x_NK: Tensor, cast: Cast) -> Fp8:
-    """A tensor that exists already, cast to FP8."""
-    out: Fp8 = _backend(x_NK).cast_fp8(x_NK, cast)
+    """A tensor that exists already, cast to FP8; in plain torch on a card whose kernels cannot."""
+    backend = _backend(x_NK) if writes_fp8(x_NK.device) else reference
+    out: Fp8 = backend.cast_fp8(x_NK, cast)
     return out
 
 
