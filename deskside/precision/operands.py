@@ -110,6 +110,12 @@ def cast_with_own_scale(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Te
     return fused.cast_fp8(x_NK, Cast(dtype, scale, torch.zeros_like(scale))), inverse
 
 
+def cast_with_scales_of_rows(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor, Tensor]:
+    """FP8 with one scale per row, transposed with one per column; and the inverses of both."""
+    (row_scale, of_rows), (column_scale, of_columns) = (scale_of(a, dtype) for a in fused.largest_both(x_NK))
+    return fused.cast_both(x_NK, dtype, row_scale, column_scale), of_rows, of_columns
+
+
 def largest(x: Tensor, dim: int | None = None) -> Tensor:
     """The largest magnitude, float32, of all or along a dimension, in one pass. NaN where there is one."""
     return torch.linalg.vector_norm(x, float("inf"), dim=dim).float()

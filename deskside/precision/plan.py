@@ -17,7 +17,15 @@ from deskside.config.recipes import Operand, Recipe
 from deskside.kernels import fused
 from deskside.kernels.fused import Cast, Fp8
 from deskside.ops.linear import Linear
-from deskside.precision.operands import FP8, PLAIN, Draws, Prepared, cast_with_own_scale, prepare
+from deskside.precision.operands import (
+    FP8,
+    PLAIN,
+    Draws,
+    Prepared,
+    cast_with_own_scale,
+    cast_with_scales_of_rows,
+    prepare,
+)
 from deskside.precision.products import product
 from deskside.precision.scales import DelayedScales
 
@@ -46,6 +54,7 @@ class Quantizer:
     def __init__(self, rows: Operand, columns: Operand, shared: Shared, products: tuple[int, int]):
         self.rows, self.columns, self.shared, self.products = rows, columns, shared, products
         self._one_cast = rows == columns and rows.format in FP8 and rows.scaling in ("tensor", "delayed")
+        self._by_row = rows == columns and rows.format in FP8 and rows.scaling == "row"
         # Square tiles: the matrix and its transpose are the same numbers, and an emulated product takes either layout.
         self._one_form = rows == columns and rows.scaling == "16x16" and rows.rounding == "nearest"
         self._slot = None
@@ -66,6 +75,10 @@ class Quantizer:
 
     def split(self, x: Tensor | Fp8) -> tuple[Prepared, tuple[Tensor, ...]]:
         """The rows, and what must be kept to make the columns later."""
+        if self._by_row:
+            assert isinstance(x, Tensor)
+            both, of_rows, of_columns = cast_with_scales_of_rows(x, FP8[self.rows.format])
+            return Prepared(both.rows, of_rows), (both.columns, of_columns)
         if not self._one_cast:
             assert isinstance(x, Tensor)
             made = prepare(x, self.rows, "columns", self.shared.draws, self.products[0])
@@ -86,7 +99,7 @@ class Quantizer:
     def columns_of(self, kept: tuple[Tensor, ...]) -> Prepared:
         """The columns, from what `split` said to keep."""
         if len(kept) == 2:
-            return Prepared(kept[0], kept[1], transposed=self._one_cast)
+            return Prepared(kept[0], kept[1], transposed=self._one_cast or self._by_row)
         return prepare(kept[0], self.columns, "rows", self.shared.draws, self.products[1])
 
 

@@ -65,6 +65,11 @@ def main() -> None:
     launch.cast_fp8(x, a)
     found["a NaN is noted"] = 0.0 if a.amax.isinf() else 1.0
     found["cast fp8"] = error(launch.cast_fp8(residual, cast(E5)), reference.cast_fp8(residual, cast(E5)))
+    scales = (torch.rand(N) + 10, torch.rand(D) + 10)
+    found["largest_both"] = error(launch.largest_both(residual), reference.largest_both(residual))
+    ours, truth = (module.cast_both(residual, E4, *scales) for module in (launch, reference))
+    for part in ("rows", "columns"):
+        found[f"cast_both fp8 {part}"] = error(getattr(ours, part).float(), getattr(truth, part).float())
     rope(found)
     gated(found)
     losses(found)

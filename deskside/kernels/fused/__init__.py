@@ -19,9 +19,11 @@ __all__ = [
     "QkvLayout",
     "add_norm",
     "add_norm_backward",
+    "cast_both",
     "cast_fp8",
     "gated",
     "gated_backward",
+    "largest_both",
     "qk_norm_rope",
     "qk_norm_rope_backward",
     "turn",
@@ -49,6 +51,19 @@ def cast_fp8(x_NK: Tensor, cast: Cast) -> Fp8:
     """A tensor that exists already, cast to FP8; in plain torch on a card whose kernels cannot."""
     backend = _backend(x_NK) if writes_fp8(x_NK.device) else reference
     out: Fp8 = backend.cast_fp8(x_NK, cast)
+    return out
+
+
+def largest_both(x_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of the rows (N,) and of the columns (K,), float32, in one pass."""
+    out: tuple[Tensor, Tensor] = _backend(x_NK).largest_both(x_NK)
+    return out
+
+
+def cast_both(x_NK: Tensor, dtype: torch.dtype, row_scale_N: Tensor, column_scale_K: Tensor) -> Fp8:
+    """FP8 rows under a scale each, and the transpose with a scale for each of its rows (the columns of x)."""
+    backend = _backend(x_NK) if writes_fp8(x_NK.device) else reference
+    out: Fp8 = backend.cast_both(x_NK, dtype, row_scale_N, column_scale_K)
     return out
 
 

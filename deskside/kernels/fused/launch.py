@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from deskside.errors import UsageError
-from deskside.kernels.fused import triton_gated, triton_norm, triton_rope, triton_turn
+from deskside.kernels.fused import triton_gated, triton_norm, triton_rope, triton_rowwise, triton_turn
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
@@ -17,15 +17,15 @@ FP8_ROWS = 64  # rows of a tile that is also written transposed: so many bytes o
 PROGRAMS_PER_SM = 16  # of kernels that keep sums in registers; enough of them to hide the latency of loads
 
 
-def _fp8(shape: tuple[int, int], cast: Cast, device: torch.device) -> Fp8:
+def _fp8(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Fp8:
     rows, columns = shape
     if rows % 4:
         raise UsageError(
             f"a cast to FP8 takes four rows at a time, but there are {rows}; use a multiple of 16 tokens"
         )
     return Fp8(
-        torch.empty(rows, columns, dtype=cast.dtype, device=device),
-        torch.empty(columns, rows, dtype=cast.dtype, device=device),
+        torch.empty(rows, columns, dtype=dtype, device=device),
+        torch.empty(columns, rows, dtype=dtype, device=device),
     )
 
 
@@ -36,11 +36,32 @@ def _warps(elements: int) -> int:
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     """(N, K) -> rows and columns."""
     N, K = x.shape
-    out = _fp8((N, K), cast, x.device)
+    out = _fp8((N, K), cast.dtype, x.device)
     grid = (triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 128))
     triton_norm.cast_fp8[grid](
         x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, cast.largest, num_warps=4
     )
+    return out
+
+
+def largest_both(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, K) -> (N,) and (K,)."""
+    N, K = x.shape
+    rows, columns = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in (N, K))
+    triton_rowwise.largest_both[(triton.cdiv(N, 64), triton.cdiv(K, 128))](
+        x, rows, columns, N, K, 64, 128, num_warps=4
+    )
+    return rows, columns
+
+
+def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor) -> Fp8:
+    """(N, K) under a scale per row, and its transpose under a scale per column."""
+    N, K = x.shape
+    out = _fp8((N, K), dtype, x.device)
+    triton_rowwise.cast_both[(triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 64))](
+        x, out.rows, _words(out), of_rows, of_columns, N, K, FP8_ROWS, 64, float(torch.finfo(dtype).max),
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -60,7 +81,7 @@ def add_norm(
             num_warps=_warps(rows * block),
         )  # fmt: skip
         return out, normed, rstd
-    fp8 = _fp8((N, D), cast, residual.device)
+    fp8 = _fp8((N, D), cast.dtype, residual.device)
     triton_norm.add_norm_fp8[(triton.cdiv(N, FP8_ROWS),)](
         residual, delta, weight, out, fp8.rows, _words(fp8), rstd, cast.scale, cast.amax, N, eps,
         D, FP8_ROWS, 128, delta is not None, cast.largest, num_warps=8,
@@ -133,7 +154,7 @@ def qk_norm_rope_backward(
         out = torch.empty_like(qkv)
         triton_rope.qk_norm_rope_backward[grid](*inputs, out, *numbers, *constants, num_warps=2)
     else:
-        out = _fp8((N, width), cast, qkv.device)
+        out = _fp8((N, width), cast.dtype, qkv.device)
         triton_rope.qk_norm_rope_backward_fp8[grid](
             *inputs,
             out.rows,
@@ -160,7 +181,7 @@ def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
         out = torch.empty(N, F, dtype=x.dtype, device=x.device)
         triton_gated.gated[grid](x, out, N, F, KINDS[kind], two, rows, columns, num_warps=4)
         return out
-    fp8 = _fp8((N, F), cast, x.device)
+    fp8 = _fp8((N, F), cast.dtype, x.device)
     triton_gated.gated_fp8[grid](
         x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns, cast.largest,
         num_warps=8,
@@ -177,7 +198,7 @@ def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | N
         out = torch.empty_like(x)
         triton_gated.gated_backward[grid](grad, x, out, N, F, KINDS[kind], two, rows, columns, num_warps=4)
         return out
-    fp8 = _fp8((N, x.shape[1]), cast, x.device)
+    fp8 = _fp8((N, x.shape[1]), cast.dtype, x.device)
     triton_gated.gated_backward_fp8[grid](
         grad, x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns,
         cast.largest, num_warps=4,

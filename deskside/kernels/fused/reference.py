@@ -33,6 +33,19 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     return Fp8(rows, rows.T.contiguous())
 
 
+def largest_both(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `deskside.kernels.fused.largest_both`."""
+    magnitudes = x.detach().abs().float()
+    return magnitudes.amax(1), magnitudes.amax(0)
+
+
+def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor) -> Fp8:
+    """See `deskside.kernels.fused.cast_both`."""
+    limit, x = torch.finfo(dtype).max, x.float()
+    rows = (x * of_rows[:, None]).clamp(-limit, limit).to(dtype)
+    return Fp8(rows, (x * of_columns).clamp(-limit, limit).to(dtype).T.contiguous())
+
+
 def turn(rows: Tensor) -> Tensor:
     """See `deskside.kernels.fused.turn`."""
     return rows.T.contiguous()

@@ -1,0 +1,63 @@
+"""FP8 with a scale per row and, in the transposed copy, a scale per column: two kernels, each reads the tensor once.
+
+The first kernel finds the largest magnitude of every row and every column at once, the second one casts.
+"""
+
+import triton
+import triton.language as tl
+
+from deskside.kernels.fused.triton_common import magnitude, pack_words
+
+
+@triton.jit
+def largest_both(X, ROW_AMAX, COLUMN_AMAX, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """X (N, K). ROW_AMAX (N,) and COLUMN_AMAX (K,), float32, zero before. NaN counts as infinity."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < N)[:, None] & (columns < K)[None, :]
+    x = magnitude(tl.load(X + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32))
+    tl.atomic_max(ROW_AMAX + rows, tl.max(x, axis=1), mask=rows < N)
+    tl.atomic_max(COLUMN_AMAX + columns, tl.max(x, axis=0), mask=columns < K)
+
+
+@triton.jit
+def cast_both(  # type: ignore[no-untyped-def]
+    X, ROWS, WORDS, ROW_SCALE, COLUMN_SCALE, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """ROWS (N, K) under ROW_SCALE (N,), and its transpose WORDS (K, N / 4) as int32 under COLUMN_SCALE (K,)."""
+    TYPE: tl.constexpr = ROWS.dtype.element_ty
+    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    here = words < N // 4
+    mask = here[:, None] & (columns < K)[None, :]
+    scale = tl.load(COLUMN_SCALE + columns, mask=columns < K, other=0.0)[None, :]
+    place = words[:, None] * (4 * K) + columns[None, :]
+    a = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(X + place + K, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(X + place + 2 * K, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(X + place + 3 * K, mask=mask, other=0.0).to(tl.float32)
+    of_row = ROW_SCALE + words * 4
+    tl.store(
+        ROWS + place, _cast(a, tl.load(of_row, mask=here, other=0.0)[:, None], LARGEST).to(TYPE), mask=mask
+    )
+    one = tl.load(of_row + 1, mask=here, other=0.0)[:, None]
+    tl.store(ROWS + place + K, _cast(b, one, LARGEST).to(TYPE), mask=mask)
+    two = tl.load(of_row + 2, mask=here, other=0.0)[:, None]
+    tl.store(ROWS + place + 2 * K, _cast(c, two, LARGEST).to(TYPE), mask=mask)
+    three = tl.load(of_row + 3, mask=here, other=0.0)[:, None]
+    tl.store(ROWS + place + 3 * K, _cast(d, three, LARGEST).to(TYPE), mask=mask)
+    packed = pack_words(
+        _cast(a, scale, LARGEST),
+        _cast(b, scale, LARGEST),
+        _cast(c, scale, LARGEST),
+        _cast(d, scale, LARGEST),
+        TYPE,
+    )
+    turned = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
+    tl.store(turned, tl.trans(packed), mask=tl.trans(mask))
+
+
+@triton.jit
+def _cast(x, scale, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(x * scale, -LARGEST), LARGEST)
