@@ -148,7 +148,16 @@ NO_EFFECT = (
     ),
     *(
         NoEffect(f"precision.{key}", "precision.name", _not_quantized, _QUANTIZE)
-        for key in ("keep_first", "keep_last", "head", "warmup_steps", "bf16_from", "native", "backend")
+        for key in (
+            "keep_first",
+            "keep_last",
+            "keep",
+            "head",
+            "warmup_steps",
+            "bf16_from",
+            "native",
+            "backend",
+        )
     ),
     NoEffect(
         "precision.weight_cache",
@@ -264,6 +273,8 @@ def _one_line(error: ValidationError) -> UsageError:
                 return UsageError(f"{key}.{message}")
             return UsageError(message)
         return UsageError(f"{key}: {message}")
+    if first["type"] in ("tuple_type", "list_type"):
+        return UsageError(f'{key}: is a list, written in brackets like ["a", "b"], not {first["input"]!r}')
     return UsageError(f"{key}: {message[0].lower()}{message[1:]}, not {first['input']!r}")
 
 

@@ -103,6 +103,11 @@ class RunConfig(Part):
                 f"precision.name: {name} keeps the first {first} and the last {last} of {layers} blocks in BF16, so "
                 f"nothing is quantised; set --precision.keep_first 0 --precision.keep_last 0, or use bf16"
             )
+        if not self._left_to_quantize():
+            raise ValueError(
+                f"precision.keep: with {', '.join(self.precision.keep)} in BF16 nothing is left to quantise; take "
+                f"some out, or use precision.name bf16"
+            )
         length = self.schedule.length
         if length is not None and length.unit == "steps" and self.precision.warmup_steps >= length.value:
             raise ValueError(
@@ -126,3 +131,15 @@ class RunConfig(Part):
             sequence_lengths=[stage.sequence_length for stage in self.stages()],
             micro_tokens=None if self.batch.micro_tokens == "auto" else self.batch.micro_tokens,
         )
+
+    def _left_to_quantize(self) -> bool:
+        """Whether `precision.keep` leaves a weight of a block to the recipe. Those that share one stay together."""
+        model = self.model
+        qkv, gate_up = (
+            ["q_proj", "k_proj", "v_proj"],
+            ["gate_proj", "up_proj"] if model.gated_mlp else ["up_proj"],
+        )
+        weights = [[name] for name in ("o_proj", "down_proj")]
+        weights += [qkv] if model.fused_qkv else [[name] for name in qkv]
+        weights += [gate_up] if model.fused_gate_up else [[name] for name in gate_up]
+        return any(not set(weight) & set(self.precision.keep) for weight in weights)

@@ -99,6 +99,7 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         for key, value in {
             "keep_first": 0.1,
             "keep_last": 0.2,
+            "keep": ["o_proj"],
             "head": "fp8",
             "warmup_steps": 10,
             "bf16_from": 0.8,
@@ -258,6 +259,10 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": {"name": "nvfp4"}, "model": {"num_hidden_layers": 2}}, ("precision.name", "nothing is quantised")),
     ({"precision": {"name": "fp8", "warmup_steps": 50}, "schedule": {"steps": 50}},
      ("precision.warmup_steps", "50 steps", "bf16")),
+    ({"precision": {"name": "fp8", "keep": "o_proj"}}, ("precision.keep", "brackets", "o_proj")),
+    ({"precision": {"name": "fp8", "keep": ["out"]}}, ("precision.keep", "'o_proj'", "'out'")),
+    ({"precision": {"name": "fp8", "keep": ["q_proj", "o_proj", "up_proj", "down_proj"]}},
+     ("precision.keep", "nothing is left", "bf16")),
     ({"precision": {"name": "nvfp4"}, "parallel": {"mode": "shard"}},
      ("parallel.mode", "nvfp4", "--parallel.mode replicate")),
     ({"precision": {"name": "fp8"}, "model": {"num_experts": 8}}, ("precision.name", "mixture of experts", "bf16")),
@@ -276,6 +281,16 @@ def test_what_cannot_be_is_one_line_with_key_and_remedy(
     assert line.startswith(words[0]), line
     for word in words[1:]:
         assert word in line, line
+
+
+def test_keeping_most_projections_leaves_the_rest() -> None:
+    """Fused, q and gate take their neighbours with them; in weights of their own they do not."""
+    keep = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    for apart in ("fused_qkv", "fused_gate_up"):
+        assert build(
+            [{"precision": {"name": "fp8", "keep": keep}, "model": {apart: False}}]
+        ).precision.quantized
+    assert build([{"precision": {"name": "fp8", "keep": keep[1:]}}]).precision.quantized
 
 
 @st.composite
