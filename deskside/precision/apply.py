@@ -24,7 +24,7 @@ from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.ops.head import HeadLoss
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import RMSNorm
-from deskside.precision import halves
+from deskside.precision import backends, halves
 from deskside.precision.halves import AttentionPlan, MLPPlan
 from deskside.precision.head import HeadPlan
 from deskside.precision.nvfp4 import multiple
@@ -42,8 +42,9 @@ class Applied:
     def __init__(self, model: nn.Module, recipe: Recipe, shared: Shared, fused: bool):
         self.model, self.recipe, self.shared, self.fused = model, recipe, shared, fused
         self.active = True
+        self.backend: backends.Backend | None = None  # another library that carries the recipe out
         self._halves: list[tuple[Half, Plan | None, Plan]] = []
-        self._linears: list[LinearPlan] = []
+        self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
         self._plans: list[LinearPlan] = []
         self._norm: AddNormLinear | None = None
         self._head: tuple[HeadLoss, HeadPlan] | None = None
@@ -51,6 +52,8 @@ class Applied:
     @property
     def quantized_layers(self) -> int:
         """Linear layers whose products are in fewer than 16 bits."""
+        if self.backend is not None:
+            return len(self._linears)
         return sum(not plan.plain for plan in self._plans)
 
     def begin_step(self, step: int) -> None:
@@ -89,6 +92,10 @@ class Applied:
             yield
         finally:
             self.use(before)
+
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        """Around one forward pass of the model: another library may keep count of passes."""
+        return self.backend.region() if self.backend is not None and self.active else contextlib.nullcontext()
 
     def recompute(self, what: str) -> None:
         """Activation checkpointing of the hand-written halves: "none", "attention", "mlp" or "block" (both)."""
@@ -129,8 +136,8 @@ class Applied:
     def _set(self) -> None:
         for half, plan, plain in self._halves:
             half.execution = plan if self.active and plan is not None else (plain if self.fused else None)
-        for linear in self._linears:
-            linear.linear.execution = partial(halves.linear, linear) if self.active else None
+        for linear, execution in self._linears:
+            linear.execution = execution if self.active else None
         if self._head is not None:
             loss, plan_of_head = self._head
             loss.execution = plan_of_head if self.active else None
@@ -149,14 +156,17 @@ def apply(
     head: bool = False,
     keep: Collection[str] = (),
     seed: int = 0,
+    backend: str = "deskside",
 ) -> Applied:
     """Switch a model to a recipe, in place; parameters and optimizer state stay what they are.
 
     fused: also BF16 through the hand-written halves, where they cover the architecture. native: FP8 products on tensor
     cores, else emulated with the same numbers. cache: convert weights once per optimiser step. accumulate_inside: add
     weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too. keep: names
-    of projections that stay in BF16. seed: of stochastic rounding and random transforms.
-    Raises UsageError for a recipe that does not exist, or a layer whose size its formats cannot take.
+    of projections that stay in BF16. seed: of stochastic rounding and random transforms. backend: whose layers carry a
+    quantised recipe out; another library's take none of fused, native, cache and accumulate_inside.
+    Raises UsageError for a recipe that does not exist, a layer whose size its formats cannot take, or a backend that is
+    not there.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     restore(model)
@@ -166,11 +176,13 @@ def apply(
             module.output_dtype = stream
     shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
     applied = Applied(model, recipe, shared, fused)
+    device = next(model.parameters()).device
+    if backend != "deskside" and recipe.quantized:
+        applied.backend = backends.load(backend, recipe, device)
     _plan(applied, keep)
     if head:
         losses = [module for module in model.modules() if isinstance(module, HeadLoss)]
         applied._head = (losses[0], HeadPlan(shared)) if losses else None
-    device = next(model.parameters()).device
     shared.scales.build(device)
     applied._set()
     return applied
@@ -221,7 +233,8 @@ def _plan(applied: Applied, keep: Collection[str]) -> None:
     for module in modules:
         if isinstance(module, AttentionHalf):
             layer += 1
-        if isinstance(module, AttentionHalf | MLPHalf) and not_covered(module) is None:
+        own = applied.backend is None
+        if own and isinstance(module, AttentionHalf | MLPHalf) and not_covered(module) is None:
             two = _linears_of(module)
             covered.update(id(linear) for linear in two)
             kept = layer < first or layer >= layers - last or not recipe.quantized
@@ -236,7 +249,7 @@ def _plan(applied: Applied, keep: Collection[str]) -> None:
         elif isinstance(module, Linear) and recipe.quantized and id(module) not in covered:
             kept = layers > 0 and (layer < first or layer >= layers - last)
             if module.role == "matrix" and not kept and not _named(module, {*keep, "router"}):
-                applied._linears.append(_linear(applied, module, recipe))
+                applied._linears.append((module, _execution(applied, module)))
     finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
     if applied.fused and applied._halves and _simple(finals[-1]):
         applied._norm = finals[-1]
@@ -257,6 +270,13 @@ def _linears_of(half: Half) -> tuple[Linear, Linear]:
     last = half.output if isinstance(half, AttentionHalf) else half.output.projection
     assert isinstance(first, Linear)
     return first, last
+
+
+def _execution(applied: Applied, linear: Linear) -> Callable[[Tensor], Tensor]:
+    if applied.backend is None:
+        return partial(halves.linear, _linear(applied, linear, applied.recipe))
+    _check_size(linear, applied.recipe)
+    return applied.backend.execution(linear)
 
 
 def _linear(applied: Applied, linear: Linear, recipe: Recipe) -> LinearPlan:

@@ -44,13 +44,18 @@ class _Gemm(nn.Module):
         return self.projection(self.embed(torch.arange(ROWS, device=self.embed.weight.device)))
 
 
-def check(recipe: str, device: torch.device | str, native: bool | None = None) -> CheckResult:
+def check(
+    recipe: str, device: torch.device | str, native: bool | None = None, backend: str = "deskside"
+) -> CheckResult:
     """Run the recipe's own linear layer on this device: forward and both gradients. Milliseconds, once compiled.
 
     native: True or False checks that way alone; None takes tensor cores where they pass and emulation where not, and
-    the result says which. Raises UsageError for an unknown recipe.
+    the result says which. backend: whose layer it is, for a quantised recipe; another library's has one way only.
+    Raises UsageError for an unknown recipe, or a backend that is not there.
     """
     found = recipe_named(recipe)
+    if backend != "deskside" and found.quantized:
+        return _check(found, device, torch.device(device).type == "cuda", backend)
     ways = [native] if native is not None else _ways(found, torch.device(device))
     results = [_check(found, device, way) for way in ways]
     best = next((result for result in results if result.ok), results[0])
@@ -65,11 +70,13 @@ def _ways(recipe: Recipe, device: torch.device) -> list[bool]:
     return [True, False] if possible else [False]
 
 
-def _check(recipe: Recipe, device: torch.device | str, native: bool) -> CheckResult:
+def _check(
+    recipe: Recipe, device: torch.device | str, native: bool, backend: str = "deskside"
+) -> CheckResult:
     if reason := refused(recipe, torch.device(device)):
         return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
-    applied = apply(model, recipe, native=native)
+    applied = apply(model, recipe, native=native, backend=backend)
 
     def gemm(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():

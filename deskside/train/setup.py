@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def choose_recipe(
     name = recorded or config.name
     wanted = ("bf16" if device.type == "cuda" else "fp32") if name == "auto" else name
     way = False if config.native == "never" else None
-    result = check(wanted, device, way)
+    result = check(wanted, device, way, config.backend)
     if not result.ok and name == "auto" and wanted != "fp32":
         say(f"bf16 fails its self-check here ({result.reason}): training in fp32")
         wanted = "fp32"
@@ -173,14 +174,8 @@ def prepare_execution(
     config: RunConfig, model: Transformer, world: World, recipe: str, native: bool = True
 ) -> Execution:
     """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order."""
-    quantized = recipe_named(recipe).quantized
-    mode: str = config.compute.compile
-    if mode == "auto":
-        mode = _best_mode(model, world, quantized)
-    elif mode == "fused" and (reason := _why_not_fused(model)):
-        raise UsageError(f"compute.compile: fused does not cover this model ({reason}); use auto")
-    elif quantized and mode in ("block", "model"):
-        raise UsageError(f"compute.compile: {recipe} has its own kernels and is not compiled; use auto")
+    backend = config.precision.backend if recipe_named(recipe).quantized else "deskside"
+    mode = _mode(config, model, world, recipe, backend)
     precision = apply(
         model,
         config.precision.recipe(recipe),
@@ -191,8 +186,16 @@ def prepare_execution(
         head=config.precision.head == "fp8",
         keep=config.precision.keep,
         seed=config.seed,
+        backend=backend,
     )
     what = config.compute.activation_checkpointing
+    if backend == "transformer-engine":
+        if what != "none":
+            raise UsageError(
+                "compute.activation_checkpointing: transformer-engine's layers cannot be run twice for one gradient; "
+                "use none, or precision.backend deskside"
+            )
+        _count_passes(model, precision)
     if mode == "fused":
         precision.recompute(what)
     halves = [module for block in model.layers for module in block.children()]
@@ -211,6 +214,39 @@ def prepare_execution(
     if world.sharded:
         parallel.shard(model, model.layers, ("loss_and_balance", "token_losses"), world)
     return Execution(mode, precision)
+
+
+def _mode(config: RunConfig, model: Transformer, world: World, recipe: str, backend: str) -> str:
+    """How the step is executed. Raises UsageError for a compute.compile that cannot be had."""
+    mode: str = config.compute.compile
+    quantized = recipe_named(recipe).quantized
+    if backend != "deskside":
+        if mode == "auto":
+            return "block" if backend == "torchao" and world.device.type == "cuda" else "off"
+        if mode == "fused" or (backend == "transformer-engine" and mode != "off"):
+            raise UsageError(
+                f"compute.compile: {mode} does not go with precision.backend {backend}; use auto"
+            )
+        return mode
+    if mode == "auto":
+        return _best_mode(model, world, quantized)
+    if mode == "fused" and (reason := _why_not_fused(model)):
+        raise UsageError(f"compute.compile: fused does not cover this model ({reason}); use auto")
+    if quantized and mode in ("block", "model"):
+        raise UsageError(f"compute.compile: {recipe} has its own kernels and is not compiled; use auto")
+    return mode
+
+
+def _count_passes(model: Transformer, precision: Applied) -> None:
+    """Let the precision's library know where a forward pass of the model begins and ends."""
+    forward = model.hidden_and_router
+
+    @wraps(forward)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with precision.region():
+            return forward(*args, **kwargs)
+
+    model.hidden_and_router = inside  # type: ignore[method-assign]
 
 
 def _best_mode(model: Transformer, world: World, quantized: bool) -> str:
