@@ -1,0 +1,119 @@
+"""Loss parity of precision recipes: the same run in several formats, and what each loses against BF16.
+
+    python -m benchmarks.parity run --data DIR --out OUT [--arms bf16,fp8-delayed,...] [--tokens 105M] [--preset 124m]
+        [--gpus all|0,1|cpu] [--seeds 1,2] [--limit-seconds 560] [--runs DIR] [--batch.tokens 131072 ...]
+    python -m benchmarks.parity report FOLDER [FOLDER...] [--reference bf16] [--plots DIR] [--document FILE.md]
+
+`run` starts an ordinary `deskside train` per arm and seed, one per GPU at a time, with the same data in the same order.
+An arm is a recipe's name with options of `precision` behind colons (`fp8-delayed:head=fp8:keep_last=0`); `bf16@2` runs
+that arm with seed 2 alone. Whatever other configuration key follows applies to all. Every evaluation is on the whole
+validation split, with the weights in BF16. OUT gets parity.jsonl, a line per arm as it ends, with its curve, and
+metrics.zip with every arm's metrics.jsonl and log: two files, however many arms. --limit-seconds is hard: what still
+runs then is stopped, and recorded as such.
+
+`report` merges folders, prints the table, draws the curves, and with --document puts both between that file's lines
+`<!-- parity:begin -->` and `<!-- parity:end -->`.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import parity_jobs, parity_plots, parity_results, parity_run
+from deskside.errors import UsageError
+
+ARMS = "bf16,fp8-delayed,fp8-delayed:head=fp8,nvfp4,nvfp4-4o6,nvfp4-unbiased,nvfp4-eden,fp8-nvfp4"
+BEGIN, END = "<!-- parity:begin -->", "<!-- parity:end -->"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The two commands."""
+    whole = argparse.ArgumentParser(
+        prog="python -m benchmarks.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = whole.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="train the arms", allow_abbrev=False)
+    run.add_argument("--data", type=Path, required=True, help="a prepared dataset")
+    run.add_argument("--out", type=Path, required=True, help="folder for parity.jsonl and metrics.zip")
+    run.add_argument("--arms", default=ARMS, help="separated by commas")
+    run.add_argument("--tokens", default="105M", help="trained per arm")
+    run.add_argument("--preset", default="124m")
+    run.add_argument("--gpus", default="all", help="all, numbers separated by commas, or cpu")
+    run.add_argument("--seeds", default="1", help="separated by commas")
+    run.add_argument("--limit-seconds", type=float, help="stop everything by then")
+    run.add_argument("--runs", type=Path, help="keep the run directories here; default: nowhere")
+    report = commands.add_parser("report", help="table and curves", allow_abbrev=False)
+    report.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="each holds a parity.jsonl")
+    report.add_argument("--reference", default="bf16", help="the arm that gaps are to")
+    report.add_argument("--plots", type=Path, help="folder of the PNG files; default: the first FOLDER")
+    report.add_argument("--document", type=Path, help="Markdown file with the two marker lines")
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every arm finished, 1 when one did not, 2 for wrong usage."""
+    began = time.monotonic()
+    options, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    try:
+        if options.command == "report":
+            if rest:
+                raise UsageError(f"unexpected argument {rest[0]}")
+            return report(options)
+        return run(options, rest, began)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace, rest: Sequence[str], began: float) -> int:
+    """Train all arms; prints a line as each ends and the table. Raises UsageError."""
+    keys = parity_jobs.pairs(rest)
+    seeds = [parity_jobs.whole(seed, "--seeds") for seed in options.seeds.split(",")]
+    jobs = parity_jobs.jobs(options.preset, options.arms, seeds, options.tokens, options.data, keys)
+    slots = parity_jobs.slots(options.gpus)
+    deadline = None if options.limit_seconds is None else began + options.limit_seconds
+    rows = parity_run.carry_out(jobs, slots, options.out, options.runs, deadline)
+    reference = "bf16" if any(row["arm"] == "bf16" for row in rows) else jobs[0].arm
+    arms = parity_results.averages(rows, reference)
+    print("\n" + parity_results.table(arms) + "\n\n" + parity_results.notes(rows, arms, reference))
+    missing = len(jobs) - len(rows)
+    if missing:
+        print(f"{missing} of {len(jobs)} arms were not started within the limit")
+    return int(missing > 0 or any(row["status"] != "finished" for row in rows))
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print and draw what the folders hold. Raises UsageError."""
+    rows = parity_results.read(options.folders)
+    arms = parity_results.averages(rows, options.reference)
+    text = parity_results.table(arms) + "\n\n" + parity_results.notes(rows, arms, options.reference)
+    folder = options.plots or options.folders[0]
+    images = parity_plots.draw(arms, options.reference, folder)
+    print(text + "\n\n" + "\n".join(str(path) for path, _ in images))
+    if options.document:
+        base = options.document.resolve().parent
+        links = [f"![{title}]({os.path.relpath(path.resolve(), base)})" for path, title in images]
+        insert(options.document, "\n\n".join([text, *links]))
+    return int(any(row["status"] != "finished" for row in rows))
+
+
+def insert(document: Path, text: str) -> None:
+    """Put `text` between the document's marker lines. Raises UsageError where they are not."""
+    if not document.is_file():
+        raise UsageError(f"{document}: there is no such file")
+    whole = document.read_text(encoding="utf-8")
+    if whole.count(BEGIN) != 1 or whole.count(END) != 1 or whole.index(END) < whole.index(BEGIN):
+        raise UsageError(f"{document}: needs one line {BEGIN} and, below it, one line {END}")
+    head, _, tail = whole.partition(BEGIN)
+    tail = tail.partition(END)[2]
+    document.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+"""The rows of parity.jsonl merged over folders and seeds, their gaps to a reference arm, and the Markdown table.
+
+A gap is (an arm's number / the reference's with the same seed) - 1: the same initial weights and the same data in the
+same order, so that it is not the seeds' difference. Nats per token and bits per byte differ by a constant factor on
+one text, and their gaps are equal.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deskside.errors import UsageError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm over its seeds. gaps, train_gaps: percent, one for each seed that the reference has too.
+
+    curve: [(tokens, mean bits per byte)]; gap_curve: [(tokens, mean gap in percent)]. spread: how far apart the seeds'
+    results are, percent of their mean; None with one seed.
+    """
+
+    name: str
+    rows: list[Row]
+    gaps: list[float] = field(default_factory=list)
+    train_gaps: list[float] = field(default_factory=list)
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    gap_curve: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def finished(self) -> list[Row]:
+        return [row for row in self.rows if row["status"] == "finished"]
+
+    @property
+    def spread(self) -> float | None:
+        values = [row["val_bpb"] for row in self.finished]
+        return 100 * (max(values) - min(values)) / statistics.fmean(values) if len(values) > 1 else None
+
+
+def read(folders: Sequence[Path]) -> list[Row]:
+    """The rows of all folders; of an arm and seed that was run more than once, the last one that finished.
+
+    Raises UsageError for a folder without results and for runs that cannot be compared.
+    """
+    found: dict[tuple[str, int], Row] = {}
+    for folder in folders:
+        path = folder / "parity.jsonl"
+        if not path.is_file():
+            raise UsageError(
+                f"{folder}: holds no parity.jsonl; make one with: python -m benchmarks.parity run"
+            )
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            key = (row["arm"], row["seed"])
+            if key not in found or row["status"] == "finished" or found[key]["status"] != "finished":
+                found[key] = row
+    rows = list(found.values())
+    trained = [
+        row for row in rows if row["setting"]["data"] is not None
+    ]  # others failed before there was data
+    for row in trained[1:]:
+        for key, value in trained[0]["setting"].items():
+            if row["setting"][key] != value:
+                raise UsageError(
+                    f"{row['label']}: has {key} {row['setting'][key]}, {trained[0]['label']} has {value}; "
+                    f"these runs cannot be compared, so report them apart"
+                )
+    return rows
+
+
+def averages(rows: Sequence[Row], reference: str) -> list[Arm]:
+    """Every arm, in the order of its first row, with its gaps to `reference` where both ran with the same seed."""
+    of_reference = {row["seed"]: row for row in rows if row["arm"] == reference}
+    arms = []
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == name]
+        both = [(row, of_reference[row["seed"]]) for row in own if row["seed"] in of_reference]
+        if name == reference:
+            both = []
+        done = [(a, b) for a, b in both if a["status"] == b["status"] == "finished"]
+        arms.append(
+            Arm(
+                name,
+                own,
+                gaps=[_percent(a["val_bpb"], b["val_bpb"]) for a, b in done],
+                train_gaps=[_percent(a["train_loss_end"], b["train_loss_end"]) for a, b in done],
+                curve=_mean_curve([dict(row["curve"]) for row in own]),
+                gap_curve=_mean_curve([_gap_curve(dict(a["curve"]), dict(b["curve"])) for a, b in both]),
+            )
+        )
+    return arms
+
+
+def table(arms: Sequence[Arm]) -> str:
+    """The Markdown table of the arms of which a run finished."""
+    lines = [
+        "| recipe | runs | blocks in BF16 | tokens/s | peak GiB | validation loss, nats | bits per byte "
+        "| gap | training loss, gap |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in arms:
+        if arm.finished:
+            row = arm.finished[0]
+            cells = [
+                f"`{arm.name}`" + (f", {len(arm.finished)} seeds" if len(arm.finished) > 1 else ""),
+                {None: "", True: "native", False: "emulated"}[row["native"]],
+                ""
+                if row["native"] is None
+                else "{} first, {} last of {}".format(*row["kept"], row["layers"]),
+                _range(arm, "tokens_per_second", ",.0f"),
+                _range(arm, "peak_memory_gib", ".1f"),
+                _range(arm, "val_loss", ".4f"),
+                _range(arm, "val_bpb", ".4f"),
+                _signed(arm.gaps),
+                _signed(arm.train_gaps),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def notes(rows: Sequence[Row], arms: Sequence[Arm], reference: str) -> str:
+    """What one must know to read the table, and what is not in it."""
+    said = []
+    done = [row for row in rows if row["status"] == "finished"]
+    if done:
+        setting, first = done[0]["setting"], done[0]
+        machines = sorted({f"{row['machine']['device']}, torch {row['machine']['torch']}" for row in done})
+        options = "".join(f" --{key} {value}" for key, value in setting["keys"].items())
+        said.append(
+            f"`{setting['preset']}`{options}, {first['tokens']:,} tokens "
+            f"({first['tokens'] / setting['train_tokens']:.2f} passes over the training text) "
+            f"in {setting['steps']:,} steps of {setting['tokens_per_step']:,.0f}, "
+            f"sequence {setting['sequence_length']}, {setting['optimizer']}; "
+            f"{'; '.join(machines)}. Seed for seed the same initial weights and data order. Validation loss: all "
+            f"{first['val_tokens']:,} validation tokens, weights in BF16. Training loss: mean of the last tenth of the "
+            f"steps, in the recipe's own formats. Gaps are to `{reference}` with the same seed."
+        )
+    for arm in arms:
+        if arm.name == reference and arm.spread is not None:
+            said.append(
+                f"Seeds {', '.join(str(row['seed']) for row in arm.finished)} of `{reference}` lie "
+                f"{arm.spread:.2f} % apart."
+            )
+    for row in rows:
+        if row["status"] == "failed":
+            said.append(f"`{row['arm']}`, seed {row['seed']}: failed: {row['error']}")
+        elif row["status"] == "stopped":
+            said.append(
+                f"`{row['arm']}`, seed {row['seed']}: stopped by the limit at {row['tokens']:,} tokens."
+            )
+        if row["skipped_steps"]:
+            said.append(f"`{row['arm']}`, seed {row['seed']}: {row['skipped_steps']} steps were skipped.")
+    return "\n".join(said)
+
+
+def _percent(value: float, base: float) -> float:
+    return 100 * (value / base - 1)
+
+
+def _gap_curve(curve: dict[float, float], base: dict[float, float]) -> dict[float, float]:
+    return {tokens: _percent(value, base[tokens]) for tokens, value in curve.items() if tokens in base}
+
+
+def _mean_curve(curves: Sequence[dict[float, float]]) -> list[tuple[float, float]]:
+    """Over the places that all of them have; a run that ended early does not bend the others' mean."""
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    longest = max(len(curve) for curve in curves)
+    curves = [curve for curve in curves if len(curve) == longest]
+    shared = sorted(set.intersection(*(set(curve) for curve in curves)))
+    return [(tokens, statistics.fmean(curve[tokens] for curve in curves)) for tokens in shared]
+
+
+def _range(arm: Arm, key: str, form: str) -> str:
+    """The mean, and with several seeds from where to where."""
+    values = [row[key] for row in arm.finished if row[key] is not None]
+    if not values:
+        return ""
+    text = format(statistics.fmean(values), form)
+    return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"
+
+
+def _signed(gaps: Sequence[float]) -> str:
+    if not gaps:
+        return ""
+    text = f"{statistics.fmean(gaps):+.2f} %"
+    return text if len(gaps) < 2 else f"{text} ({min(gaps):+.2f} to {max(gaps):+.2f})"
