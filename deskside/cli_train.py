@@ -75,6 +75,7 @@ def run(argv: Sequence[str]) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
 
     from deskside.train import pretrain
+    from deskside.train.initial import Initial
 
     if options.resume is not None:
         outcome = pretrain.resume(Path(options.resume))
@@ -85,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
             options.name,
             _default_name(options),
             shlex.join(["deskside", "train", *argv]),
-            pretrain.Initial.of(source, str(options.init)) if source is not None else None,
+            Initial.of(source, str(options.init)) if source is not None else None,
         )
     if outcome.first and outcome.status == "finished":
         from deskside.report.commands import write_report
@@ -237,8 +238,10 @@ def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
     speed = (
         f"{summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else "speed not known"
     )
+    how = summary["precision"] + (", emulated" if summary["emulated"] else "")
     print(
-        f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock), {speed}"
+        f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock), {speed} "
+        f"in {how}"
     )
     for number_, sample in enumerate(summary["samples"], 1):
         print(f"\nsample {number_}: {sample['prompt']!r} ->")

@@ -16,7 +16,7 @@ from deskside.report.document import (
     Section,
     Table,
 )
-from deskside.report.plan import plan_blocks
+from deskside.report.plan import plan_blocks, precision_words
 from deskside.report.rundir import RunRecord, mapping, number, objects, text
 
 EVENTS_SHOWN = 20
@@ -102,6 +102,7 @@ def _glance(record: RunRecord) -> tuple[Block, ...]:
         ("tokens trained on", words.count(_either(record, "tokens", "tokens")), "measured"),
         ("steps", words.count(_either(record, "steps", "step")), "measured"),
         ("time", _time(record), "measured"),
+        ("precision", precision_words(record.plan) or "not known", ""),
         (
             "tokens per second",
             words.count(_either(record, "tokens_per_second", "tokens_per_second")),

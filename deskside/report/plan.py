@@ -15,6 +15,12 @@ PREDICTED = (
     ("bpb", "validation loss", ".3f", "bits per byte"),
     ("tokens", "tokens", ",.0f", "in all"),
 )
+EXECUTIONS = {
+    "fused": "hand-written kernels and gradients",
+    "block": "torch.compile, each block",
+    "model": "torch.compile, the whole model",
+    "off": "eager",
+}
 SHOWN_IN_TABLE = {
     "step",
     "steps",
@@ -46,6 +52,13 @@ def plan_blocks(record: RunRecord) -> tuple[Block, ...]:
         blocks += _fit(fit, f" of stage {number_}" if len(stages) > 1 else "")
     blocks += _settled(plan)
     return tuple(blocks)
+
+
+def precision_words(plan: dict[str, Any]) -> str:
+    """The recipe that was settled on, and whether the card only emulated it; empty where nobody wrote it down."""
+    precision = mapping(plan.get("precision"))
+    chosen = text(precision.get("chosen"))
+    return f"{chosen}, emulated" if chosen and precision.get("native") is False else chosen
 
 
 def _predicted(record: RunRecord) -> list[Block]:
@@ -99,10 +112,10 @@ def _settled(plan: dict[str, Any]) -> list[Block]:
             speed = "" if taken is None else f", {taken:.3g} ms forward and backward"
             rows.append((f"attention, {words.label(kind)} layers", name + speed, "measured" if speed else ""))
     precision = mapping(plan.get("precision"))
-    if text(precision.get("chosen")):
-        rows.append(("precision", text(precision["chosen"]), ""))
-    if text(plan.get("compile")):
-        rows.append(("torch.compile", text(plan["compile"]), ""))
+    if told := precision_words(plan):
+        rows.append(("precision", told, ""))
+    if mode := text(plan.get("compile")):
+        rows.append(("the step", EXECUTIONS.get(mode, mode), ""))
     initial = {k: v for k, v in mapping(plan.get("initial")).items() if k not in SHOWN_IN_TABLE}
     rest = {k: v for k, v in plan.items() if k not in SHOWN_ELSEWHERE}
     why = [

@@ -1,6 +1,6 @@
 """The end of a run: samples, the Hugging Face model, summary.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,14 @@ class Totals:
 
 
 def summarise(
-    config: RunConfig, validation: PackedDataset, model: Transformer, totals: Totals, result: BitsPerByte
+    config: RunConfig,
+    validation: PackedDataset,
+    model: Transformer,
+    totals: Totals,
+    result: BitsPerByte,
+    precision: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The outcome of a finished run as plain data."""
+    """The outcome of a finished run as plain data. precision: what `setup.choose_recipe` settled on."""
     split = validation.index.splits["val"]
     groups = model.num_params()
     return {
@@ -59,6 +64,9 @@ def summarise(
         "seconds": totals.seconds,
         "clock": config.schedule.clock,
         "tokens_per_second": totals.tokens_per_second,
+        # A speed is read together with these two: that of an emulated format is none of the format's own.
+        "precision": precision["chosen"],
+        "emulated": not precision["native"],
         "mfu": totals.mfu,
         "peak_memory_gib": totals.peak_memory_gib,
         "parameters": sum(groups.values()),

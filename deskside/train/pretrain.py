@@ -13,11 +13,9 @@ import deskside
 from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
-from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset
 from deskside.export.checkpoints import load_weights
-from deskside.export.load import Loaded
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
@@ -26,6 +24,7 @@ from deskside.train.clock import Clock, StepPlan
 from deskside.train.fit import Fit
 from deskside.train.guard import Guard
 from deskside.train.hooks import MetricsFile, Terminal, check_trackers, trackers
+from deskside.train.initial import Initial
 from deskside.train.keeper import CheckpointKeeper
 from deskside.train.parallel import World
 from deskside.train.planning import (
@@ -54,20 +53,6 @@ class Outcome:
     status: str
     summary: dict[str, Any]
     first: bool
-
-
-@dataclass(frozen=True)
-class Initial:
-    """Weights to start from (continued pretraining): by parameter name, with the vocabulary that they belong to."""
-
-    source: str
-    weights: dict[str, torch.Tensor]
-    vocabulary: dict[str, int]
-
-    @classmethod
-    def of(cls, loaded: Loaded, source: str) -> "Initial":
-        weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
-        return cls(source, weights, loaded.tokenizer.get_vocab(with_added_tokens=True))
 
 
 def start(
@@ -156,13 +141,14 @@ class _Run:
         setup.be_deterministic(config)
         torch.manual_seed(config.seed)
         check_trackers(config.track)
+        # Before data is prepared, which may take hours: what this machine cannot do is refused at once.
+        self.recipe, self.precision_facts = world.shared(
+            lambda: setup.choose_recipe(config.precision, world.device, self.say, self.recorded_recipe())
+        )
         data = setup.ensure_data(config, world, self.say)
         self.stage_plans = setup.open_stages(config, data)
         self.validation = setup.open_split(config, data, "val", config.batch.sequence_length)
         self.check_data(data, initial)
-        self.recipe, self.precision_facts = world.shared(
-            lambda: setup.choose_recipe(config.precision, world.device, self.say, self.recorded_recipe())
-        )
         self.model: Transformer = setup.build_model(config, world, self.recipe)
         if initial is not None:
             load_weights(self.model, initial.weights)
@@ -198,13 +184,7 @@ class _Run:
                 f"another run from its weights with: deskside train --init {self.run.path} --data.path {data}"
             )
         if initial is not None:
-            tokens = load_tokenizer(data).get_vocab(with_added_tokens=True)
-            odd = [token for token, number in tokens.items() if initial.vocabulary.get(token) != number]
-            if odd:
-                raise UsageError(
-                    f"--init {initial.source}: has another tokenizer than {data} ({len(odd)} tokens differ); prepare "
-                    f"the data with it: deskside data prepare ... --tokenizer {initial.source}"
-                )
+            initial.check_tokenizer(data)
         if self.world.first and not self.run.tokenizer.exists():
             write_atomically(self.run.tokenizer, (data / "tokenizer.json").read_bytes().decode())
 
@@ -337,7 +317,7 @@ class _Run:
         model = finish.whole_model(self.model, self.world)
         if not self.world.first:
             return {}
-        summary = finish.summarise(self.config, self.validation, model, totals, result)
+        summary = finish.summarise(self.config, self.validation, model, totals, result, self.precision_facts)
         summary["samples"] = finish.samples(model, self.validation, self.run, self.config.seed)
         self.event(finish.export(self.run, model))
         summary |= self.watch.outcome(summary)

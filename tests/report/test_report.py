@@ -95,8 +95,8 @@ def make_run(folder: Path, steps: int = 400) -> Path:
                     "rejected": {"flex": "is slow"},
                 }
             },
-            "precision": {"chosen": "bf16", "asked": "auto", "errors": {"output": 3e-3}},
-            "compile": "block",
+            "precision": {"chosen": "fp8-delayed", "asked": "fp8", "errors": {"output": 4e-2}, "native": False},
+            "compile": "fused",
             "scaling_tokens": 6225920,
         },
         "summary.json": {
@@ -173,10 +173,13 @@ def test_whole_run(tmp_path: Path) -> None:
         assert "1 of 400 logged steps skipped, 0 rollbacks, 1 resumes" in text
         assert "cudnn, 1.93 ms forward and backward" in text
         assert "optim.name" in text
+        assert "hand-written kernels and gradients" in text
         assert "deskside chat" in text
         assert "deskside train --resume" not in text
     assert "| steps | 380 | 400 | 400 |" in markdown
     assert "| time | 3 min 00 s |   | 2 min 52 s |" in markdown
+    # Where the speed is shown, and where it is told what was settled.
+    assert markdown.count("| precision | fp8-delayed, emulated |") == 2
     assert "| model.hidden_size | 256 | 768 |" in markdown
     assert "| seed | 7 | 1 |" in markdown
 

@@ -19,7 +19,7 @@ from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.export.load import load_model
 from deskside.train import trainer
-from deskside.train.pretrain import Initial
+from deskside.train.initial import Initial
 from deskside.train.step import Numbers, Stepper
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, events, plan, rows

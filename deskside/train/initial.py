@@ -1,0 +1,34 @@
+"""Weights that a run starts from (continued pretraining), and whether the data goes with them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.errors import UsageError
+from deskside.export.load import Loaded
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Weights by parameter name, with the vocabulary that they belong to."""
+
+    source: str
+    weights: dict[str, torch.Tensor]
+    vocabulary: dict[str, int]
+
+    @classmethod
+    def of(cls, loaded: Loaded, source: str) -> "Initial":
+        weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+        return cls(source, weights, loaded.tokenizer.get_vocab(with_added_tokens=True))
+
+    def check_tokenizer(self, data: Path) -> None:
+        """Raises UsageError unless the prepared data has the tokens of these weights."""
+        tokens = load_tokenizer(data).get_vocab(with_added_tokens=True)
+        odd = [token for token, number in tokens.items() if self.vocabulary.get(token) != number]
+        if odd:
+            raise UsageError(
+                f"--init {self.source}: has another tokenizer than {data} ({len(odd)} tokens differ); prepare "
+                f"the data with it: deskside data prepare ... --tokenizer {self.source}"
+            )
