@@ -4,22 +4,38 @@ Triton's compiler needs no card: it takes a kernel, the types of its arguments a
 and machine code. So a machine without a GPU can tell that a kernel builds for each generation, which instructions it
 uses there, and whether it fits into the shared memory of a consumer card.
 
-A module of kernels exposes `COMPILE_CASES`, one for each kind of launch, and stands in MODULES below.
+A module of kernels exposes `COMPILE_CASES`, one for each kind of launch, and stands in MODULES below. A case is written
+down, or `recorded`: the function that launches the kernel is called with tensors that have no data, and what it hands
+to the kernel is taken down in place of the launch. Tiles, warps and types are then those of a real launch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
 
 MODULES = (
     "deskside.kernels.nvfp4.quantize",
     "deskside.kernels.nvfp4.matmul",
     "deskside.kernels.nvfp4.native",
+    "deskside.kernels.launch_cases",
 )
 CAPABILITIES = (86, 89, 90, 100, 120)
 # What a block may use, in bytes: CUDA programming guide, "technical specifications per compute capability".
 SHARED_MEMORY = {86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,38 @@ class Compiled:
 def signature(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> dict[str, str]:
     """Types of all arguments in order: those given, "constexpr" for constants, and 32-bit integers for the rest."""
     return {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+
+
+def recorded(
+    name: str, capabilities: tuple[int, ...], launch: Callable[..., object], *arguments: object
+) -> CompileCase:
+    """The one launch that `launch(*arguments)` makes. Tensors may be on the meta device; nothing runs."""
+    from triton.runtime.jit import JITFunction
+
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        calls.append((kernel, args, options))
+
+    with mock.patch.object(JITFunction, "run", run):
+        launch(*arguments)
+    ((kernel, args, options),) = calls
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    given |= {key: options.pop(key) for key in list(options) if key in kernel.arg_names}
+    constexpr = {p.name for p in kernel.params if p.is_constexpr}
+    # As Triton does at a launch: None and 1 become constants, multiples of 16 are known to be such.
+    constants = {k: v for k, v in given.items() if k in constexpr or v is None or (type(v) is int and v == 1)}
+    types = {k: _type(v) for k, v in given.items() if k not in constants}
+    divisible = tuple(k for k, v in given.items() if type(v) is int and k in types and v % 16 == 0)
+    return CompileCase(
+        name, kernel, signature(kernel, types, constants), constants, options, capabilities, divisible
+    )
+
+
+def _type(value: object) -> str:
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 def all_cases() -> list[CompileCase]:

@@ -1,0 +1,127 @@
+"""Launches of the element-wise kernels, recorded to be compiled for cards that are not here: see compile_cases.py.
+
+Shapes are those of small and of large models: a row of 5120 channels is where shared memory would first run out.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deskside.kernels import adamw_triton, cross_entropy_triton, muon_triton
+from deskside.kernels.adamw import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks
+from deskside.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
+from deskside.kernels.fused import launch
+from deskside.kernels.fused.types import Cast, QkvLayout
+
+WITH_FP8 = tuple(c for c in CAPABILITIES if c >= 89)  # where the conversion is an instruction
+N = 4096
+ACTIVATIONS = (("silu", True), ("gelu", False), ("gelu_new", False), ("relu2", False))
+
+
+def _new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _float(*shape: int) -> Tensor:
+    return _new(*shape, dtype=torch.float32)
+
+
+def _cast(dtype: torch.dtype) -> Cast:
+    return Cast(dtype, _float(), _float())
+
+
+E4M3, E5M2 = _cast(torch.float8_e4m3fn), _cast(torch.float8_e5m2)
+
+
+def _norms() -> Iterator[CompileCase]:
+    for D in (768, 5120):
+        x, weight, rstd = _new(N, D), _float(D), _float(N)
+        for delta in (x, None):
+            how = f"{D}{'' if delta is None else ', with delta'}"
+            yield recorded(f"add_norm {how}", CAPABILITIES, launch.add_norm, x, delta, weight, 1e-6, None)
+            yield recorded(f"add_norm to FP8 {how}", WITH_FP8, launch.add_norm, x, delta, weight, 1e-6, E4M3)
+            yield recorded(
+                f"add_norm_backward {how}", CAPABILITIES, launch.add_norm_backward, x, x, rstd, weight, delta
+            )
+    for name, cast in (("E4M3", E4M3), ("E5M2", E5M2)):
+        yield recorded(f"cast to {name}", WITH_FP8, launch.cast_fp8, _new(N, 768), cast)
+    x, scales = _new(N, 768), (_float(N), _float(768))
+    yield recorded("largest of rows and columns", CAPABILITIES, launch.largest_both, x)
+    yield recorded("cast by row", WITH_FP8, launch.cast_both, x, torch.float8_e4m3fn, *scales)
+    yield recorded("turn", CAPABILITIES, launch.turn, _new(N, 768, dtype=torch.float8_e4m3fn))
+
+
+def _rope() -> Iterator[CompileCase]:
+    for C, norm, rope in ((64, True, True), (128, True, True), (64, False, True), (64, True, False)):
+        layout = QkvLayout(12, 3, C, 1e-6)
+        qkv = _new(N, layout.width)
+        weights = (_float(C), _float(C)) if norm else (None, None)
+        angles = (_float(2048, C // 2), _float(2048, C // 2)) if rope else None
+        grads = (_new(N, 12, C), _new(N, 3, C), _new(N, 3, C))
+        how = f"{C}{', norm' if norm else ''}{', rope' if rope else ''}"
+        yield recorded(
+            f"qk_norm_rope {how}", CAPABILITIES, launch.qk_norm_rope, qkv, *weights, angles, layout
+        )
+        for name, cast, where in (("", None, CAPABILITIES), (" to FP8", E5M2, WITH_FP8)):
+            yield recorded(
+                f"qk_norm_rope_backward{name} {how}",
+                where,
+                launch.qk_norm_rope_backward,
+                *(grads, qkv, *weights, angles, layout, cast),
+            )
+
+
+def _gated() -> Iterator[CompileCase]:
+    for kind, two in ACTIVATIONS:
+        x, grad = _new(N, 4096 if two else 2048), _new(N, 2048)
+        for name, there, back, where in (
+            ("", None, None, CAPABILITIES),
+            (" to FP8", E4M3, E5M2, WITH_FP8),
+        ):
+            yield recorded(f"{kind}{name}", where, launch.gated, x, kind, two, there)
+            yield recorded(f"{kind} backward{name}", where, launch.gated_backward, grad, x, kind, two, back)
+
+
+def _losses() -> Iterator[CompileCase]:
+    targets = _new(N, dtype=torch.int64)
+    for V, cap in ((32768, None), (50257, 15.0), (151936, None)):
+        arguments = (_new(N, V), targets, cap, 1e-4, -100)
+        how = f"of {V}{'' if cap is None else ', capped'}"
+        yield recorded(f"loss {how}", CAPABILITIES, cross_entropy_triton.chunk_loss, *arguments)
+        yield recorded(
+            f"loss and gradient {how}", CAPABILITIES, cross_entropy_triton.chunk_loss_and_grad, *arguments
+        )
+        yield recorded(
+            f"loss and gradient to FP8 {how}",
+            WITH_FP8,
+            cross_entropy_triton.chunk_loss_and_fp8_grad,
+            *(*arguments, 2.0**14),
+        )
+
+
+def _optimizers() -> Iterator[CompileCase]:
+    p, skip, rule = _float(2**20), _float(), Rule(1e-3, (0.9, 0.95), 1e-8, 0.1)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        state = {key: _new(2**20, dtype=dtype) for key in (FIRST, SECOND)}
+        if dtype == torch.uint8:
+            state |= {key: _float(blocks(2**20)) for key in (FIRST_MAX, SECOND_MAX)}
+        yield recorded(
+            f"AdamW, {str(dtype).removeprefix('torch.')} states",
+            CAPABILITIES,
+            adamw_triton.launch,
+            *(p, p, state, skip, skip, rule),
+        )
+    weights, update = _float(12, 768, 2048), _new(12, 768, 2048)
+    for momentum in (weights, update):
+        name = f"Muon looks ahead, {str(momentum.dtype).removeprefix('torch.')} momentum"
+        yield recorded(
+            name, CAPABILITIES, muon_triton.look_ahead, weights, momentum, weights, 0.95, True, skip
+        )
+    factors = _float(12, 1, 1).expand_as(weights)
+    yield recorded(
+        "Muon's update", CAPABILITIES, muon_triton.apply, weights, update, factors, 0.02, 0.0, True, skip
+    )
+
+
+COMPILE_CASES = (*_norms(), *_rope(), *_gated(), *_losses(), *_optimizers())
