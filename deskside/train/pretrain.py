@@ -145,6 +145,7 @@ class _Run:
         self.recipe, self.precision_facts = world.shared(
             lambda: setup.choose_recipe(config.precision, world.device, self.say, self.recorded_recipe())
         )
+        setup.check_execution(config, world, self.recipe)
         data = setup.ensure_data(config, world, self.say)
         self.stage_plans = setup.open_stages(config, data)
         self.validation = setup.open_split(config, data, "val", config.batch.sequence_length)

@@ -170,11 +170,18 @@ class Execution:
     precision: Applied
 
 
+def check_execution(config: RunConfig, world: World, recipe: str) -> None:
+    """Raises UsageError for an execution that this model or this library cannot have, before anything is made."""
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    _mode(config, model, world, recipe, _backend(config, recipe))
+
+
 def prepare_execution(
     config: RunConfig, model: Transformer, world: World, recipe: str, native: bool = True
 ) -> Execution:
     """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order."""
-    backend = config.precision.backend if recipe_named(recipe).quantized else "deskside"
+    backend = _backend(config, recipe)
     mode = _mode(config, model, world, recipe, backend)
     precision = apply(
         model,
@@ -190,11 +197,6 @@ def prepare_execution(
     )
     what = config.compute.activation_checkpointing
     if backend == "transformer-engine":
-        if what != "none":
-            raise UsageError(
-                "compute.activation_checkpointing: transformer-engine's layers cannot be run twice for one gradient; "
-                "use none, or precision.backend deskside"
-            )
         _count_passes(model, precision)
     if mode == "fused":
         precision.recompute(what)
@@ -216,11 +218,20 @@ def prepare_execution(
     return Execution(mode, precision)
 
 
+def _backend(config: RunConfig, recipe: str) -> str:
+    return config.precision.backend if recipe_named(recipe).quantized else "deskside"
+
+
 def _mode(config: RunConfig, model: Transformer, world: World, recipe: str, backend: str) -> str:
-    """How the step is executed. Raises UsageError for a compute.compile that cannot be had."""
+    """How the step is executed. Raises UsageError for what this model or this library cannot have."""
     mode: str = config.compute.compile
     quantized = recipe_named(recipe).quantized
     if backend != "deskside":
+        if backend == "transformer-engine" and config.compute.activation_checkpointing != "none":
+            raise UsageError(
+                "compute.activation_checkpointing: transformer-engine's layers cannot be run twice for one gradient; "
+                "use none, or precision.backend deskside"
+            )
         if mode == "auto":
             return "block" if backend == "torchao" and world.device.type == "cuda" else "off"
         if mode == "fused" or (backend == "transformer-engine" and mode != "off"):

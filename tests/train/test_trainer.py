@@ -18,7 +18,8 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.export.load import load_model
-from deskside.train import trainer
+from deskside.precision import CheckResult
+from deskside.train import setup, trainer
 from deskside.train.initial import Initial
 from deskside.train.step import Numbers, Stepper
 from tests.train import tiny_run
@@ -292,6 +293,39 @@ def test_a_run_begins_from_given_weights(data: Path, tmp_path: Path) -> None:
     last = float(np.mean([r["loss"] for r in rows(base)[-5:]]))
     assert firsts[0] == pytest.approx(firsts[1], abs=1e-5)
     assert firsts[0] == pytest.approx(last, abs=0.25) and firsts[0] < rows(base)[0]["loss"] - 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"compute": {"compile": "fused"}, "model": {"norm": "layernorm"}},
+            r"compute\.compile: fused .*use auto",
+        ),
+        ({"precision": {"name": "fp8", "native": "never"}}, r"fails its self-check here: output is all zero"),
+    ],
+    ids=["uncovered", "self-check"],
+)
+def test_what_cannot_be_is_refused_before_data_is_prepared(
+    parts: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparing may take hours; the run's directory is gone too."""
+    if "precision" in parts:
+        failed = CheckResult(False, {"output": 1.0}, "output is all zero")
+        monkeypatch.setattr(setup, "check", lambda *_: failed)
+    path = tmp_path / "data"
+    sources = {"path": str(path), "sources": ["bundled:tiny_shakespeare.txt"]}
+    with pytest.raises(UsageError, match=message):
+        tiny_run.train(tmp_path / "runs", tiny_run.config(path, data=sources, **parts))
+    assert not path.exists() and not (tmp_path / "runs" / "run").exists()
+
+
+def test_the_summary_tells_an_emulated_recipe(data: Path, tmp_path: Path) -> None:
+    length = {"schedule": {"length": "2 steps"}}
+    for name, emulated in (("bf16", False), ("fp8-rowwise", True)):
+        config = tiny_run.config(data, **length, precision={"name": name})
+        summary = tiny_run.train(tmp_path, config, name).summary
+        assert (summary["precision"], summary["emulated"]) == (name, emulated)
 
 
 def foreign(data: Path) -> Initial:
