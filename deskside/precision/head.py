@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deskside.config.recipes import Operand
-from deskside.kernels import fused
+from deskside.kernels import cross_entropy, fused
 from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
 from deskside.precision.operands import Prepared, cast_with_own_scale
 from deskside.precision.plan import Quantizer, Shared
@@ -93,7 +93,7 @@ class _Loss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden_ND)
         d_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=device)
-        kernel = elementwise(hidden_ND).chunk_loss_and_fp8_grad
+        kernel = (elementwise(hidden_ND) if fused.writes_fp8(device) else cross_entropy).chunk_loss_and_fp8_grad
         for start in range(0, len(hidden_ND), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = product(
