@@ -63,7 +63,7 @@ def use(facts: Facts, results: Results, quick: bool) -> list[dict[str, str]]:
         return []
     found = [_precision(facts, results), *_attention(results)]
     if not quick:
-        found += [_compile(facts, results), *_low_precision(results), *_library(results)]
+        found += [_execution(facts, results), *_low_precision(results), *_library(results)]
     return found
 
 
@@ -118,18 +118,31 @@ def _milliseconds(times: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g} ms" for name, value in ordered) + " (measured)"
 
 
-def _compile(facts: Facts, results: Results) -> dict[str, str]:
-    found = by_id(results)["compile"]
-    if found["verdict"] != "works":
-        return _choice(
-            "torch.compile", "off", f"{found['verdict']}: {found['reason']}", "--compute.compile off"
-        )
-    factor = found["details"]["times_eager"]
-    seconds = found["details"]["compile_seconds"]
-    why = f"{factor:.2f} times eager's speed on a small step, after {seconds:.0f} s of compiling (measured)"
-    if factor <= 1 or facts["device"] == "cpu":
-        return _choice("torch.compile", "off", why, "--compute.compile off")
-    return _choice("torch.compile", "block", why, "--compute.compile block")
+def _execution(facts: Facts, results: Results) -> dict[str, str]:
+    """How to run the step: on a card training takes its hand-written kernels by itself, on a CPU it stays eager."""
+    fused, block = (by_id(results)[id] for id in ("fused", "compile"))
+    times = [
+        f"{name} {found['details']['times_eager']:.2f}"
+        + f" (first step {found['details']['compile_seconds']:.0f} s)"
+        for name, found in (("hand-written", fused), ("torch.compile", block))
+        if found["verdict"] == "works"
+    ]
+    why = [f"times eager's speed on a small step (measured): {', '.join(times)}"] if times else []
+    why += [
+        f"{name}: {found['verdict']}" + (f", {found['reason']}" if found["reason"] else "")
+        for name, found in (("hand-written", fused), ("torch.compile", block))
+        if found["verdict"] != "works"
+    ]
+    if facts["device"] == "cpu":
+        why.insert(0, "training does not compile on a CPU unless told to")
+        value, option = "eager", "auto"
+    elif fused["verdict"] == "works":
+        value, option = "hand-written kernels", "auto"
+    elif block["verdict"] == "works" and block["details"]["times_eager"] > 1:
+        value, option = "torch.compile", "block"
+    else:
+        value, option = "eager", "off"
+    return _choice("step", value, "; ".join(why), f"--compute.compile {option}")
 
 
 def _low_precision(results: Results) -> list[dict[str, str]]:
@@ -248,17 +261,21 @@ def _driver(facts: Facts) -> Iterator[dict[str, Any]]:
 
 def _compiling(facts: Facts, results: Results) -> Iterator[dict[str, Any]]:
     cuda = facts["device"] == "cuda"
-    # On a CPU deskside trains without torch.compile, so that nothing is lost there by default.
-    severity: Severity = "slow" if cuda else "note"
+    # On a card nothing trains without what Triton needs, unless an earlier run has left it in a cache. On a CPU
+    # deskside trains without torch.compile, so that nothing is lost there by default.
+    severity: Severity = "may fail" if cuda else "note"
     if cuda and facts["triton"] is None:
         yield _mend(
-            severity, "Triton is missing: torch.compile needs it", f"pip install triton for {facts['torch']}"
+            "stops training",
+            "Triton is missing: training's kernels are written in it",
+            f"pip install triton for {facts['torch']}",
         )
     compiler, variable, name = (
         (facts["c_compiler"], "CC", "gcc") if cuda else (facts["cxx_compiler"], "CXX", "g++")
     )
     if compiler is None:
-        problem = f"no {'C' if cuda else 'C++'} compiler: torch.compile needs one"
+        needs = "Triton needs one, for training's kernels too" if cuda else "torch.compile needs one"
+        problem = f"no {'C' if cuda else 'C++'} compiler: {needs}"
         yield _mend(severity, problem, f"install {name} (apt install build-essential), or set {variable}")
     if not facts["python_headers"]:
         problem = "Python.h is missing: torch.compile builds code against it"
@@ -268,7 +285,13 @@ def _compiling(facts: Facts, results: Results) -> Iterator[dict[str, Any]]:
     found = by_id(results).get("compile")
     if found is not None and found["verdict"] not in ("works", "unsupported", "timeout"):
         problem = f"torch.compile: {found['verdict']}: {found['reason']}"
-        yield _mend("wrong numbers", problem, "train with --compute.compile off, and update torch")
+        yield _mend("wrong numbers", problem, "do not train with --compute.compile block; update torch")
+    found = by_id(results).get("fused")
+    if found is not None and found["verdict"] not in ("works", "out of memory", "timeout"):
+        problem = f"training's hand-written kernels: {found['verdict']}: {found['reason']}"
+        instead = "block" if works(results, "compile") else "off"
+        remedy = f"train with --compute.compile {instead}, and update torch and Triton"
+        yield _mend("wrong numbers", problem, remedy)
 
 
 def _space(facts: Facts) -> Iterator[dict[str, Any]]:

@@ -128,7 +128,7 @@ def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
         for shared in ("quick" if quick else "step",)
     ]
     if not quick:
-        checks += [_compile(facts), *_libraries(_device(facts))]
+        checks += [*_executions(facts), *_libraries(_device(facts))]
     return checks
 
 
@@ -178,19 +178,32 @@ def _attention(facts: Mapping[str, Any]) -> list[Check]:
     return checks
 
 
-def _compile(facts: Mapping[str, Any]) -> Check:
+def _executions(facts: Mapping[str, Any]) -> list[Check]:
+    """The ways to run a step faster than eager: what training does on a card by itself, and torch.compile."""
     precision = "bf16" if facts["device"] == "cuda" else "fp32"
-    missing = facts["device"] == "cpu" and facts["cxx_compiler"] is None
-    return Check(
-        "compile",
-        "training",
-        f"torch.compile, {precision.upper()}",
-        f"{TRAIN}:compiled",
-        {"precision": precision, "device": _device(facts)},
-        "compile",
-        5 * MINUTE,
-        {"verdict": "unsupported", "reason": NO_COMPILER} if missing else None,
-    )
+    on = {"precision": precision, "device": _device(facts)}
+    no_compiler = facts["device"] == "cpu" and facts["cxx_compiler"] is None
+    return [
+        Check(
+            "fused",
+            "training",
+            f"hand-written, {precision.upper()}",
+            f"{TRAIN}:executed",
+            {"mode": "fused", **on},
+            "fused",
+            5 * MINUTE,
+        ),
+        Check(
+            "compile",
+            "training",
+            f"torch.compile, {precision.upper()}",
+            f"{TRAIN}:executed",
+            {"mode": "block", **on},
+            "compile",
+            5 * MINUTE,
+            {"verdict": "unsupported", "reason": NO_COMPILER} if no_compiler else None,
+        ),
+    ]
 
 
 def _libraries(device: str) -> list[Check]:

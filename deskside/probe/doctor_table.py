@@ -196,15 +196,18 @@ def _worst(check: Mapping[str, Any]) -> str:
 
 def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     """Why, for everything that does not work: the library's own words, or how to install it."""
+    failed: dict[str, list[str]] = {}
     declared: dict[str, list[str]] = {}
     emulated: dict[str, list[str]] = {}
     for check in checks:
         if check.get("declared"):
             declared.setdefault(check["reason"], []).append(check["name"].removesuffix(", window"))
         elif check["verdict"] != "works":
-            yield Text.assemble((f"{check['name']}: ", "bold"), check["reason"])
+            failed.setdefault(check["reason"], []).append(check["name"])
         elif why := (check.get("details") or {}).get("emulated_because"):
             emulated.setdefault(why, []).append(check["name"])
+    for why, names in failed.items():
+        yield Text.assemble((f"{', '.join(names)}: ", "bold"), why)
     for why, names in emulated.items():
         yield Text(f"emulated, {why}: {', '.join(names)}", "dim")
     for reason, names in declared.items():

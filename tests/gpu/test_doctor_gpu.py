@@ -108,7 +108,7 @@ def test_facts(examination: dict[str, Any]) -> None:
     assert 0 < gpu["free_bytes"] <= gpu["total_bytes"]
     assert not any("data sheet's" in m["problem"] for m in examination["fix"]), examination["fix"]
     use = {choice["what"]: choice["value"] for choice in examination["use"]}
-    assert use["precision"] == "bf16" and use["torch.compile"] in ("block", "off") and "attention" in use
+    assert use["precision"] == "bf16" and use["step"] == "hand-written kernels" and "attention" in use
 
 
 def test_quick_look_is_quick() -> None:

@@ -60,6 +60,12 @@ def test_table_of_a_card() -> None:
     assert text.index("Use on this machine") < text.index("Fix, most important first")
 
 
+def test_a_reason_that_several_share_is_told_once() -> None:
+    same = {"verdict": "unsupported", "reason": "the package is empty"}
+    text = re.sub(r"\s+", " ", shown(examined(te_nvfp4=same, bitsandbytes=same)))
+    assert "bitsandbytes, transformer-engine NVFP4: the package is empty" in text
+
+
 def test_table_of_a_machine_that_cannot_train() -> None:
     broken = {"verdict": "wrong numbers", "reason": "loss is not finite"}
     found = examined(step_fp32=broken, step_bf16=broken)
@@ -76,12 +82,13 @@ def planted(monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:
         doctor_checks.Check(f"step_{p}", "training", p, answer={"verdict": verdict, "reason": "planted"})
         for p in ("fp32", "bf16")
     ]
-    compile = doctor_checks.Check(
-        "compile", "training", "c", answer={"verdict": "unsupported", "reason": "x"}
-    )
+    ways = [
+        doctor_checks.Check(id, "training", id, answer={"verdict": "unsupported", "reason": "x"})
+        for id in ("fused", "compile")
+    ]
     copy = doctor_checks.Check("copy", "memory", "copy", answer={"verdict": "works", "reason": ""})
     bf16 = doctor_checks.Check("bf16", "matmul", "BF16", answer={"verdict": "works", "reason": ""})
-    monkeypatch.setattr(doctor_checks, "listing", lambda facts, quick: [bf16, copy, *steps, compile])
+    monkeypatch.setattr(doctor_checks, "listing", lambda facts, quick: [bf16, copy, *steps, *ways])
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("works", 0), ("wrong numbers", 1), ("crashed", 1)])

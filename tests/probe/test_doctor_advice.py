@@ -45,7 +45,9 @@ def test_use() -> None:
         "the fastest with grouped heads, not `efficient` without them"
     )
     assert use["attention, window"]["value"] == "flex"
-    assert use["torch.compile"]["value"] == "block" and "1.63 times" in use["torch.compile"]["why"]
+    step = use["step"]
+    assert (step["value"], step["option"]) == ("hand-written kernels", "--compute.compile auto")
+    assert "hand-written 2.10 (first step 4 s), torch.compile 1.63 (first step 21 s)" in step["why"]
     low = use["low precision"]
     assert low["value"] == "fp8-delayed" and low["option"] == "--precision.name fp8-delayed"
     assert "torch MXFP8 3.12 x BF16, torch FP8 tensor 1.94 x BF16" in low["why"]
@@ -66,15 +68,28 @@ def test_use_where_no_recipe_is_native() -> None:
 def test_use_without_bf16_or_a_compiler() -> None:
     use = chosen(step_bf16=BROKEN)
     assert use["precision"]["value"] == "fp32" and "bf16: wrong numbers" in use["precision"]["why"]
-    use = chosen(compile={"verdict": "unsupported", "reason": "Failed to find C compiler"})
-    assert (
-        use["torch.compile"]["value"] == "off" and "Failed to find C compiler" in use["torch.compile"]["why"]
-    )
+    failed = {"verdict": "unsupported", "reason": "Failed to find C compiler"}
+    step = chosen(compile=failed, fused=failed)["step"]
+    assert (step["value"], step["option"]) == ("eager", "--compute.compile off")
+    assert "torch.compile: unsupported, Failed to find C compiler" in step["why"]
 
 
-def test_slower_when_compiled_is_left_off() -> None:
-    use = chosen(compile={"details": {"compile_seconds": 9.0, "times_eager": 0.8}})
-    assert use["torch.compile"]["value"] == "off"
+def test_a_step_whose_kernels_are_wrong_is_compiled_unless_that_is_slower() -> None:
+    wrong = {"verdict": "wrong numbers", "reason": "gradients is off by 1.0e+00, allowed 8e-02"}
+    step = chosen(fused=wrong)["step"]
+    assert (step["value"], step["option"]) == ("torch.compile", "--compute.compile block")
+    assert "hand-written: wrong numbers, gradients is off" in step["why"]
+    slower = {"details": {"compile_seconds": 9.0, "times_eager": 0.8}}
+    assert chosen(fused=wrong, compile=slower)["step"]["option"] == "--compute.compile off"
+    assert "hand-written kernels: wrong numbers: gradients is off" in problems(fused=wrong)
+    assert "-> train with --compute.compile block" in problems(fused=wrong)
+    assert "-> train with --compute.compile off" in problems(fused=wrong, compile=wrong)
+
+
+def test_a_cpu_does_not_compile() -> None:
+    step = chosen(samples.facts(device="cpu", gpus=[]))["step"]
+    assert (step["value"], step["option"]) == ("eager", "--compute.compile auto")
+    assert step["why"].startswith("training does not compile on a CPU unless told to")
 
 
 def test_wrong_attention_is_not_advised() -> None:
@@ -107,7 +122,7 @@ def test_what_is_wrong_comes_before_what_is_slow() -> None:
     assert found[0]["severity"] == "wrong numbers" and "NVFP4" in found[0]["problem"]
     text = problems(facts)
     assert "note: /dev/shm is 61 MiB" in text and "--shm-size" in text
-    assert "slow: no C compiler" in text and "build-essential" in text
+    assert "may fail: no C compiler" in text and "build-essential" in text
     assert "note: transformer-engine NVFP4: crashed" in text
 
 
@@ -120,8 +135,8 @@ def test_what_is_wrong_comes_before_what_is_slow() -> None:
         ({"temporary": {"path": "/tmp", "total_gib": 1.0, "free_gib": 0.5}}, "may fail: /tmp has 0.5 GiB"),
         ({"memory_available_gib": 2.0}, "may fail: 2.0 GiB of host memory"),
         ({"memory_limit_gib": 4.0}, "may fail: 4.0 GiB of host memory"),
-        ({"triton": None}, "slow: Triton is missing"),
-        ({"python_headers": False}, "slow: Python.h is missing"),
+        ({"triton": None}, "stops training: Triton is missing"),
+        ({"python_headers": False}, "may fail: Python.h is missing"),
         ({"cudnn": 90100}, "slow: cuDNN 9.1.0 is loaded instead of the 9.19.0.56"),
         ({"cards": 2, "visible_devices": "0"}, "note: torch sees 1 of 2 GPUs (CUDA_VISIBLE_DEVICES=0)"),
         (

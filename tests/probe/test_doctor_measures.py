@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deskside.kernels import fused
 from deskside.kernels.attention import BACKENDS, Requirements
 from deskside.optim.build import Optimizer
 from deskside.probe import (
@@ -129,12 +130,19 @@ def test_a_training_step_that_learns_nothing_is_wrong(monkeypatch: pytest.Monkey
     assert result["reason"].startswith("8 steps on one batch brought its loss from 6.2")
 
 
-@pytest.mark.full
-def test_compiled_step_on_a_cpu() -> None:
-    result = doctor_train.compiled("fp32", "cpu")
+@pytest.mark.parametrize("mode", ["fused", pytest.param("block", marks=pytest.mark.full)])
+def test_other_ways_to_run_a_step_on_a_cpu(mode: doctor_train.ExecutionMode) -> None:
+    result = doctor_train.executed(mode, "fp32", "cpu")
     assert result["verdict"] == "works", result
     assert result["errors"]["gradients"] < 1e-4
     assert result["details"]["times_eager"] > 0 and result["speed"]["unit"] == "tokens/s"
+
+
+def test_wrong_hand_written_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fused.gated_backward
+    monkeypatch.setattr(fused, "gated_backward", lambda *given: right(*given) * 1.3)
+    result = doctor_train.executed("fused", "bf16", "cpu")
+    assert result["verdict"] == "wrong numbers" and result["errors"]["gradients"] > 0.2, result
 
 
 def test_facts_of_this_machine() -> None:
