@@ -271,13 +271,18 @@ def in_precision(
     """The setting in a precision, with the configuration's own options of it. native: of the card."""
     asked = config.precision
     recipe = asked.model_copy(update={"name": precision}).recipe()
+    covered = _covered(config)
+    # Layers of a quantised recipe are not compiled: where no hand-written half covers them, they run eagerly.
+    eager = recipe.quantized and asked.backend == "deskside" and not covered
+    compiled = setting.compiled and not eager
     return replace(
         setting,
         precision=precision,
+        compiled=compiled,
         native=frozenset() if asked.native == "never" else native,
         kept=(recipe.keep_first, recipe.keep_last) if recipe.quantized else (0.0, 0.0),
         fp8_head=recipe.quantized and asked.head == "fp8",
-        copies=("step" if asked.weight_cache else "use") if setting.compiled and _covered(config) else "pass",
+        copies=("step" if asked.weight_cache else "use") if compiled and covered else "pass",
     )
 
 

@@ -173,16 +173,16 @@ def _speed(plan: Plan, found: Estimate, name: str) -> Table:
     for item, seconds in found.step.items():
         if seconds > 0:
             table.add_row(f"  {item}", duration(seconds), "#" * max(1, round(BAR * seconds / total)))
-    tokens = found.setting.tokens_per_step
-    table.add_row("step", duration(total), f"{tokens:,.0f} tokens in {found.accumulation} passes")
+    tokens, passes = found.setting.tokens_per_step, found.accumulation
+    table.add_row(
+        "step", duration(total), f"{tokens:,.0f} tokens in {passes:,} pass{'' if passes == 1 else 'es'}"
+    )
     gpu = plan.request.card.gpu
     if gpu is not None:
         share = (
             found.setting.flops_per_token * found.tokens_per_second[1] / plan.request.gpus / gpu.bf16_flops
         )
-        table.add_row(
-            "utilisation", f"{share:.0%}", f"of {gpu.bf16_flops / 1e12:.0f} TFLOP/s (data sheet, BF16)"
-        )
+        table.add_row("utilisation", f"{share:.0%}", f"of {gpu.bf16_flops / 1e12:.0f} TFLOP/s (sheet, BF16)")
     return table
 
 

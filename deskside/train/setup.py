@@ -174,7 +174,7 @@ def check_execution(config: RunConfig, world: World, recipe: str) -> None:
     """Raises UsageError for an execution that this model or this library cannot have, before anything is made."""
     with torch.device("meta"):
         model = Transformer(config.model)
-    _mode(config, model, world, recipe, _backend(config, recipe))
+    execution_mode(config, model, world, recipe)
 
 
 def prepare_execution(
@@ -182,7 +182,7 @@ def prepare_execution(
 ) -> Execution:
     """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order."""
     backend = _backend(config, recipe)
-    mode = _mode(config, model, world, recipe, backend)
+    mode = execution_mode(config, model, world, recipe)
     precision = apply(
         model,
         config.precision.recipe(recipe),
@@ -222,9 +222,10 @@ def _backend(config: RunConfig, recipe: str) -> str:
     return config.precision.backend if recipe_named(recipe).quantized else "deskside"
 
 
-def _mode(config: RunConfig, model: Transformer, world: World, recipe: str, backend: str) -> str:
-    """How the step is executed. Raises UsageError for what this model or this library cannot have."""
+def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: str) -> str:
+    """How the step is executed: see `Execution`. Raises UsageError for what this model or this library cannot have."""
     mode: str = config.compute.compile
+    backend = _backend(config, recipe)
     quantized = recipe_named(recipe).quantized
     if backend != "deskside":
         if backend == "transformer-engine" and config.compute.activation_checkpointing != "none":

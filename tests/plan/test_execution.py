@@ -1,0 +1,40 @@
+"""The planner's idea of how a step is executed on a card is training's own, whatever the architecture and precision."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.budget.formats import Precision
+from deskside.config import merge
+from deskside.model.transformer import Transformer
+from deskside.plan.estimate import of_config
+from deskside.train.parallel import World
+from deskside.train.setup import execution_mode
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "the default": {},
+    "GELU without a gate": {"hidden_act": "gelu", "gated_mlp": False},
+    "no QK norm, windows": {"qk_norm": False, "window_pattern": "SL", "sliding_window": 512},
+    "LayerNorm": {"norm": "layernorm"},
+    "norms after": {"norm_position": "post"},
+    "q, k and v apart": {"fused_qkv": False},
+    "gate and up apart": {"fused_gate_up": False},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "heads of 96": {"head_dim": 96, "num_attention_heads": 8, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("compile", ["auto", "off"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_plans_what_training_does_on_a_card(shape: str, precision: Precision, compile: str) -> None:
+    config = merge.build(
+        [{"model": SHAPES[shape], "precision": {"name": precision}, "compute": {"compile": compile}}]
+    )
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    mode = execution_mode(config, model, World(torch.device("cuda")), precision)
+    planned = of_config(config, 1, precision)
+    assert planned.compiled == (mode != "off")
+    assert planned.copies == ("step" if mode == "fused" else "pass")
