@@ -81,7 +81,8 @@ def choose_recipe(
         raise UsageError(f"precision.name: {wanted} fails its self-check here: {result.reason}; use another")
     wanted = recipe_named(wanted).name
     if recipe_named(wanted).quantized and not result.native:
-        say(f"{wanted} is emulated on this device: right numbers, at no more than BF16's speed")
+        why = f" ({result.reason.removeprefix('emulated: ')})" if result.reason else ""
+        say(f"{wanted} is emulated on this device{why}: right numbers, at no more than BF16's speed")
     errors = dict(result.errors)
     return wanted, {"chosen": wanted, "asked": name, "errors": errors, "native": result.native}
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from deskside.config.parts import PrecisionConfig
 from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
@@ -326,6 +327,15 @@ def test_the_summary_tells_an_emulated_recipe(data: Path, tmp_path: Path) -> Non
         config = tiny_run.config(data, **length, precision={"name": name})
         summary = tiny_run.train(tmp_path, config, name).summary
         assert (summary["precision"], summary["emulated"]) == (name, emulated)
+
+
+def test_why_a_recipe_is_emulated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = CheckResult(True, {}, "emulated: input gradient is all zero", native=False)
+    monkeypatch.setattr(setup, "check", lambda *_: emulated)
+    said: list[str] = []
+    chosen, facts = setup.choose_recipe(PrecisionConfig(name="fp8"), torch.device("cpu"), said.append)
+    assert (chosen, facts["native"]) == ("fp8-delayed", False)
+    assert said[0].startswith("fp8-delayed is emulated on this device (input gradient is all zero): ")
 
 
 def foreign(data: Path) -> Initial:
