@@ -1,0 +1,321 @@
+"""Recipes on this card: products, halves, the weight cache, the head, and steps, native and emulated."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskside.config.recipes import RECIPES, Operand
+from deskside.kernels import fused
+from deskside.kernels.attention import AttentionContext, document_positions
+from deskside.model.transformer import Transformer
+from deskside.precision import check
+from deskside.precision.apply import Applied, apply, restore
+from deskside.precision.operands import Draws, Prepared, cast_with_scales_of_rows, prepare
+from deskside.precision.plan import Quantizer, Shared
+from deskside.precision.products import Kind, product
+from deskside.precision.scales import DelayedScales
+from tests.gpu import card
+from tests.precision.small import B, T, backward, error_and_slope, everywhere, fresh, make, worst
+from tests.train import tiny_run
+
+pytestmark = card.NEEDS_CARD
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+FP8 = [name for name in QUANTIZED if any(f in ("e4m3", "e5m2") for f in RECIPES[name].formats)]
+SDPA = AttentionContext(backend="sdpa")
+
+
+def native_fp8() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card has no products in FP8")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+# Products
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_self_check_passes(name: str) -> None:
+    best, emulated = check(name, card.DEVICE), check(name, card.DEVICE, native=False)
+    assert best.ok and emulated.ok, (best.reason, emulated.reason)
+    if name in FP8:
+        native_fp8()
+        assert best.native and not emulated.native and best.reason == ""
+    for kind, error in best.errors.items():
+        assert error == pytest.approx(emulated.errors[kind], rel=0.03)
+    on_cpu = check(name, "cpu", native=False)
+    for kind, error in on_cpu.errors.items():
+        assert error == pytest.approx(emulated.errors[kind], rel=0.05, abs=1e-5)
+
+
+SIZES = {"output": (512, 256, 384), "input_gradient": (512, 384, 256), "weight_gradient": (256, 384, 2048)}
+
+
+def dequantized(x: Prepared) -> Tensor:
+    """In the tensor's own orientation if it is stored so, else transposed."""
+    values = x.values.double()
+    if x.scale is None:
+        return values
+    return values * (x.scale.double() if x.scale.ndim == 0 else x.scale.double()[:, None])
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_fp8_products(scaling: str, kind: Kind, native: bool) -> None:
+    """Against float64 of the very operands: nothing is left but the order of sums and the result's rounding.
+
+    Hopper's tensor cores add up FP8 products with 14 bits where `use_fast_accum` lets them, which the output does.
+    """
+    if native:
+        native_fp8()
+    rows, columns, summed = SIZES[kind]
+    gradient = "e4m3" if scaling == "row" or kind == "output" else "e5m2"
+    left, right = Operand(gradient, scaling), Operand("e4m3", scaling)  # type: ignore[arg-type]
+    draws = Draws(0)
+    a = torch.randn(rows, summed, device=card.DEVICE).bfloat16()
+    b = torch.randn(columns, summed, device=card.DEVICE).bfloat16()
+    if kind == "output":
+        x, y = prepare(a, left, "columns", draws, 0), prepare(b, right, "columns", draws, 0)
+    elif kind == "input_gradient":
+        x, y = prepare(a, left, "columns", draws, 0), prepare(b.T.contiguous(), right, "rows", draws, 0)
+    else:
+        x = prepare(a.T.contiguous(), left, "rows", draws, 0)
+        y = prepare(b.T.contiguous(), right, "rows", draws, 0)
+    truth = dequantized(x) @ dequantized(y).T
+    assert truth.shape == (rows, columns)
+    low = product(kind, x, y, torch.bfloat16, native)
+    assert low.dtype == torch.bfloat16 and relative(low, truth) < 4e-3
+    if scaling == "tensor" or not native:  # row scales are computed with a bfloat16 result
+        full = product(kind, x, y, torch.float32, native)
+        assert full.dtype == torch.float32
+        assert relative(full, truth) < (1e-3 if native and kind == "output" else 2e-4 if native else 1e-6)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("scaling", ["1x16", "16x16"])
+def test_nvfp4_products(scaling: str, kind: Kind) -> None:
+    """Emulated on the card: operands as they are on a CPU, to the bit, and the product of float64 but for its sums."""
+    rows, columns, summed = SIZES[kind]
+    left, right = Operand("nvfp4", "1x16"), Operand("nvfp4", scaling)  # type: ignore[arg-type]
+    draws = Draws(0)
+    shape_a = (summed, rows) if kind == "weight_gradient" else (rows, summed)
+    shape_b = (columns, summed) if kind == "output" else (summed, columns)
+    a, b = (torch.randn(*s, device=card.DEVICE).bfloat16() for s in (shape_a, shape_b))
+    along_a, along_b = ("rows" if s[0] == summed else "columns" for s in (shape_a, shape_b))
+    x, y = prepare(a, left, along_a, draws, 0), prepare(b, right, along_b, draws, 0)  # type: ignore[arg-type]
+    for made, given, operand, along in ((x, a, left, along_a), (y, b, right, along_b)):
+        exact = prepare(given.cpu(), operand, along, draws, 0)  # type: ignore[arg-type]
+        assert torch.equal(made.values.cpu(), exact.values)
+        assert made.scale is not None and exact.scale is not None
+        assert torch.equal(made.scale.cpu(), exact.scale)
+    wide_a, wide_b = dequantized(x), dequantized(y)
+    truth = (wide_a.T if along_a == "rows" else wide_a) @ (wide_b if along_b == "rows" else wide_b.T)
+    assert relative(product(kind, x, y, torch.float32, native=True), truth) < 1e-6
+    assert relative(product(kind, x, y, torch.bfloat16, native=False), truth) < 3e-3
+
+
+def test_rows_and_columns_of_row_scaling() -> None:
+    x = torch.randn(256, 384, device=card.DEVICE).bfloat16()
+    both, of_rows, of_columns = cast_with_scales_of_rows(x, torch.float8_e4m3fn)
+    assert relative(both.rows.double() * of_rows.double()[:, None], x) < 0.03
+    assert relative((both.columns.double() * of_columns.double()[:, None]).T, x) < 0.03
+
+
+def test_a_card_without_the_conversion_takes_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 30-series card, as far as can be told here: no kernel casts, and the numbers are the same."""
+    x = torch.randn(256, 384, device=card.DEVICE).bfloat16()
+
+    def rows() -> tuple[bool, Tensor]:
+        shared = Shared(Draws(0), DelayedScales(16), False, True)
+        operand = Operand("e4m3", "delayed")
+        quantizer = Quantizer(operand, operand, shared, (0, 0))
+        shared.scales.build(x.device)
+        quantizer.split(x)
+        shared.scales.end_step()
+        return quantizer.cast is not None, quantizer.split(x)[0].values
+
+    native_fp8()
+    with_kernel, truth = rows()
+    fused.writes_fp8.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *a: (8, 6))
+        without, found = rows()
+    fused.writes_fp8.cache_clear()
+    assert (with_kernel, without) == (True, False)
+    assert float((found.view(torch.uint8) == truth.view(torch.uint8)).float().mean()) > 0.99
+
+
+# Halves
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no QK-norm": {"qk_norm": False},
+    "ReLU^2, no gate": {"hidden_act": "relu2", "gated_mlp": False},
+    "GELU": {"hidden_act": "gelu"},
+    "windows": {"sliding_window": 9, "window_pattern": "SL"},
+    "learned positions": {"position_embedding": "learned"},
+    "tied embeddings": {"tie_word_embeddings": True},
+}
+
+
+def on_card(model: Transformer) -> Transformer:
+    return model.to(card.DEVICE)
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+def test_bf16_halves_against_float64(changes: dict[str, Any]) -> None:
+    """The error is that of BF16 computed by autograd on the model as written, and no more."""
+    context = AttentionContext(backend="reference")
+    loss, truth = backward(on_card(make(torch.float64, **changes)), context)
+    errors = {}
+    for fused_halves in (False, True):
+        model = on_card(make(**changes))
+        applied = apply(model, "bf16", fused=fused_halves)
+        low, found = backward(model, context)
+        errors[fused_halves] = error_and_slope(found, truth)
+        assert low == pytest.approx(loss, rel=0.01)
+        assert (applied.shared.misses > 0) is fused_halves
+    assert errors[True][0] < 1.2 * errors[False][0] < 0.08
+    assert errors[True][1] == pytest.approx(1, abs=0.01)
+
+
+def test_documents_of_packed_rows() -> None:
+    ends = [0, 11, T, T + 1, 2 * T, 3 * T, 3 * T + 40, 4 * T, 4 * T]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=card.DEVICE)
+    context = AttentionContext(cu_seqlens=cu_seqlens, max_seqlen=T, backend="reference")
+    options = {"positions_BT": document_positions(cu_seqlens, B, T)}
+    truth = backward(on_card(make(torch.float64)), context, **options)[1]
+    model = on_card(make())
+    apply(model, "bf16", fused=True)
+    error, slope = error_and_slope(backward(model, context, **options)[1], truth)
+    assert error < 0.05 and slope == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_recipes_on_the_card_are_those_of_a_cpu(name: str) -> None:
+    """Loss and size of the gradients' errors; native products where there are some, and emulated ones."""
+    loss, truth = backward(fresh())
+    model = fresh()
+    expected = steps(model, apply(model, everywhere(name), fused=True, native=False), truth)
+    for native in (True, False):
+        if native and (name not in FP8 or not check(name, card.DEVICE, native=True).ok):
+            continue
+        model = on_card(fresh())
+        applied = apply(model, everywhere(name), fused=True, native=native)
+        for (low, error, slope), (_, wanted, _) in zip(steps(model, applied, truth), expected, strict=True):
+            assert low == pytest.approx(loss, rel=1e-3)
+            assert error == pytest.approx(wanted, rel=0.1)
+            assert slope == pytest.approx(1, abs=0.01)
+
+
+def steps(model: Transformer, applied: Applied, truth: dict[str, Tensor]) -> list[tuple[float, float, float]]:
+    made = []
+    for step in (1, 2):
+        applied.begin_step(step)
+        low, found = backward(model, SDPA)
+        made.append((low, *error_and_slope(found, truth)))
+        assert float(applied.trouble()) == 0
+        applied.end_step()
+    return made
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "fp8-rowwise", "nvfp4", "nvfp4-eden"])
+def test_what_is_recomputed_is_the_same(name: str) -> None:
+    """Scales, signs and stochastic rounding are those of the first time; only an embedding's sums may be reordered."""
+    model = on_card(make())
+    applied = apply(model, everywhere(name), fused=True)
+    made = []
+    for rung in ("none", "block"):
+        applied.recompute(rung)
+        applied.forget()
+        applied.begin_step(1)
+        made.append(backward(model, AttentionContext(backend="reference"))[1])
+        applied.end_step()
+    assert worst(made[1], {n: t.double() for n, t in made[0].items()}) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "fp8-rowwise", "nvfp4"])
+def test_converted_weights_are_kept_for_a_step_and_no_longer(name: str) -> None:
+    """torch's fused AdamW changes weights without raising their version; the next step has to see it."""
+    losses = {}
+    for cache in (True, False):
+        model = on_card(make())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        applied = apply(model, everywhere(name), fused=True, cache=cache)
+        losses[cache] = []
+        for step in (1, 2, 3):
+            applied.begin_step(step)
+            loss, _ = backward(model, SDPA, passes=2)
+            optimizer.step()
+            applied.end_step()
+            losses[cache].append(loss)
+        weights = 4 * len(model.layers)
+        uses = 3 * 2 * 2 * weights  # steps, passes, forward and backward
+        assert applied.shared.hits + applied.shared.misses == uses
+        assert applied.shared.misses == (3 * weights if cache else uses)
+    assert losses[True] == pytest.approx(losses[False], rel=2e-3)
+    assert losses[True][2] < losses[True][0]
+
+
+def test_weight_gradients_are_added_inside_of_their_product() -> None:
+    model = on_card(fresh())
+    truth = None
+    for inside in (False, True):
+        apply(model, "bf16", fused=True, accumulate_inside=inside)
+        found = backward(model, SDPA, passes=4)[1]
+        truth = truth or {n: t.double() for n, t in found.items()}
+        assert worst(found, truth) < 5e-3
+        restore(model)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_head_in_fp8(native: bool) -> None:
+    if native:
+        native_fp8()
+    model = on_card(fresh(vocab_size=4096))
+    loss, truth = backward(model, SDPA)
+    apply(model, "fp8-delayed", fused=True, native=native, head=True).begin_step(1)
+    low, found = backward(model, SDPA)
+    error, slope = error_and_slope(found, truth)
+    assert low == pytest.approx(loss, rel=1e-3)
+    assert 0.01 < error < 0.09 and slope == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_trouble(value: float) -> None:
+    model = on_card(make())
+    applied = apply(model, everywhere("fp8-delayed"), fused=True)
+    for step in (1, 2):
+        applied.begin_step(step)
+        backward(model, SDPA)
+        assert float(applied.trouble()) == 0
+        applied.end_step()
+    with torch.no_grad():
+        next(iter(model.layers[1].mlp.parameters()))[:4] = value  # type: ignore[union-attr]
+    applied.begin_step(3)
+    backward(model, SDPA)
+    assert not bool(applied.trouble() == 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8-delayed", "fp8-tensorwise", "fp8-rowwise", "nvfp4", "nvfp4-eden"]
+)
+def test_a_run_learns(name: str, data: Any, tmp_path: Any) -> None:
+    """All the way through `train`: self-check, fitting, steps, evaluation in BF16, checkpoint, export."""
+    precision = {"name": name} if name == "bf16" else {"name": name, "keep_first": 0.0, "keep_last": 0.0}
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    config = card.config(data, precision=precision, model=sizes, schedule={"length": "60 steps"})
+    outcome = tiny_run.train(tmp_path, config)
+    losses = card.losses(outcome.run.path)
+    assert losses[-1] < losses[0] - 0.5 and outcome.summary["val_bpb"] < 4
