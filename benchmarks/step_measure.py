@@ -146,7 +146,7 @@ def _build(spec: Mapping[str, Any]) -> Built:
     settler = Settler(
         config,
         stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, execution.mode != "off", recipe == "bf16", 1),
+        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, precision["native"]),
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)

@@ -22,6 +22,7 @@ Kind = Literal["fp32", "bf16", "fp8", "nvfp4"]
 LowKind = Literal["fp8", "nvfp4"]
 RunsAs = Literal["fp32", "bf16", "fp8", "nvfp4", "emulated"]  # what a product's rate is
 
+SQUARE_TILES = ("nvfp4", "nvfp4-4o6", "nvfp4-unbiased")  # a weight and its transpose are the same numbers
 ALL_NATIVE: frozenset[LowKind] = frozenset({"fp8", "nvfp4"})
 EMULATED = 0.8  # of BF16's rate
 FP8_TRAFFIC = 1.47  # element-wise traffic against BF16's
@@ -59,10 +60,13 @@ def runs_as(kind: Kind, native: frozenset[LowKind]) -> RunsAs:
 def weight_copies(precision: Precision, native: frozenset[LowKind]) -> float:
     """Bytes per weight of the copies that the forward and the backward multiply with, each in its own layout.
 
-    FP8 codes are a byte, also where the product is emulated; emulated NVFP4 is BF16. BF16 has one copy, FP32 none.
+    FP8 codes are a byte, also where the product is emulated; emulated NVFP4 is BF16, and one copy serves both where a
+    weight is scaled in square tiles. BF16 has one copy, FP32 none.
     """
     if not quantized(precision):
         return 0.0 if precision == "fp32" else 2.0
+    if precision in SQUARE_TILES and "nvfp4" not in native:
+        return 2.0
     each: dict[Kind, float] = {"fp8": 1.0, "nvfp4": 0.5625 if "nvfp4" in native else 2.0}
     forward, backward = kinds(precision)
     return each[forward] + each[backward]
@@ -70,8 +74,8 @@ def weight_copies(precision: Precision, native: frozenset[LowKind]) -> float:
 
 def saved_bytes(precision: Precision) -> float:
     """Bytes per value of what a projection reads (a normed input, the MLP's inside), kept for its weight gradient:
-    transposed FP8 codes where the forward and the weight gradient share them, else 16 bits."""
-    return SAVED_FP8 if precision in ("fp8", "fp8-delayed", "fp8-tensorwise") else SAVED_BF16
+    transposed FP8 codes, which the forward's cast writes at once, else 16 bits."""
+    return SAVED_FP8 if kinds(precision) == ("fp8", "fp8") else SAVED_BF16
 
 
 def nvfp4_bytes(native: frozenset[LowKind]) -> float:

@@ -18,6 +18,7 @@ from deskside.budget.work import Checkpointing, CopiesKept, OptimizerName, Preci
 from deskside.config import recipes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
+from deskside.config.work import format_options, kept_shares, step_options
 from deskside.errors import UsageError
 from deskside.plan.calibrate import Calibration
 from deskside.plan.request import defaults
@@ -269,20 +270,15 @@ def in_precision(
     setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowKind]
 ) -> Setting:
     """The setting in a precision, with the configuration's own options of it. native: of the card."""
-    asked = config.precision
-    recipe = asked.model_copy(update={"name": precision}).recipe()
     covered = _covered(config)
     # Layers of a quantised recipe are not compiled: where no hand-written half covers them, they run eagerly.
-    eager = recipe.quantized and asked.backend == "deskside" and not covered
+    eager = quantized(precision) and config.precision.backend == "deskside" and not covered
     compiled = setting.compiled and not eager
     return replace(
         setting,
-        precision=precision,
         compiled=compiled,
-        native=frozenset() if asked.native == "never" else native,
-        kept=(recipe.keep_first, recipe.keep_last) if recipe.quantized else (0.0, 0.0),
-        fp8_head=recipe.quantized and asked.head == "fp8",
-        copies=("step" if asked.weight_cache else "use") if compiled and covered else "pass",
+        kept=kept_shares(config, precision),
+        **format_options(config, precision, native, compiled and covered),
     )
 
 
@@ -325,12 +321,8 @@ def of_config(
         micro_tokens=micro,
         gpus=gpus,
         sharded=gpus > 1 and config.parallel.mode == "shard",
-        optimizer=config.optim.name,
-        states=config.optim.states,
-        offload_optimizer=config.optim.offload,
-        activation_checkpointing=config.compute.activation_checkpointing,
         compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
-        loss_chunk_tokens=config.compute.loss_chunk_tokens,
+        **step_options(config),
     )
     return in_precision(setting, config, precision, native)
 

@@ -120,7 +120,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     settler = Settler(
         config,
         stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, execution.mode != "off", recipe == "bf16", 1),
+        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, precision_facts["native"]),
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from deskside.budget.formats import Precision, quantized
 from deskside.budget.memory import training_memory
 from deskside.budget.work import Work
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
+from deskside.config.work import format_options, recipe_of, step_options
 from deskside.errors import RunError, UsageError
 from deskside.train.clock import Revision, StepPlan, remaining_steps
 from deskside.train.rundir import RunDirectory
@@ -89,21 +91,35 @@ def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:
 
 
 def modelled_memory_gib(
-    config: RunConfig, micro_tokens: int, compiled: bool, bf16: bool, processes: int, sharded: bool = False
+    config: RunConfig,
+    micro_tokens: int,
+    recipe: str,
+    mode: str,
+    native: bool,
+    processes: int = 1,
+    sharded: bool = False,
 ) -> float:
-    """Peak memory of one GPU in a step with `micro_tokens` per forward pass, by `budget/memory.py`."""
+    """Peak memory of one GPU in a step with `micro_tokens` per forward pass, by `budget/memory.py`.
+
+    recipe: the one that was chosen; mode: of execution, "fused", "block", "model" or "off"; native: FP8 products run on
+    tensor cores (NVFP4's are emulated everywhere).
+    """
     passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two change nothing
+    precision, layers = cast("Precision", recipe), config.model.num_hidden_layers  # every recipe is priced
+    kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
+    formats = format_options(config, precision, {"fp8"} if native else (), mode == "fused")
+    if sharded and formats["copies"] == "step":
+        formats["copies"] = "use"
     work = Work(
         sequence_length=micro_tokens,  # how a pass is cut into rows does not matter for memory
         tokens=passes * micro_tokens * processes,
         micro_tokens=micro_tokens,
         gpus=processes,
         sharded=sharded,
-        optimizer=config.optim.name,
-        precision="bf16" if bf16 else "fp32",
-        activation_checkpointing=config.compute.activation_checkpointing,
-        compiled=compiled,
-        loss_chunk_tokens=config.compute.loss_chunk_tokens,
+        compiled=mode != "off",
+        kept_blocks=min(layers, sum(kept)),
+        **step_options(config),
+        **formats,
     )
     return training_memory(config.model, work).allocated / 2**30
 

@@ -404,9 +404,9 @@ class _Run:
         }
 
     def modelled_memory(self, micro_tokens: int) -> float:
-        compiled, bf16 = self.execution.mode != "off", self.recipe != "fp32"
+        native, world = bool(self.precision_facts["native"]), self.world
         return modelled_memory_gib(
-            self.config, micro_tokens, compiled, bf16, self.world.size, self.world.sharded
+            self.config, micro_tokens, self.recipe, self.execution.mode, native, world.size, world.sharded
         )
 
     # Measures

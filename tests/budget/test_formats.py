@@ -7,6 +7,7 @@ import pytest
 
 from deskside.budget.formats import (
     ALL_NATIVE,
+    SQUARE_TILES,
     Precision,
     emulated,
     kinds,
@@ -63,8 +64,9 @@ def test_emulation_follows_from_what_the_device_has() -> None:
         ("bf16", ALL_NATIVE, 2.0),
         ("fp8-delayed", FP8_ONLY, 2.0),  # W and W^T
         ("fp8-delayed", frozenset(), 2.0),  # the same codes, widened at each product
-        ("nvfp4", frozenset(), 4.0),  # code x block scale in BF16, for forward and backward
-        ("nvfp4-eden", FP8_ONLY, 4.0),
+        ("nvfp4", frozenset(), 2.0),  # code x block scale in BF16, in tiles of 16 x 16
+        ("nvfp4-unbiased", FP8_ONLY, 2.0),
+        ("nvfp4-eden", FP8_ONLY, 4.0),  # forward and backward quantise anew
         ("nvfp4", ALL_NATIVE, 1.125),  # twice 4.5 bits
         ("fp8-nvfp4", FP8_ONLY, 3.0),
     ],
@@ -74,13 +76,13 @@ def test_copies_of_a_weight(precision: Precision, native: frozenset, copies: flo
 
 
 def test_what_is_kept_for_the_weight_gradient() -> None:
-    """One cast serves forward and weight gradient where a scale is the tensor's; a scale per row is along one side."""
+    """FP8 in rows and in columns is written by one cast; NVFP4 is quantised from 16 bits for every product."""
     one_byte = {name for name in get_args(Precision) if saved_bytes(name) == 1.0}
-    assert one_byte == {"fp8", "fp8-delayed", "fp8-tensorwise"}
+    assert one_byte == {"fp8", "fp8-delayed", "fp8-tensorwise", "fp8-rowwise"}
     for name in get_args(Precision):
         recipe = recipe_named(name)
         same = recipe.output.left == recipe.weight_gradient.right
-        whole = recipe.output.left.scaling in ("tensor", "delayed")
+        whole = recipe.output.left.scaling in ("tensor", "delayed", "row")
         assert (saved_bytes(name) == 1.0) == (same and whole)
     assert nvfp4_bytes(ALL_NATIVE) < nvfp4_bytes(frozenset())
 
@@ -139,3 +141,8 @@ def test_the_head_in_fp8_halves_its_products() -> None:
     whole = step_seconds(SHAPE, replace(WORK, precision="fp8"), CARD)["loss"]
     head = 6.0 * 65536 * 768 * 32768 / (790e12 * CARD.efficiency.head)
     assert whole - half == pytest.approx(head / 2)
+
+
+def test_square_tiles_are_those_of_the_recipes() -> None:
+    weights = {name: recipe.output.right for name, recipe in RECIPES.items()}
+    assert {name for name, weight in weights.items() if weight.scaling == "16x16"} == set(SQUARE_TILES)

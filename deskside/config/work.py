@@ -1,0 +1,68 @@
+"""What a configuration decides about the memory and time of its step, in the terms of `budget/work.py`.
+
+Planner and training both build a `Work` from a `RunConfig`; what does not depend on the card or on the micro-batch is
+taken from here by both, so that they model the same step.
+"""
+
+from collections.abc import Collection
+from typing import TypedDict
+
+from deskside.budget.formats import LowKind, Precision
+from deskside.budget.work import Checkpointing, CopiesKept, OptimizerName, StateFormat
+from deskside.config.recipes import Recipe
+from deskside.config.run import RunConfig
+
+
+class StepOptions(TypedDict):
+    """Fields of `Work` that no number format changes."""
+
+    optimizer: OptimizerName
+    states: StateFormat
+    offload_optimizer: bool
+    activation_checkpointing: Checkpointing
+    loss_chunk_tokens: int
+
+
+class FormatOptions(TypedDict):
+    """Fields of `Work` that the number formats decide, but for the blocks that stay in BF16."""
+
+    precision: Precision
+    native: frozenset[LowKind]
+    fp8_head: bool
+    copies: CopiesKept
+
+
+def step_options(config: RunConfig) -> StepOptions:
+    """The same whatever the precision."""
+    return {
+        "optimizer": config.optim.name,
+        "states": config.optim.states,
+        "offload_optimizer": config.optim.offload,
+        "activation_checkpointing": config.compute.activation_checkpointing,
+        "loss_chunk_tokens": config.compute.loss_chunk_tokens,
+    }
+
+
+def recipe_of(config: RunConfig, precision: Precision) -> Recipe:
+    """The recipe of this name with the configuration's own options of it."""
+    return config.precision.model_copy(update={"name": precision}).recipe()
+
+
+def format_options(
+    config: RunConfig, precision: Precision, native: Collection[LowKind], by_hand: bool
+) -> FormatOptions:
+    """native: formats that the card's tensor cores run. by_hand: the hand-written halves compute the blocks; they are
+    what keeps converted weights from pass to pass."""
+    asked = config.precision
+    return {
+        "precision": precision,
+        "native": frozenset() if asked.native == "never" else frozenset(native),
+        "fp8_head": recipe_of(config, precision).quantized and asked.head == "fp8",
+        "copies": ("step" if asked.weight_cache else "use") if by_hand else "pass",
+    }
+
+
+def kept_shares(config: RunConfig, precision: Precision) -> tuple[float, float]:
+    """The shares of the blocks, front and back, that stay in BF16 in a quantised recipe."""
+    recipe = recipe_of(config, precision)
+    return (recipe.keep_first, recipe.keep_last) if recipe.quantized else (0.0, 0.0)
