@@ -65,6 +65,20 @@ def _fp32(config: RunConfig) -> bool:
     return config.precision.name == "fp32"
 
 
+def _no_bf16_weight_gradient(config: RunConfig) -> bool:
+    """In no block, projection or step."""
+    asked = config.precision
+    if not asked.quantized:
+        return _fp32(config)
+    somewhere = any(asked.recipe().kept_blocks(config.model.num_hidden_layers)) or bool(asked.keep)
+    return not (somewhere or asked.warmup_steps or asked.bf16_from is not None)
+
+
+def _not_by_hand(config: RunConfig) -> bool:
+    """Whether compute.compile rules the hand-written halves out."""
+    return config.compute.compile in ("off", "block", "model")
+
+
 def _other_backend(config: RunConfig) -> bool:
     return config.precision.backend != "deskside"
 
@@ -168,8 +182,20 @@ NO_EFFECT = (
     NoEffect(
         "precision.accumulate",
         "precision.name",
-        _fp32,
-        "weight gradients are FP32 as they are: remove it, or use another precision.name",
+        _no_bf16_weight_gradient,
+        "no weight gradient is a product of BF16 numbers: remove it, or use precision.name bf16",
+    ),
+    NoEffect(
+        "precision.accumulate",
+        "compute.compile",
+        lambda c: _not_by_hand(c) and not c.precision.keep,
+        "autograd adds up the gradients: remove it, or use compute.compile fused",
+    ),
+    NoEffect(
+        "precision.weight_cache",
+        "compute.compile",
+        lambda c: _not_by_hand(c) and _not_quantized(c),
+        "weights are cast where they are used: remove it, or use compute.compile fused",
     ),
     *(
         NoEffect(

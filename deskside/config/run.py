@@ -114,6 +114,10 @@ class RunConfig(Part):
                 f"precision.warmup_steps: {self.precision.warmup_steps} BF16 steps are the whole run of {length}; "
                 f"lower it, or use precision.name bf16"
             )
+        if self.compute.compile in ("block", "model") and self.precision.backend == "deskside":
+            raise ValueError(
+                f"compute.compile: {name} has kernels of its own, which {self.compute.compile} cannot compile; use auto"
+            )
         if self.parallel.mode == "shard":
             raise ValueError(
                 f"parallel.mode: sharded weights cannot be trained in {name} yet; use --parallel.mode replicate, "

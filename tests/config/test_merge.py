@@ -115,14 +115,35 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         for key, value in {"weight_cache": False, "accumulate": "fused"}.items()
     },
     **{
+        (f"precision.{key}", "compute.compile"): (
+            {"precision": {"name": "bf16", key: value}},
+            {"compute": {"compile": "block"}},
+        )
+        for key, value in {"weight_cache": False, "accumulate": "fused"}.items()
+    },
+    **{
         (f"precision.{key}", "precision.backend"): (
-            {"precision": {"name": "fp8-tensorwise", key: value}},
-            {"precision": {"name": "fp8-tensorwise", "backend": "torchao"}},
+            {"precision": {"name": "fp8-tensorwise", "keep": ["o_proj"], key: value}},
+            {"precision": {"name": "fp8-tensorwise", "keep": ["o_proj"], "backend": "torchao"}},
         )
         for key, value in {"weight_cache": False, "accumulate": "fused", "native": "never"}.items()
     },
 }
 RULES = [pytest.param(rule, id=f"{rule.key}<-{rule.cause}") for rule in NO_EFFECT]
+
+
+IN_BF16_SOMEWHERE: list[dict[str, Any]] = [
+    {"name": "bf16"}, {"name": "nvfp4"}, {"keep_first": 0.1}, {"keep": ["o_proj"]},
+    {"warmup_steps": 10}, {"bf16_from": 0.9},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", IN_BF16_SOMEWHERE)
+def test_accumulating_inside_needs_weight_gradients_in_bf16(options: dict[str, Any]) -> None:
+    asked = {"name": "fp8-delayed", "accumulate": "fused"}
+    assert build([{"precision": {**asked, **options}}]).precision.accumulate == "fused"
+    with pytest.raises(UsageError, match=r"^precision\.accumulate: has no effect here: no weight gradient"):
+        build([{"precision": asked}])
 
 
 def value_at(config: RunConfig, key: str) -> Any:
@@ -263,6 +284,8 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": {"name": "fp8", "keep": ["out"]}}, ("precision.keep", "'o_proj'", "'out'")),
     ({"precision": {"name": "fp8", "keep": ["q_proj", "o_proj", "up_proj", "down_proj"]}},
      ("precision.keep", "nothing is left", "bf16")),
+    ({"precision": {"name": "fp8"}, "compute": {"compile": "block"}}, ("compute.compile", "fp8", "block", "use auto")),
+    ({"precision": {"name": "nvfp4"}, "compute": {"compile": "model"}}, ("compute.compile", "nvfp4", "use auto")),
     ({"precision": {"name": "nvfp4"}, "parallel": {"mode": "shard"}},
      ("parallel.mode", "nvfp4", "--parallel.mode replicate")),
     ({"precision": {"name": "fp8"}, "model": {"num_experts": 8}}, ("precision.name", "mixture of experts", "bf16")),
