@@ -31,6 +31,7 @@ from deskside.precision.nvfp4 import multiple
 from deskside.precision.operands import Draws
 from deskside.precision.plan import LinearPlan, Shared
 from deskside.precision.scales import DelayedScales
+from deskside.precision.units import units
 
 Half = AttentionHalf | MLPHalf
 Plan = AttentionPlan | MLPPlan
@@ -175,8 +176,10 @@ def apply(
         if isinstance(module, Embedding):
             module.output_dtype = stream
     shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
-    applied = Applied(model, recipe, shared, fused)
     device = next(model.parameters()).device
+    if native and recipe.quantized:
+        shared.units = units(device)
+    applied = Applied(model, recipe, shared, fused)
     if backend != "deskside" and recipe.quantized:
         applied.backend = backends.load(backend, recipe, device)
     _plan(applied, keep)
@@ -280,18 +283,18 @@ def _execution(applied: Applied, linear: Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _linear(applied: Applied, linear: Linear, recipe: Recipe) -> LinearPlan:
-    _check_size(linear, recipe)
+    _check_size(linear, recipe, applied.shared.units.fp4)
     plan = LinearPlan(linear, recipe, applied.shared, len(applied._plans))
     applied._plans.append(plan)
     return plan
 
 
-def _check_size(linear: Linear, recipe: Recipe) -> None:
+def _check_size(linear: Linear, recipe: Recipe, fp4: bool = False) -> None:
     sizes = {"in": linear.in_features, "out": linear.out_features}
     name = " and ".join(s.name for s in linear.slices)
     operands = [o for p in recipe.products for o in (p.left, p.right)]
     for side, size in sizes.items():
-        needed = max((_multiple(o) for o in operands), default=1)
+        needed = max((_multiple(o, fp4) for o in operands), default=1)
         if size % needed:
             raise UsageError(
                 f"precision {recipe.name}: {name} has {size} {side}put features, which must be divisible by {needed}; "
@@ -299,5 +302,7 @@ def _check_size(linear: Linear, recipe: Recipe) -> None:
             )
 
 
-def _multiple(operand: Operand) -> int:
-    return multiple(operand) if operand.quantized else 1
+def _multiple(operand: Operand, fp4: bool) -> int:
+    if not operand.quantized:
+        return 1
+    return max(32 if fp4 and operand.format == "nvfp4" else 1, multiple(operand))

@@ -93,7 +93,9 @@ class _Loss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden_ND)
         d_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=device)
-        kernel = (elementwise(hidden_ND) if fused.writes_fp8(device) else cross_entropy).chunk_loss_and_fp8_grad
+        kernel = (
+            elementwise(hidden_ND) if fused.writes_fp8(device) else cross_entropy
+        ).chunk_loss_and_fp8_grad
         for start in range(0, len(hidden_ND), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = product(

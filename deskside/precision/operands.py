@@ -6,6 +6,7 @@ tensor's own layout (see nvfp4.py), and only the global scale is left to the pro
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,15 @@ PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Prepared:
-    """values times scale is the tensor. scale: None is 1, else float32: one number, or one per unsummed index."""
+    """values times scale is the tensor. scale: None is 1, else float32: one number, or one per unsummed index.
+
+    packed: NVFP4 as a native product reads it (`kernels.nvfp4.quantize.Packed`), whose codes are `values` then.
+    """
 
     values: Tensor
     scale: Tensor | None = None
     transposed: bool = False
+    packed: Any = None
 
 
 class Draws:
@@ -66,10 +71,13 @@ class Draws:
         return mixed & (2**31 - 1)
 
 
-def prepare(x_NK: Tensor, operand: Operand, along: Along, draws: Draws, product: int) -> Prepared:
+def prepare(
+    x_NK: Tensor, operand: Operand, along: Along, draws: Draws, product: int, fp4: bool = False
+) -> Prepared:
     """x as the operand of a product that sums over its "columns" (K) or its "rows" (N).
 
-    product: a number that both operands of the product share, for the signs of their transform.
+    product: a number that both operands of the product share, for the signs of their transform. fp4: NVFP4 for a native
+    product, else for an emulated one.
     """
     if operand.format in PLAIN:
         return Prepared(x_NK)
@@ -77,9 +85,12 @@ def prepare(x_NK: Tensor, operand: Operand, along: Along, draws: Draws, product:
         return _fp8(x_NK, operand, along)
     signs = draws.signs(product, operand.hadamard, x_NK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0
-    if x_NK.is_cuda:
+    if fp4 or x_NK.is_cuda:
         from deskside.kernels.nvfp4 import quantize as on_card
 
+        if fp4:
+            packed = on_card.quantize_packed(x_NK, operand, along, signs=signs, seed=seed)
+            return Prepared(packed.codes, packed.global_scale, along == "rows", packed)
         result = on_card.quantize(x_NK, operand, along, signs=signs, seed=seed)
         return Prepared(result.values, result.global_scale)
     generator = torch.Generator(x_NK.device).manual_seed(seed)
@@ -104,10 +115,15 @@ def _fp8(x_NK: Tensor, operand: Operand, along: Along) -> Prepared:
     return Prepared(both.rows, inverse) if along == "columns" else Prepared(both.columns, inverse, True)
 
 
-def cast_with_own_scale(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor]:
-    """FP8 under one scale, from the largest value of this very tensor, and the scale's inverse."""
+def cast_with_own_scale(
+    x_NK: Tensor, dtype: torch.dtype, noted: Tensor | None = None
+) -> tuple[fused.Fp8, Tensor]:
+    """FP8 under one scale, from the largest value of this very tensor, and the scale's inverse.
+
+    noted: one float32 number that becomes that value where it is less.
+    """
     scale, inverse = scale_of(largest(x_NK), dtype)
-    return fused.cast_fp8(x_NK, Cast(dtype, scale, torch.zeros_like(scale))), inverse
+    return fused.cast_fp8(x_NK, Cast(dtype, scale, torch.zeros_like(scale) if noted is None else noted)), inverse
 
 
 def cast_with_scales_of_rows(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor, Tensor]:
@@ -124,8 +140,8 @@ def largest(x: Tensor, dim: int | None = None) -> Tensor:
 def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(what values are multiplied with so that amax becomes the format's largest, its inverse). 1 where amax is 0.
 
-    The inverse is not bounded away from zero: NaN and infinity must come out of the product as such.
+    Always finite for an amax that is: infinity times the zeros beside a value of 1e-35 would be NaN. The inverse is not bounded away from zero: NaN and infinity must come out of the product as such.
     """
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0)
+    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where(amax.isnan(), amax, scale)
     return scale, 1 / scale

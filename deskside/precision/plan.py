@@ -26,8 +26,9 @@ from deskside.precision.operands import (
     cast_with_scales_of_rows,
     prepare,
 )
-from deskside.precision.products import product
+from deskside.precision.products import Kind, product
 from deskside.precision.scales import DelayedScales
+from deskside.precision.units import NONE, Units
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Shared:
     """What all layers of a model share. `cache`: keep converted weights; hits and misses are counted.
 
     round: raised where weights may have changed. Their version alone does not tell: torch's fused AdamW, and kernels
-    of our own, write into weights without raising it.
+    of our own, write into weights without raising it. units: what the card takes natively besides plain FP8.
     """
 
     draws: Draws
@@ -46,6 +47,7 @@ class Shared:
     hits: int = 0
     misses: int = 0
     round: int = 0
+    units: Units = NONE
 
 
 class Quantizer:
@@ -56,7 +58,8 @@ class Quantizer:
         self._one_cast = rows == columns and rows.format in FP8 and rows.scaling in ("tensor", "delayed")
         self._by_row = rows == columns and rows.format in FP8 and rows.scaling == "row"
         # Square tiles: the matrix and its transpose are the same numbers, and an emulated product takes either layout.
-        self._one_form = rows == columns and rows.scaling == "16x16" and rows.rounding == "nearest"
+        tiles = rows == columns and rows.scaling == "16x16" and rows.rounding == "nearest"
+        self._one_form = tiles and not shared.units.fp4
         self._slot = None
         if self._one_cast and rows.scaling == "delayed":
             self._slot = shared.scales.add(FP8[rows.format])
@@ -81,7 +84,9 @@ class Quantizer:
             return Prepared(both.rows, of_rows), (both.columns, of_columns)
         if not self._one_cast:
             assert isinstance(x, Tensor)
-            made = prepare(x, self.rows, "columns", self.shared.draws, self.products[0])
+            made = prepare(
+                x, self.rows, "columns", self.shared.draws, self.products[0], self.shared.units.fp4
+            )
             if self._one_form and made.scale is not None:
                 return made, (made.values, made.scale)
             return made, (x,)
@@ -91,16 +96,17 @@ class Quantizer:
             assert self._slot is not None
             inverse = self.shared.scales.inverse[self._slot]
         else:
-            x, inverse = cast_with_own_scale(x, FP8[self.rows.format])
-            if self._slot is not None:
-                self.shared.scales.note(self._slot, torch.finfo(FP8[self.rows.format]).max * inverse)
+            noted = None if self._slot is None else self.shared.scales.amax[self._slot]
+            x, inverse = cast_with_own_scale(x, FP8[self.rows.format], noted)
         return Prepared(x.rows, inverse), (x.columns, inverse)
 
     def columns_of(self, kept: tuple[Tensor, ...]) -> Prepared:
         """The columns, from what `split` said to keep."""
         if len(kept) == 2:
             return Prepared(kept[0], kept[1], transposed=self._one_cast or self._by_row)
-        return prepare(kept[0], self.columns, "rows", self.shared.draws, self.products[1])
+        return prepare(
+            kept[0], self.columns, "rows", self.shared.draws, self.products[1], self.shared.units.fp4
+        )
 
 
 class LinearPlan:
@@ -121,11 +127,11 @@ class LinearPlan:
 
     def output(self, x: Prepared, dtype: torch.dtype) -> Tensor:
         """(N, K) -> (N, M) in `dtype`, the stream's."""
-        return product("output", x, self._weight(dtype)[0], dtype, self.shared.native)
+        return self._product("output", x, self._weight(dtype)[0], dtype)
 
     def input_gradient(self, g: Prepared, dtype: torch.dtype) -> Tensor:
         """(N, M) -> (N, K) in `dtype`, the stream's."""
-        return product("input_gradient", g, self._weight(dtype)[1], dtype, self.shared.native)
+        return self._product("input_gradient", g, self._weight(dtype)[1], dtype)
 
     def weight_gradient(self, g: Prepared, x: Prepared) -> Tensor | None:
         """(M, K) in the weight's dtype, or None when it has been added to `weight.grad` inside of the product."""
@@ -134,7 +140,10 @@ class LinearPlan:
             total = weight.grad
             torch.addmm(total, g.values.T, x.values, out_dtype=total.dtype, out=total)
             return None
-        return product("weight_gradient", g, x, weight.dtype, self.shared.native)
+        return self._product("weight_gradient", g, x, weight.dtype)
+
+    def _product(self, kind: Kind, left: Prepared, right: Prepared, dtype: torch.dtype) -> Tensor:
+        return product(kind, left, right, dtype, self.shared.native, self.shared.units.mxfp8)
 
     def forget(self) -> None:
         """Drop the converted weight."""

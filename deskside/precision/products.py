@@ -1,6 +1,7 @@
 """The three products of a linear layer, on operands in any format.
 
-Native: FP8 operands go to the tensor cores through torch._scaled_mm. Emulated: FP8 codes are exact in bfloat16, as
+Native: FP8 operands go to the tensor cores through torch._scaled_mm, or as MXFP8 with unit scales where that is faster
+(units.py), and packed NVFP4 through a Triton kernel. Emulated: FP8 codes are exact in bfloat16, as
 NVFP4's code x block scale is, so that an ordinary bfloat16 product with float32 sums and the scales in its epilogue
 gives the same numbers, up to the order of sums, on any card and on a CPU.
 """
@@ -22,11 +23,21 @@ LAYOUTS: dict[Kind, Literal["nt", "nn", "tn"]] = {
 }
 
 
-def product(kind: Kind, left: Prepared, right: Prepared, dtype: torch.dtype, native: bool) -> Tensor:
+def product(
+    kind: Kind, left: Prepared, right: Prepared, dtype: torch.dtype, native: bool, mxfp8: bool = False
+) -> Tensor:
     """output: (N, K) x (M, K) -> (N, M). input_gradient: (N, M) x (M, K) -> (N, K). weight_gradient: (N, M) x (N, K)
     -> (M, K). The shapes are the tensors' own; one that is stored transposed has the summed dimension last.
-    dtype: of the result."""
+    dtype: of the result. mxfp8: issue FP8 as MXFP8 with unit scales."""
+    if left.packed is not None:
+        from deskside.kernels.nvfp4.native import nvfp4_matmul
+
+        return nvfp4_matmul(left.packed, right.packed, dtype)
     if native and left.values.dtype.itemsize == 1:
+        if mxfp8 and left.scale is not None and left.scale.ndim == 0 and right.values.is_contiguous():
+            from deskside.kernels.nvfp4.native import fp8_matmul
+
+            return fp8_matmul(left.values, right.values, left.scale, second=right.scale, dtype=dtype)
         return _native(kind, left, right, dtype)
     a, b = _wide(left.values), _wide(right.values)
     # Operands that are stored transposed for tensor cores are so on both sides where both are summed over rows.

@@ -3,6 +3,8 @@
 So it is known before the tensor is, and the kernel that produces the tensor can write it in FP8 at once. Each place
 where a tensor is cast owns a slot. During a step every cast notes its largest magnitude in its slot; `end_step` moves
 them into the history and sets the next scales. A value beyond what was expected saturates.
+Before there is a history a tensor's scale is its own. That lasts for two steps: projections that write to the stream
+begin as zero, so what lies before them has its first gradient in the second step.
 (Micikevicius et al. 2022, arXiv 2209.05433; the history of 16 and its maximum are transformer-engine's defaults.)
 """
 
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from deskside.errors import RunError
 from deskside.kernels.fused import Cast
+
+OWN_STEPS = 2  # steps in which every tensor has its own scale
 
 
 class DelayedScales:
@@ -42,16 +46,12 @@ class DelayedScales:
 
     @property
     def ready(self) -> bool:
-        """Whether a step has been noted, so that scales mean something."""
-        return self.steps > 0
+        """Whether enough steps have been noted, so that scales mean something."""
+        return self.steps >= OWN_STEPS
 
     def cast(self, slot: int) -> Cast:
         """The cast of a slot, with its present scale."""
         return self._casts[slot]
-
-    def note(self, slot: int, amax: Tensor) -> None:
-        """Note a magnitude that was measured elsewhere (before there is a history)."""
-        torch.maximum(self.amax[slot], amax, out=self.amax[slot])
 
     def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
         """Take the largest magnitudes of all processes; `largest` finds them in place. NaN becomes infinity, which a
@@ -80,7 +80,8 @@ class DelayedScales:
 
     def _set_scales(self) -> None:
         amax = self.history.amax(0)
-        self.scale.copy_(torch.where(amax > 0, self._limit / amax, 1.0))
+        scale = torch.where(amax > 0, self._limit / amax, 1.0)
+        self.scale.copy_(scale.clamp(max=torch.finfo(torch.float32).max))
         self.inverse.copy_(1 / self.scale)
 
     def state_dict(self) -> dict[str, Tensor]:

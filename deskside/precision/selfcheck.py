@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
+from deskside.errors import UsageError
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.apply import apply, refused
+from deskside.precision.scales import OWN_STEPS
+from deskside.precision.units import units
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 256, 384
-WARM_UP = 2  # products before the one that is checked: a delayed scale comes from the steps before
+PRODUCTS = OWN_STEPS + 1  # of them the last one is checked: a delayed scale comes from the steps before
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,10 @@ def check(
 
 def _ways(recipe: Recipe, device: torch.device) -> list[bool]:
     """Native first, where the recipe has products for tensor cores and the device may have some."""
-    possible = device.type == "cuda" and any(f in ("e4m3", "e5m2") for f in recipe.formats)
-    return [True, False] if possible else [False]
+    if device.type != "cuda":
+        return [False]
+    fp8 = any(f in ("e4m3", "e5m2") for f in recipe.formats)
+    return [True, False] if fp8 or ("nvfp4" in recipe.formats and units(device).fp4) else [False]
 
 
 def _check(
@@ -85,7 +90,7 @@ def _check(
         return _Through.apply(model, x, weight)
 
     result = CheckResult(False, {}, "")
-    for step in range(1, WARM_UP + 1):
+    for step in range(1, PRODUCTS + 1):
         applied.begin_step(step)
         result = check_gemm(gemm, recipe.tolerance, device)
         applied.end_step()
@@ -128,7 +133,7 @@ def check_gemm(
     try:
         output = gemm(x, weight)
         gradients = torch.autograd.grad(output, (x, weight), grad.to(output.dtype))
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, UsageError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return CheckResult(False, {}, f"cannot run here: {first_line}")
     errors: dict[str, float] = {}
