@@ -1,5 +1,6 @@
 """What every test of this folder needs: a card, settings for it, and compiled code that no other test has left."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ NEEDS_CARD = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+ALONE = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ,
+    reason="measures speed, which tests beside it would change: run without -n",
+)
 # One intermediate size of the hidden size leaves Muon two shapes of matrices to compile for.
 SHAPE: dict[str, Any] = {
     "hidden_size": 128,

@@ -119,9 +119,13 @@ def test_the_trial_finds_a_fast_one(masks: str) -> None:
     assert not [reason for reason in choice.rejected.values() if reason.startswith("wrong")], choice.rejected
 
 
+@card.ALONE
 def test_a_window_costs_less_than_full_attention() -> None:
-    """Sixteen times fewer scores in long rows: whatever is chosen has to be far faster than the best for full rows."""
+    """Sixteen times fewer scores in long rows: whatever is chosen has to be far faster than the best for full rows.
+
+    With fewer rows a fast card would wait for the host, which takes as long for a window.
+    """
     device = torch.device(card.DEVICE)
-    full = Requirements(2, 8192, 12, 3, 64, torch.bfloat16, device)
+    full = Requirements(8, 8192, 12, 3, 64, torch.bfloat16, device)
     best = {window: min(choose(replace(full, window=window)).seconds.values()) for window in (None, 512)}
     assert best[512] < best[None] / 3, best

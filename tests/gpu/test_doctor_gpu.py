@@ -13,9 +13,9 @@ import torch
 from deskside.config.recipes import RECIPES
 from deskside.probe.doctor import examine
 from deskside.probe.doctor_checks import Check, run_all
-from tests.gpu.card import NEEDS_CARD
+from tests.gpu.card import ALONE, NEEDS_CARD
 
-pytestmark = [*NEEDS_CARD, pytest.mark.timeout(580)]
+pytestmark = [*NEEDS_CARD, ALONE, pytest.mark.timeout(580)]
 ROOT = Path(__file__).parents[2]
 
 

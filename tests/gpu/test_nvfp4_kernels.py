@@ -110,7 +110,9 @@ def test_product_against_float64(sizes: tuple[int, int, int], layout: str, dtype
     again = scaled_matmul(a, b, alpha, kind, second=second, dtype=dtype)
     exact = -1.5 * (left.double() @ right.double().T)
     error = float((made.double() - exact).norm() / exact.norm())
-    assert error < (3e-3 if dtype == torch.bfloat16 else 2e-6), error
+    # Hopper's tensor cores cut off what does not fit when they add: half a last bit towards zero at each of the 148
+    # additions of a part of the longest sum, 3e-6 in all where rounding would give 2e-7. One value left out: 8e-3.
+    assert error < (3e-3 if dtype == torch.bfloat16 else 1e-5), error
     assert torch.equal(made, again)
 
 

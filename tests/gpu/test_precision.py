@@ -15,7 +15,7 @@ from deskside.precision.apply import Applied, apply, restore
 from deskside.precision.operands import Draws, Prepared, cast_with_scales_of_rows, prepare
 from deskside.precision.plan import Quantizer, Shared
 from deskside.precision.products import Kind, product
-from deskside.precision.scales import DelayedScales
+from deskside.precision.scales import OWN_STEPS, DelayedScales
 from tests.gpu import card
 from tests.precision.small import B, T, backward, error_and_slope, everywhere, fresh, make, worst
 from tests.train import tiny_run
@@ -98,7 +98,8 @@ def test_fp8_products(scaling: str, kind: Kind, native: bool) -> None:
     if scaling == "tensor" or not native:  # row scales are computed with a bfloat16 result
         full = product(kind, x, y, torch.float32, native)
         assert full.dtype == torch.float32
-        assert relative(full, truth) < (1e-3 if native and kind == "output" else 2e-4 if native else 1e-6)
+        # Tensor cores cut sums off towards zero: 2e-6 over 2048 values, where rounding would give 1e-7.
+        assert relative(full, truth) < (1e-3 if native and kind == "output" else 2e-4 if native else 1e-5)
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -120,7 +121,7 @@ def test_nvfp4_products(scaling: str, kind: Kind) -> None:
         assert torch.equal(made.scale.cpu(), exact.scale)
     wide_a, wide_b = dequantized(x), dequantized(y)
     truth = (wide_a.T if along_a == "rows" else wide_a) @ (wide_b if along_b == "rows" else wide_b.T)
-    assert relative(product(kind, x, y, torch.float32, native=True), truth) < 1e-6
+    assert relative(product(kind, x, y, torch.float32, native=True), truth) < 1e-5
     assert relative(product(kind, x, y, torch.bfloat16, native=False), truth) < 3e-3
 
 
@@ -140,8 +141,9 @@ def test_a_card_without_the_conversion_takes_the_torch_form(monkeypatch: pytest.
         operand = Operand("e4m3", "delayed")
         quantizer = Quantizer(operand, operand, shared, (0, 0))
         shared.scales.build(x.device)
-        quantizer.split(x)
-        shared.scales.end_step()
+        for _ in range(OWN_STEPS):
+            quantizer.split(x)
+            shared.scales.end_step()
         return quantizer.cast is not None, quantizer.split(x)[0].values
 
     native_fp8()
@@ -221,7 +223,7 @@ def test_recipes_on_the_card_are_those_of_a_cpu(name: str) -> None:
 
 def steps(model: Transformer, applied: Applied, truth: dict[str, Tensor]) -> list[tuple[float, float, float]]:
     made = []
-    for step in (1, 2):
+    for step in range(1, OWN_STEPS + 2):
         applied.begin_step(step)
         low, found = backward(model, SDPA)
         made.append((low, *error_and_slope(found, truth)))
@@ -239,10 +241,12 @@ def test_what_is_recomputed_is_the_same(name: str) -> None:
     for rung in ("none", "block"):
         applied.recompute(rung)
         applied.forget()
-        applied.begin_step(1)
-        made.append(backward(model, AttentionContext(backend="reference"))[1])
-        applied.end_step()
-    assert worst(made[1], {n: t.double() for n, t in made[0].items()}) < 1e-3
+        for step in range(1, OWN_STEPS + 2):
+            applied.begin_step(step)
+            made.append(backward(model, AttentionContext(backend="reference"))[1])
+            applied.end_step()
+    for found, truth in zip(made[OWN_STEPS + 1 :], made[: OWN_STEPS + 1], strict=True):
+        assert worst(found, {n: t.double() for n, t in truth.items()}) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "fp8-rowwise", "nvfp4"])
@@ -296,7 +300,7 @@ def test_the_head_in_fp8(native: bool) -> None:
 def test_a_weight_that_is_not_finite_is_trouble(value: float) -> None:
     model = on_card(make())
     applied = apply(model, everywhere("fp8-delayed"), fused=True)
-    for step in (1, 2):
+    for step in range(1, OWN_STEPS + 1):
         applied.begin_step(step)
         backward(model, SDPA)
         assert float(applied.trouble()) == 0
