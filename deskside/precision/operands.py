@@ -123,7 +123,8 @@ def cast_with_own_scale(
     noted: one float32 number that becomes that value where it is less.
     """
     scale, inverse = scale_of(largest(x_NK), dtype)
-    return fused.cast_fp8(x_NK, Cast(dtype, scale, torch.zeros_like(scale) if noted is None else noted)), inverse
+    cast = Cast(dtype, scale, torch.zeros_like(scale) if noted is None else noted)
+    return fused.cast_fp8(x_NK, cast), inverse
 
 
 def cast_with_scales_of_rows(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor, Tensor]:
@@ -140,8 +141,9 @@ def largest(x: Tensor, dim: int | None = None) -> Tensor:
 def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(what values are multiplied with so that amax becomes the format's largest, its inverse). 1 where amax is 0.
 
-    Always finite for an amax that is: infinity times the zeros beside a value of 1e-35 would be NaN. The inverse is not bounded away from zero: NaN and infinity must come out of the product as such.
+    The scale is finite: infinity times the zeros beside a largest value of 1e-35 would be NaN. The inverse is not
+    bounded away from zero: NaN and infinity must come out of the product as such.
     """
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
-    scale = torch.where(amax.isnan(), amax, scale)
+    scale = torch.where(amax == 0, 1.0, torch.finfo(dtype).max / amax)
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)  # NaN stays
     return scale, 1 / scale

@@ -1,5 +1,6 @@
 """fp32 and bf16 recipes on a module of our own making, and the self-check against GEMMs that are broken."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from deskside.errors import UsageError
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import LayerNorm, RMSNorm
 from deskside.precision.apply import apply, restore
+from deskside.precision.operands import cast_with_own_scale
 from deskside.precision.selfcheck import check, check_gemm
 
 
@@ -131,3 +133,20 @@ def test_selfcheck_reports_a_kernel_that_cannot_run() -> None:
 
     result = check_gemm(missing, 1e-2, "cpu")
     assert not result.ok and result.reason == "cannot run here: no kernel image"
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-36, 1e-3, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_own_scales_at_the_ends_of_float32(dtype: torch.dtype, largest: float) -> None:
+    """Zeros beside the smallest values stay zeros; what is not finite comes out of the product as such."""
+    x = torch.zeros(16, 16)
+    x[3, 4] = largest
+    noted = torch.zeros(())
+    made, inverse = cast_with_own_scale(x, dtype, noted)
+    back = made.rows.float() * inverse
+    if math.isfinite(largest):
+        assert torch.equal(back.isfinite(), torch.ones_like(back, dtype=torch.bool))
+        assert not back[0].any() and float(back[3, 4]) == pytest.approx(largest, rel=0.07)
+        assert float(noted) == pytest.approx(largest)
+    else:
+        assert not back[3, 4].isfinite() and not noted.isfinite()
