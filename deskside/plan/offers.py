@@ -78,6 +78,15 @@ def told_of_precision(request: Request, shown: Estimate) -> list[str]:
             request.card.memory_bytes,
         )
         share = shown.tokens_per_second[1] / plain.tokens_per_second[1]
+        gpu = request.card.gpu
+        never = request.given is not None and request.given.config.precision.native == "never"
+        if "nvfp4" in setting.precision and gpu is not None and gpu.fp4_flops and not never:
+            return [
+                f"{setting.precision} is planned as emulated, at {share:.0%} of BF16's speed (modelled): "
+                f"{request.card.name} has FP4 units, but deskside has not run them on one; deskside doctor tells "
+                f"whether they work there",
+                loss,
+            ]
         return [
             f"{setting.precision} is emulated on {request.card.name}: its numbers are true, its products are computed "
             f"in BF16, at {share:.0%} of BF16's speed (modelled); it is for comparing, not for saving time",

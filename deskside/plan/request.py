@@ -42,7 +42,8 @@ DEEPEST = 128  # of the depth dial: 8192 wide, 104 billion parameters
 SMALLEST_SEQUENCE = 16
 MOST_GPUS = 64
 WORTH_A_WORD = 256 * 2**20  # bytes in use by others that a plan mentions
-# Training emulates NVFP4 on every card: its native products (kernels/nvfp4/native.py) were compiled and never run.
+# NVFP4 is planned as emulated on every card: training's native products of it (kernels/nvfp4/native.py) were compiled
+# for cards that have such units, and never run on one.
 TRAINED_NATIVELY: tuple[LowKind, ...] = ("fp8",)
 STAGES_DECIDE = (
     "--sequence: schedule.stages gives the tokens per row of each stage; change it there, or drop one of them"
@@ -90,8 +91,8 @@ class Card:
 
     @property
     def native(self) -> frozenset[LowKind]:
-        """Formats below 16 bits that its tensor cores have, by its data sheet, and that training runs on them; none of
-        a card without a sheet."""
+        """Formats below 16 bits that its tensor cores have, by its data sheet, and that training was seen to run on
+        them; none of a card without a sheet."""
         if self.gpu is None:
             return frozenset()
         rates: dict[LowKind, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
