@@ -25,6 +25,7 @@ from deskside.kernels.attention.explicit import Saved, attention_backward, atten
 from deskside.kernels.fused import Fp8, QkvLayout
 from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.ops.norm import RMSNorm
+from deskside.precision.operands import Prepared
 from deskside.precision.plan import LinearPlan
 
 Rotation = tuple[Tensor, Tensor]
@@ -114,13 +115,14 @@ class _MLPState:
     hidden: tuple[Tensor, ...]
 
 
-def _mlp(plan: MLPPlan, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[Tensor, _MLPState]:
+def _mlp(plan: MLPPlan, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[Prepared, _MLPState]:
+    """The second layer's input, which is as far as a recomputation has to go, and the state."""
     rows, kept_normed = plan.first.x.split(normed)
     inner = plan.first.output(rows, dtype)
     del rows, normed
     hidden = fused.gated(inner, plan.half.output.activation, plan.gate, plan.second.x.cast)
     rows, kept_hidden = plan.second.x.split(hidden)
-    return plan.second.output(rows, dtype), _MLPState(inner, kept_normed, kept_hidden)
+    return rows, _MLPState(inner, kept_normed, kept_hidden)
 
 
 class _MLP(torch.autograd.Function):
@@ -135,7 +137,8 @@ class _MLP(torch.autograd.Function):
         second_weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
         residual, normed, rstd = fused.add_norm(residual, delta, norm_weight, plan.eps, plan.first.x.cast)
-        delta, state = _mlp(plan, normed, residual.dtype)
+        rows, state = _mlp(plan, normed, residual.dtype)
+        delta = plan.second.output(rows, residual.dtype)
         ctx.plan, ctx.state = plan, None if plan.recompute else state
         ctx.save_for_backward(residual, rstd, norm_weight)
         ctx.set_materialize_grads(False)
@@ -178,7 +181,8 @@ def _attention(
     angles: tuple[Tensor, Tensor] | None,
     normed: Tensor | Fp8,
     dtype: torch.dtype,
-) -> tuple[Tensor, _AttentionState]:
+) -> tuple[Prepared, _AttentionState]:
+    """As `_mlp`."""
     half, layout = plan.half, plan.layout
     rows, kept_normed = plan.first.x.split(normed)
     qkv = plan.first.output(rows, dtype)
@@ -189,7 +193,7 @@ def _attention(
     q_BTHC, k_BTKC, v_BTKC = (x.unflatten(0, (batch, -1)) for x in (q, k, v))
     o_BTHC, saved = attention_forward(q_BTHC, k_BTKC, v_BTKC, context)
     rows, kept_o = plan.second.x.split(o_BTHC.flatten(2).flatten(0, 1).contiguous())
-    return plan.second.output(rows, dtype), _AttentionState(qkv, saved, kept_normed, kept_o)
+    return rows, _AttentionState(qkv, saved, kept_normed, kept_o)
 
 
 class _Attention(torch.autograd.Function):
@@ -209,7 +213,8 @@ class _Attention(torch.autograd.Function):
         second_weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
         residual, normed, rstd = fused.add_norm(residual, delta, norm_weight, plan.eps, plan.first.x.cast)
-        delta, state = _attention(plan, context, batch, angles, normed, residual.dtype)
+        rows, state = _attention(plan, context, batch, angles, normed, residual.dtype)
+        delta = plan.second.output(rows, residual.dtype)
         ctx.plan, ctx.state = plan, None if plan.recompute else state
         ctx.how = (context, batch, angles)
         ctx.save_for_backward(residual, rstd, norm_weight, q_weight, k_weight)

@@ -93,6 +93,20 @@ def test_what_is_recomputed_is_the_same_to_the_bit(name: str, what: str) -> None
         assert worst(found, {n: t.double() for n, t in truth.items()}) == 0
 
 
+def test_a_recomputation_stops_before_the_second_product() -> None:
+    """Its result is the half's, which nobody needs again."""
+    model = make()
+    applied = apply(model, "bf16", fused=True)
+    uses = {}
+    for rung in ("none", "mlp", "block"):
+        applied.recompute(rung)
+        before = applied.shared.hits + applied.shared.misses
+        backward(model)
+        uses[rung] = applied.shared.hits + applied.shared.misses - before
+    layers = len(model.layers)  # two products of each half read a weight forward, and two backward
+    assert uses == {"none": 8 * layers, "mlp": 9 * layers, "block": 10 * layers}
+
+
 # Of all gradients as one vector, in a model as a run begins. The noise of one product is 4 to 7 % in FP8 and 13 to 19 %
 # in NVFP4 (config/recipes.py); weight gradients, most of the vector, have one noisy product or two on their way.
 BANDS = {
