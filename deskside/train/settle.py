@@ -69,7 +69,15 @@ class Settler:
     def fit(self, plan: StageRows, rows: int, recorded: dict[str, Any] | None) -> Fit:
         """The micro-batch of one stage of `rows` rows per step on this process."""
 
+        formats = self.stepper.formats
+        also_plain = formats.warmup_steps > 0 or formats.bf16_from is not None
+
         def dry(micro_rows: int) -> float:
+            if (
+                also_plain
+            ):  # BF16 keeps more bytes for the backward than FP8, and has to fit too when its turn comes
+                with self.stepper.precision.plain():
+                    self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
             return self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
 
         # Another number of processes than before needs another division.

@@ -1,8 +1,11 @@
 """Micro-batch fitting with a fake card that holds so many rows."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +16,9 @@ from deskside.config.run import RunConfig
 from deskside.data.loader import Batch
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
-from deskside.train.fit import candidates, fit, rows_per_rank, worst_case_batch
+from deskside.train.fit import RowShape, candidates, fit, rows_per_rank, worst_case_batch
 from deskside.train.parallel import World
+from deskside.train.settle import Settler, StageRows
 from deskside.train.step import Stepper
 from tests.train import tiny_run
 
@@ -137,3 +141,40 @@ def test_the_worst_batch_has_the_shapes_of_the_loader_and_no_padding(data: Path,
             assert worst.shape == usual.shape and worst.dtype == usual.dtype
     assert batch.num_valid == 4 * 32 and batch.num_valid_step == 3 * 4 * 32
     assert int(batch.tokens_BT.max()) < dataset.index.tokenizer.vocab_size
+
+
+class Switch:
+    """Stands for `Applied`: whether the recipe is on."""
+
+    def __init__(self) -> None:
+        self.active = True
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+
+@pytest.mark.parametrize("precision", [{}, {"warmup_steps": 5}, {"bf16_from": 0.8}])
+def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, Any]) -> None:
+    config = RunConfig(precision={"name": "fp8", **precision})
+    switch, tried = Switch(), list[tuple[int, bool]]()
+
+    class OnCard(Settler):
+        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+            tried.append((micro_rows, switch.active))
+            if micro_rows > (8 if switch.active else 4):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 1.0
+
+        def largest(self, plan: StageRows, rows: int) -> int:
+            return 8
+
+    stepper = SimpleNamespace(world=World(CPU), precision=switch, formats=config.precision)
+    settler = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    found = settler.fit(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
+    assert found.micro_rows == (4 if precision else 8)
+    assert switch.active and tried[-1] == (found.micro_rows, True)
