@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.step_config import configuration
+from deskside.budget.formats import LowKind, Precision, quantized
 from deskside.budget.memory import training_memory
 from deskside.budget.work import Work
 from deskside.config.optim import StateFormat
+from deskside.config.work import format_options, recipe_of, step_options
 from deskside.errors import UsageError
 from deskside.probe import child
 
@@ -124,16 +126,18 @@ def optim_of(arm: str) -> dict[str, Any]:
 def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:
     """The peak that `budget/memory.py` expects of an arm as it was fitted."""
     config = configuration(spec)
+    precision: Precision = result["precision"]
+    native: tuple[LowKind, ...] = ("fp8",) if result["native"] else ()
+    layers = config.model.num_hidden_layers
+    kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     work = Work(
         config.batch.sequence_length,
         config.batch.tokens,
         result["micro_tokens"],
-        optimizer=config.optim.name,
-        states=config.optim.states,
-        offload_optimizer=config.optim.offload,
-        activation_checkpointing=config.compute.activation_checkpointing,
         compiled=result["compile"] != "off",
-        loss_chunk_tokens=config.compute.loss_chunk_tokens,
+        kept_blocks=min(layers, sum(kept)),
+        **step_options(config),
+        **format_options(config, precision, native, result["compile"] == "fused"),
     )
     return training_memory(config.model, work).allocated / 2**30
 

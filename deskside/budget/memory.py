@@ -29,25 +29,36 @@ inputs, 2 D, and the MLP's inside, F, and one more for attention's output, Hc, w
 hand-written halves (`precision/halves.py`) keep what the table calls compiled, but for QK-norm's statistics. Blocks
 that stay in BF16 are as above.
 
+What lies beside the halves was read from the step and not fitted. The stream's end is 4 D: the last norm's residual,
+and the hidden states while the loss is computed. A chunk of logits becomes its own gradient in place, so that there are
+two when a chunk is followed by the next; an FP8 head has 16-bit logits, and of this chunk and the one before gradients
+in 8 bits and turned, beside the hidden states in FP8 both ways and a second gradient of its weight. A half recomputes
+and differentiates itself alone. Its gradients are largest before its first projection, whose W outputs (2 F, or F
+without a gate; Hc + 2 Kc) have theirs beside what they are made of: 2 D + 2 F + 2 W in the MLP, and 2 D + 8 Hc + 4 Kc
+in attention, whose kernels sum d q in float32. Or within that projection: 6 D + 2 W, and 2 W more in FP8 (the first
+step of delayed scales casts what is there already), 4 W more in NVFP4, emulated. Kept blocks are last, and so first.
+
 Sharded weights (FSDP2, each block a group and the rest one, `train/parallel.py`) are gathered in float32: two blocks at
 a time, and the root (embedding, head) from the forward to the end of the backward. Gradients are scattered with the
 last pass of a step. So every GPU holds whole gradients when there are several passes; when there is one, the gradients
 of the blocks on their way and of the root, whose group is the last to leave. A test tracks two processes doing it.
 Replicas copy their gradients into a bucket to sum them.
 
-What lies beside the blocks was found from 63 configurations measured on an H200 (docs/planner-accuracy.md): 7 D bytes
-per token for the stream's two ends, 1.36 times a part's activations while it is recomputed and differentiated.
+What lies beside blocks that torch compiles was found from 63 configurations measured on an H200, with the loss of that
+day (docs/planner-accuracy.md): 7 D bytes per token for the stream's two ends, 1.36 times a part's activations while it
+is recomputed and differentiated.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deskside.budget.formats import SAVED_BF16, quantized, saved_bytes, weight_copies
+from deskside.budget.formats import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
 from deskside.budget.states import on_gpu
 from deskside.budget.work import Checkpointing, Work
 
 ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm
+END = 4  # the same of the hand-written step, and only until the backward begins
 RECOMPUTE = 1.36  # a part that is recomputed and differentiated, in units of what it keeps when it is not
 TEMPORARY = RECOMPUTE - 1  # the gradients inside of one block
 LIBRARIES = 64 * 2**20  # cuBLAS workspaces
@@ -114,13 +125,18 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
     several = work.accumulation > 1
     earlier = whole if several else 0.0
     one_layer, root = 4 * matrices / shape.num_hidden_layers, 4.0 * root_params(shape)
-    parts = _Parts(shape, work.compiled, width, saved_per_value(shape, work))
-    kept = N * (parts.kept(work.activation_checkpointing) + ENDS * D * width)
-    again = N * parts.recomputed(work.activation_checkpointing)
-    temporary = N * parts.block * TEMPORARY if work.activation_checkpointing == "none" else again * RECOMPUTE
+    rung = work.activation_checkpointing
+    if work.by_hand:
+        parts: _Parts = _Halves(shape, work, width)
+        ends, later_ends = float(END), 0.0
+    else:
+        parts = _Parts(shape, work.compiled, width, saved_per_value(shape, work))
+        ends = later_ends = float(ENDS)
+    activations = N * parts.kept(rung)
+    temporary = N * parts.backward(rung)
     copies = 0.0
     if width == 1 and work.copies == "pass":
-        copies = 2.0 * parts.copied_weights(work.activation_checkpointing)
+        copies = 2.0 * parts.copied_weights(rung)
     head_copy: float = 2 * V * D if width == 1 else 0
     lasting = 0.0  # copies that are there at the update too
     if has_cache(work):
@@ -133,10 +149,9 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
     # A block's gradients on their way are there a second time, in one flat tensor.
     sent = one_layer * (1 if several else 2) if work.sharded else 0.0
 
-    chunk = min(work.loss_chunk_tokens, N)
-    # Logits and their gradient in the activations' dtype; the last chunk's gradient is still there at the next.
-    logits = chunk * V * 2 * width * (2 if chunk == N else 3)
-    d_hidden = 2 * N * D * width
+    logits = min(work.loss_chunk_tokens, N) * V * logit_bytes(work)
+    hidden = hidden_bytes(work) * N * D
+    heads = head_gradients(work)
     stack = max(STACK_WEIGHTS, D * max(shape.intermediate_size, shape.moe_intermediate_size))
     update = STACK_BYTES * min(matrices, stack) if work.optimizer == "muon" else 0
     return {
@@ -144,15 +159,15 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
             **always,
             "gradients": earlier,
             "copies": copies + head_copy,
-            "activations": kept,
-            "logits": logits + head + d_hidden,
+            "activations": activations + ends * N * D * width,
+            "logits": logits + heads * head + hidden,
             "workspace": fixed,
         },
         "backward": {
             **always,
             "gradients": max(earlier, head),
             "copies": copies,
-            "activations": kept,
+            "activations": activations + later_ends * N * D * width,
             # A tied head's gradient waits for the embedding's.
             "logits": head if shape.tie_word_embeddings and several else 0,
             "workspace": fixed + sent + temporary,
@@ -161,10 +176,10 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
             **always,
             "gradients": whole if several else (whole - root) / shards + root,
             "copies": lasting,
-            "activations": N * (parts.block + ENDS * D * width),
+            "activations": N * (parts.block + later_ends * D * width),
             "logits": 0,
             # Of several passes the one before the last, which scatters nothing yet.
-            "workspace": fixed_at_end + (head if several else sent) + N * parts.block * TEMPORARY,
+            "workspace": fixed_at_end + (head if several else sent) + N * parts.last_gradients,
         },
         "update": {
             **always,
@@ -176,6 +191,42 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
             "workspace": LIBRARIES + max(update, bucket_bytes(shape, work)),
         },
     }
+
+
+def logit_bytes(work: Work) -> int:
+    """Bytes per logit of a chunk: logits and their gradient in the activations' dtype; the last chunk's gradient is
+    still there at the next."""
+    several = work.loss_chunk_tokens < work.micro_tokens
+    if work.by_hand and work.fp8_head:
+        return 5 if several else 3
+    copies = (1 if work.by_hand else 2) + several
+    return copies * (4 if work.precision == "fp32" else 2)
+
+
+def hidden_bytes(work: Work) -> int:
+    """Bytes per hidden state beside itself in the loss: its gradient, and FP8 both ways for an FP8 head."""
+    return (4 if work.precision == "fp32" else 2) + (2 if work.by_hand and work.fp8_head else 0)
+
+
+def head_gradients(work: Work) -> int:
+    """Gradients of the head's weight in the loss: FP8 products cannot add to one that is there."""
+    return 2 if work.by_hand and work.fp8_head and work.loss_chunk_tokens < work.micro_tokens else 1
+
+
+def half_gradients(shape: Shape, work: Work) -> tuple[int, int]:
+    """(attention's, the MLP's) temporary gradients in a hand-written half, bytes per token."""
+    D, F, W = shape.hidden_size, shape.intermediate_size, 2 if shape.gated_mlp else 1
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    each = per_output(work)
+    return (
+        max(2 * D + 8 * q + 4 * kv, 6 * D + each * (q + 2 * kv)),
+        max(2 * D + 2 * F + 2 * W * F, 6 * D + each * W * F),
+    )
+
+
+def per_output(work: Work) -> int:
+    """Bytes per output of a projection that its gradient takes while it is used, in every form that it has."""
+    return 2 if work.kept_blocks else {"fp32": 2, "bf16": 2, "fp8": 4, "nvfp4": 6}[kinds(work.precision)[1]]
 
 
 def has_cache(work: Work) -> bool:
@@ -240,6 +291,17 @@ class _Parts:
     def block(self) -> float:
         return self.stream + self.attention + self.mlp
 
+    @property
+    def last_gradients(self) -> float:
+        """Temporary gradients of the first block, where the backward ends."""
+        return self.block * TEMPORARY
+
+    def backward(self, checkpointing: Checkpointing) -> float:
+        """What the last block's backward makes: temporary gradients, and what is computed again."""
+        if checkpointing == "none":
+            return self.block * TEMPORARY
+        return self.recomputed(checkpointing) * RECOMPUTE
+
     def kept(self, checkpointing: Checkpointing) -> float:
         """By all layers."""
         # A recomputed half does not keep its normed input: 2 D, or D in FP8.
@@ -271,3 +333,27 @@ class _Parts:
             "mlp": self.attention_matrices,
             "block": 0,
         }[checkpointing]
+
+
+class _Halves(_Parts):
+    """The same of the hand-written halves: each recomputes and differentiates itself, before the next one does."""
+
+    def __init__(self, shape: Shape, work: Work, width: int):
+        super().__init__(shape, True, width, saved_per_value(shape, work))
+        if shape.qk_norm:  # statistics are found again
+            self.attention -= width * 4 * (shape.num_attention_heads + shape.num_key_value_heads)
+        self.attention_gradients, self.mlp_gradients = (width * b for b in half_gradients(shape, work))
+
+    @property
+    def last_gradients(self) -> float:
+        return self.attention_gradients
+
+    def backward(self, checkpointing: Checkpointing) -> float:
+        """The MLP half goes first; when attention's turn comes, what the MLP had kept is gone."""
+        attention = self.normed + self.attention + self.attention_gradients
+        if checkpointing == "none":
+            return self.mlp_gradients
+        if checkpointing == "attention":
+            return max(self.mlp_gradients, attention - self.normed - self.mlp)
+        again = self.normed + self.mlp + self.mlp_gradients
+        return again if checkpointing == "mlp" else max(again, attention)

@@ -9,8 +9,12 @@ are counted by hand from what the compiled blocks read and write, in units of th
     QK-norm, RoPE       8 per channel of queries, keys and values
     loss                6 per token and vocabulary entry (logits and their gradient, read and written)
 
+The hand-written halves and the kernels of 2026-11-21 read and write each tensor once, which makes 16, 8 or 5, 5 (and 2
+for each channel of keys), and 2.
+
 A weight is cast once in the forward pass, and its gradient is cast and added up in float32: 24 bytes per weight and
-pass. Muon's iteration is Newton-Schulz on the smaller side of each logical matrix (Jordan et al. 2024).
+pass; once per step where BF16 weights are cached and the products add gradients up themselves. Muon's iteration is
+Newton-Schulz on the smaller side of each logical matrix (Jordan et al. 2024).
 """
 
 from collections.abc import Iterator
@@ -35,11 +39,29 @@ Group = Literal[
     "optimizer_matmul", "optimizer_traffic", "communication", "offload", "layers",
 ]  # fmt: skip
 
-NORM_UNITS, GATED_UNITS, PLAIN_UNITS, ROPE_UNITS, LOSS_UNITS = 22, 9, 4, 8, 6
+
+@dataclass(frozen=True)
+class Units:
+    """Element-wise traffic in units of the activations' width (the docstring has them), and bytes of the optimizers per
+    weight with float32 states: rope per channel of q and k, rope_keys more per channel of k."""
+
+    norm: float
+    gated: float
+    plain: float
+    rope: float
+    rope_keys: float
+    loss: float
+    adamw: float
+    muon: float
+
+
+# AdamW: reads weight, gradient (clipped before: twice) and two moments, writes weight and moments. Muon: its fit.
+COMPILED = Units(22, 9, 4, 8, 0, 6, 32, 60)
+# Gradients are read for their norm (4) and scaled (8). Then AdamW moves 28 bytes, Muon 26 and 6 to scale its stack.
+BY_HAND = Units(16, 8, 5, 5, 2, 2, 40, 44)
+FP8_HEAD_LOSS = 2.5  # in place of 2: logits are read in 16 bits, their gradient is written in 8 and turned
 RECOMPUTED = 0.35  # of the element-wise traffic of a part, when its forward is done again
 WEIGHT_BYTES = 24
-ADAMW_BYTES = 32  # read weight, gradient (clipped before: twice), two moments; write weight and moments
-MUON_BYTES = 60  # both with float32 states, which are read and written
 NEWTON_SCHULZ_STEPS = 5
 
 
@@ -77,9 +99,10 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
     if shape.num_experts:
         inside = shape.num_experts_per_tok * shape.moe_intermediate_size
     elements = tokens * layers * unit
-    norm = elements * D * NORM_UNITS
-    rope = elements * (q + kv) * ROPE_UNITS
-    activation = elements * inside * (GATED_UNITS if shape.gated_mlp else PLAIN_UNITS)
+    units = units_of(work)
+    norm = elements * D * units.norm
+    rope = elements * ((q + kv) * units.rope + kv * units.rope_keys)
+    activation = elements * inside * (units.gated if shape.gated_mlp else units.plain)
 
     found = [
         *_products("attention projections", 6.0 * tokens * layers * attention_weights, shape, work),
@@ -94,8 +117,8 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
         Operator("norms and residuals", "traffic", norm),
         Operator("QK-norm and RoPE", "traffic", rope),
         Operator("activation", "traffic", activation),
-        Operator("loss", "loss_traffic", tokens * shape.vocab_size * unit * LOSS_UNITS),
-        Operator("weights", "weights", float(WEIGHT_BYTES * num_params(shape) * work.accumulation)),
+        Operator("loss", "loss_traffic", tokens * shape.vocab_size * unit * loss_units(work)),
+        Operator("weights", "weights", float(WEIGHT_BYTES * num_params(shape) * weight_passes(work))),
         Operator("layers", "layers", float(layers * work.accumulation)),
         *_quantizing(norm + rope + activation, values_quantized(shape, tokens), work, layers),
     ]
@@ -121,6 +144,21 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
             ),
         ]
     return found + _optimizer(shape, work) + _between_gpus(shape, work)
+
+
+def units_of(work: Work) -> Units:
+    """Of the step that does this work."""
+    return BY_HAND if work.by_hand else COMPILED
+
+
+def loss_units(work: Work) -> float:
+    """Of the loss, which an FP8 head changes."""
+    return FP8_HEAD_LOSS if work.by_hand and work.fp8_head else units_of(work).loss
+
+
+def weight_passes(work: Work) -> int:
+    """Passes of a step in which weights are cast and gradients added up outside of products."""
+    return 1 if work.copies == "step" and work.precision == "bf16" else work.accumulation
 
 
 def _plain(work: Work) -> RunsAs:
@@ -218,12 +256,12 @@ def _optimizer(shape: Shape, work: Work) -> list[Operator]:
 
 def adamw_bytes(work: Work) -> float:
     """GPU memory traffic of AdamW's update, per weight."""
-    return ADAMW_BYTES - 2 * (ADAMW_STATE["float32"] - ADAMW_STATE[work.states])
+    return units_of(work).adamw - 2 * (ADAMW_STATE["float32"] - ADAMW_STATE[work.states])
 
 
 def muon_bytes(work: Work) -> float:
     """The same of Muon's, its iteration aside."""
-    return MUON_BYTES - 2 * (MUON_STATE["float32"] - MUON_STATE[work.states])
+    return units_of(work).muon - 2 * (MUON_STATE["float32"] - MUON_STATE[work.states])
 
 
 def _between_gpus(shape: Shape, work: Work) -> list[Operator]:

@@ -13,9 +13,9 @@ item `host` is what the device waits for.
 
 The large matmul rate is the one that a card sustains, measured, not the data sheet's: data-center cards hold half to
 four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and what they are worth
-was fitted to whole steps of this project (`benchmarks/planner_accuracy.py fit`, on an H200); a probe of a card corrects
-them there (`plan/calibrate.py`). They are not the kernels' own utilisation: overlap, caches and power limits are in
-them too.
+was fitted to whole steps of this project (`benchmarks/planner_accuracy.py fit`, on an H200), those of the hand-written
+halves to the kernels of one step; a probe of a card corrects them there (`plan/calibrate.py`). They are not the
+kernels' own utilisation: overlap, caches and power limits are in them too.
 """
 
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,8 @@ ITEM_OF = {
 class Efficiency:
     """Shares of the large matmul rate and of the data sheet's bandwidth, and the delay of a layer in seconds.
 
-    Fitted to 32 runs of this project on an H200, torch 2.11; they predict 31 others with a median error of 2 %.
+    Fitted to 32 runs of this project on an H200, torch 2.11, with compiled blocks; they predict 31 others with a median
+    error of 2 %. low_precision: share of matmul and head that FP8 and NVFP4 products reach of their own rate.
     host_attention_seconds: of the host, for a layer in a pass whose attention is recomputed (seen where the card drew
     half of its power); without recomputation the host was never what a measured step waited for.
     """
@@ -62,6 +63,8 @@ class Efficiency:
     weights: float = 0.798
     optimizer_matmul: float = 0.773
     optimizer_traffic: float = 0.619
+    loss_traffic: float = 0.788
+    low_precision: float = 1.0
     layer_seconds: float = 268e-6
     host_attention_seconds: float = 2.3e-3
 
@@ -71,6 +74,15 @@ class Efficiency:
             return self.attention_64 * head_dim / 64
         share = min(1.0, (head_dim - 64) / 64)
         return self.attention_64 + share * (self.attention_128 - self.attention_64)
+
+
+# Of the hand-written halves, by arithmetic from the kernels of a step of `124m` on an H200, BF16 and FP8 (docs/log.md,
+# 2026-11-21). Not measured: attention_128 (the ratio to 64 is the compiled step's), and what the host needs.
+BY_HAND = Efficiency(
+    matmul=0.892, head=0.926, attention_64=0.382, attention_128=0.468, traffic=0.749, weights=0.729,
+    optimizer_matmul=0.691, optimizer_traffic=0.680, loss_traffic=0.609, low_precision=0.9, layer_seconds=40e-6,
+    host_attention_seconds=0.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,8 +108,13 @@ class Rates:
     compute: float = 1.0
     memory: float = 1.0
     delay: float = 1.0
+    by_hand: Efficiency = BY_HAND
     source: str = "modelled"
     notes: tuple[str, ...] = ()
+
+    def efficiency_of(self, work: Work) -> Efficiency:
+        """Of the step that does this work."""
+        return self.by_hand if work.by_hand else self.efficiency
 
     def corrected(self, compute: float, memory: float, delay: float) -> "Rates":
         """The same with times of products, of traffic and of delays multiplied."""
@@ -106,18 +123,20 @@ class Rates:
         )
 
 
-def operator_seconds(operator: Operator, rates: Rates, precision: str = "bf16") -> float:
-    """Seconds of one operator. Raises ValueError for a product in a format that the device lacks."""
-    e, group, amount = rates.efficiency, operator.group, operator.amount
+def operator_seconds(operator: Operator, rates: Rates, work: Work) -> float:
+    """Seconds of one operator of this work. Raises ValueError for a product in a format that the device lacks."""
+    e, group, amount = rates.efficiency_of(work), operator.group, operator.amount
     if group in ("matmul", "head", "optimizer_matmul", "attention"):
         peak = product_rate(operator, rates)
         # Muon iterates in bfloat16 whatever the activations are in.
-        if precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
+        if work.precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
             peak = rates.single_flops
         share = e.attention(operator.width) if group == "attention" else float(getattr(e, group))
+        if operator.runs_as in ("fp8", "nvfp4"):
+            share *= e.low_precision
         return rates.compute * amount / (peak * share)
     if group in ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic"):
-        share = e.traffic if group in ("quantize", "loss_traffic") else float(getattr(e, group))
+        share = e.traffic if group == "quantize" else float(getattr(e, group))
         return rates.memory * amount / (rates.bandwidth * share)
     if group == "layers":
         return rates.delay * amount * e.layer_seconds
@@ -141,7 +160,7 @@ def step_seconds(shape: Shape, work: Work, rates: Rates) -> dict[str, float]:
     seconds = dict.fromkeys(ITEMS, 0.0)
     for operator in step_operators(shape, work):
         item = "recompute" if operator.recompute else ITEM_OF[operator.group]
-        seconds[item] += operator_seconds(operator, rates, work.precision)
+        seconds[item] += operator_seconds(operator, rates, work)
     seconds["host"] = max(0.0, host_seconds(shape, work, rates) - sum(seconds.values()))
     return seconds
 
@@ -151,7 +170,7 @@ def host_seconds(shape: Shape, work: Work, rates: Rates) -> float:
     if work.activation_checkpointing != "attention":
         return 0.0
     layers = shape.num_hidden_layers * work.accumulation
-    return layers * rates.efficiency.host_attention_seconds
+    return layers * rates.efficiency_of(work).host_attention_seconds
 
 
 def tokens_per_second(shape: Shape, work: Work, rates: Rates) -> float:

@@ -55,6 +55,11 @@ class Work:
             )
 
     @property
+    def by_hand(self) -> bool:
+        """Whether the hand-written halves compute the blocks: they alone convert weights for themselves."""
+        return self.copies != "pass"
+
+    @property
     def rows(self) -> int:
         """Rows of one forward pass on one GPU."""
         return self.micro_tokens // self.sequence_length

@@ -164,7 +164,7 @@ def _parts(row: Mapping[str, Any], rates: Rates) -> np.ndarray:
     parts = np.zeros(4)
     shape, work = _step(row)
     for operator in step_operators(shape, work):
-        parts[_column(operator.group)] += operator_seconds(operator, rates, work.precision)
+        parts[_column(operator.group)] += operator_seconds(operator, rates, work)
     return parts
 
 
@@ -179,6 +179,7 @@ def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, Work]:
         precision=result.get("precision", "bf16"),
         activation_checkpointing=spec.get("activation_checkpointing", "none"),
         compiled=result.get("compile", "block") != "off",
+        copies="step" if result.get("compile") == "fused" else "pass",
     )
     return ModelConfig(**spec["model"]), work
 

@@ -189,7 +189,8 @@ def _activations(shape: ModelConfig, work: Work, instant: str) -> Told:
     told, layer = _layer(shape, work)
     D, width, layers = shape.hidden_size, _width(work), shape.num_hidden_layers
     normed = 2 * width * D - D * _less(shape, work)
-    ends = f"{product(memory.ENDS, D, width)}"
+    each = memory.ENDS if not work.by_hand else memory.END if instant == "loss" else 0
+    ends = f"{product(each, D, width)}"
     if instant == "gradients":
         return told, (
             "tokens per pass x (one layer + ends of the stream)",
@@ -218,10 +219,12 @@ def _logits(shape: ModelConfig, work: Work, instant: str) -> Told:
     if instant != "loss":
         return [], ("none at this instant", "0")
     chunk = min(work.loss_chunk_tokens, N)
-    copies = 2 if chunk == N else 3
+    logits = product(chunk, V, memory.logit_bytes(work))
+    hidden = product(memory.hidden_bytes(work), N, D)
     return [], (
-        "tokens of a chunk x vocabulary x 2 bytes x copies + head's gradient + gradient of the last hidden states",
-        f"{product(chunk, V, 2 * _width(work), copies)} + {product(4, V, D)} + {product(2, N, D, _width(work))}",
+        "tokens of a chunk x vocabulary x bytes of all forms + head's gradient, at the head's FP8 products twice "
+        "+ bytes of what is beside the last hidden states",
+        f"{logits} + {product(memory.head_gradients(work), 4, V, D)} + {hidden}",
     )
 
 
@@ -259,7 +262,11 @@ def _workspace(shape: ModelConfig, work: Work, instant: str) -> Told:
             terms.append(product(4, shape.vocab_size, D))
         rung = work.activation_checkpointing
         told += layer_told
-        if instant == "gradients" or rung == "none":
+        if work.by_hand:
+            text = _half_gradients(shape, work, layer, "last" if instant == "gradients" else rung)
+            words.append(f"tokens per pass x {text[0]}")
+            terms.append(f"{plain(work.micro_tokens)} x ({text[1]})")
+        elif instant == "gradients" or rung == "none":
             words.append("tokens per pass x temporary share x one layer")
             terms.append(product(work.micro_tokens, memory.TEMPORARY, layer["block"]))
         else:
@@ -271,6 +278,26 @@ def _workspace(shape: ModelConfig, work: Work, instant: str) -> Told:
             words.append("tokens per pass x recomputed part x its gradients")
             terms.append(product(work.micro_tokens, again, memory.RECOMPUTE))
     return told, (" + ".join(words), " + ".join(terms))
+
+
+def _half_gradients(shape: ModelConfig, work: Work, layer: dict[str, float], rung: str) -> Text:
+    """Temporary gradients of the half that has most, with what it computes again. rung: or "last", where the backward
+    ends in the first block's attention."""
+    attention, mlp = (_width(work) * size for size in memory.half_gradients(shape, work))
+    normed = shape.hidden_size * (_width(work) - _less(shape, work) / 2)
+    whole_attention = ("(attention, what it read, its gradients)", (layer["attention"], normed, attention))
+    whole_mlp = ("(MLP, what it read, its gradients)", (layer["mlp"], normed, mlp))
+    only_mlp = ("gradients of the MLP half", (mlp,))
+    after_mlp = ("(attention and its gradients - MLP)", (layer["attention"], attention, -layer["mlp"]))
+    choices: dict[str, list[tuple[str, tuple[float, ...]]]] = {
+        "last": [("gradients of the attention half", (attention,))],
+        "none": [only_mlp],
+        "attention": [only_mlp, after_mlp],
+        "mlp": [whole_mlp],
+        "block": [whole_mlp, whole_attention],
+    }
+    words, sizes = max(choices[rung], key=lambda choice: sum(choice[1]))
+    return words, " + ".join(plain(size) for size in sizes)
 
 
 def _attention_matrices(shape: ModelConfig) -> int:
@@ -289,7 +316,7 @@ def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, float]
     width, eager = _width(work), not work.compiled
     lines_: list[Line] = []
     per_channel = 6 if shape.qk_norm or shape.position_embedding == "rope" else 4
-    norms = 4 * (H + K) + (8 * (H + K) * C if eager else 0) if shape.qk_norm else 0
+    norms = 4 * (H + K) + (8 * (H + K) * C if eager else 0) if shape.qk_norm and not work.by_hand else 0
     less = _less(shape, work)
     in_fp8 = " - normed inputs in FP8" if less else ""
     stream = width * ((20 if eager else 8) * D + 8) - 2 * D * less

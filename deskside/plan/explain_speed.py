@@ -22,7 +22,7 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
     for operator in step_operators(shape, work):
         if _item(operator) != item or operator.amount == 0:
             continue
-        seconds = operator_seconds(operator, rates, work.precision)
+        seconds = operator_seconds(operator, rates, work)
         total += seconds
         formula, filled = amount(operator, shape, work)
         unit = _unit(operator)
@@ -37,7 +37,7 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
         each = []
         for stage, stage_shape, stage_work in stages:
             seconds = sum(
-                operator_seconds(o, rates, stage_work.precision)
+                operator_seconds(o, rates, stage_work)
                 for o in step_operators(stage_shape, stage_work)
                 if _item(o) == item
             )
@@ -62,7 +62,10 @@ def _host(rates: Rates, stages: list[tuple[StageSetting, ModelConfig, Work]], fo
         needed = host_seconds(shape, work, rates)
         if needed == 0:
             continue
-        layers, each = shape.num_hidden_layers * work.accumulation, rates.efficiency.host_attention_seconds
+        layers, each = (
+            shape.num_hidden_layers * work.accumulation,
+            rates.efficiency_of(work).host_attention_seconds,
+        )
         busy = sum(s for name, s in step_seconds(shape, work, rates).items() if name != "host")
         result.append(
             Line(
@@ -127,9 +130,10 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
     )
     mlp = (matmul_params(shape) - shape.vocab_size * D) // layers - D * (2 * q + 2 * kv)
     span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
-    norm = operators.NORM_UNITS * tokens * layers * unit * D
-    rope = operators.ROPE_UNITS * tokens * layers * unit * (q + kv)
-    units = operators.GATED_UNITS if shape.gated_mlp else operators.PLAIN_UNITS
+    counted = operators.units_of(work)
+    norm = counted.norm * tokens * layers * unit * D
+    rope = tokens * layers * unit * (counted.rope * (q + kv) + counted.rope_keys * kv)
+    units = counted.gated if shape.gated_mlp else counted.plain
     activation = units * tokens * layers * unit * inside
     half = operators.RECOMPUTED
     adamw, muon = operators.adamw_bytes(work), operators.muon_bytes(work)
@@ -152,24 +156,24 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
             product(4 if again else 12, q, span, tokens),
         ),
         "norms and residuals": (
-            f"{operators.NORM_UNITS} x tokens x layers x bytes x hidden",
-            product(operators.NORM_UNITS, tokens, layers, unit, D),
+            f"{counted.norm:g} x tokens x layers x bytes x hidden",
+            product(counted.norm, tokens, layers, unit, D),
         ),
         "QK-norm and RoPE": (
-            f"{operators.ROPE_UNITS} x tokens x layers x bytes x (q + kv)",
-            f"{product(operators.ROPE_UNITS, tokens, layers, unit)} x ({q} + {kv})",
+            f"tokens x layers x bytes x ({counted.rope:g} x (q + kv) + {counted.rope_keys:g} x kv)",
+            f"{product(tokens, layers, unit)} x ({counted.rope:g} x ({q} + {kv}) + {counted.rope_keys:g} x {kv})",
         ),
         "activation": (
-            f"{units} x tokens x layers x bytes x MLP width",
+            f"{units:g} x tokens x layers x bytes x MLP width",
             product(units, tokens, layers, unit, inside),
         ),
         "loss": (
-            f"{operators.LOSS_UNITS} x tokens x bytes x vocabulary",
-            product(operators.LOSS_UNITS, tokens, unit, shape.vocab_size),
+            f"{operators.loss_units(work):g} x tokens x bytes x vocabulary",
+            product(operators.loss_units(work), tokens, unit, shape.vocab_size),
         ),
         "weights": (
-            f"{operators.WEIGHT_BYTES} x parameters x passes",
-            product(operators.WEIGHT_BYTES, parameters, work.accumulation),
+            f"{operators.WEIGHT_BYTES} x parameters x passes that cast and add up outside of products",
+            product(operators.WEIGHT_BYTES, parameters, operators.weight_passes(work)),
         ),
         "layers": ("layers x passes", product(layers, work.accumulation)),
         "Muon, Newton-Schulz": (
@@ -228,7 +232,7 @@ def flops_per_token_lines(found: Estimate) -> list[Line]:
 
 def _price(operator: Operator, rates: Rates, work: Work, seconds: float) -> Line:
     """seconds = correction x amount / (rate x efficiency)."""
-    e, group = rates.efficiency, operator.group
+    e, group = rates.efficiency_of(work), operator.group
     amounts = plain(operator.amount)
     if group == "layers":
         return Line(

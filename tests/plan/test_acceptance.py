@@ -55,15 +55,16 @@ def test_the_best_model_in_24_hours(gpu: str, tmp_path: Path) -> None:
 
 
 def test_a_4090_in_24_hours_is_a_known_share_of_gpt2(tmp_path: Path) -> None:
-    """15 to 25 % of the FLOPs, and d12-d14, d16-d18, d20 or more as bands, as one of the seeds reckoned."""
+    """15 to 25 % of the FLOPs, as one of the seeds reckoned. Its bands were d12-d14, d16-d18, d20 or more; those of
+    the step of 2026-11-21, which is faster by its kernels on an H200, are a size larger."""
     plan = make_plan(ask(gpu="rtx4090", hours=24, probes=str(tmp_path / "none")))
     assert plan.best is not None
     found = plan.best.candidate
     assert 0.15 < found.tokens[1] * found.setting.flops_per_token / GPT2_GRADE < 0.25
     layers = {band.name: band.candidate.weights for band in plan.bands}
     d = {n: matmul_params(ModelConfig(**presets.depth(n)["model"])) for n in (12, 16, 18, 20, 24)}
-    assert d[12] <= layers["safe"] <= d[16]
-    assert d[16] <= layers["target"] <= d[18]
+    assert d[12] <= layers["safe"] <= d[18]
+    assert d[16] <= layers["target"] <= d[20]
     assert d[20] <= layers["stretch"] <= d[24]
 
 

@@ -1,5 +1,6 @@
 """The open search: every band fits, finishes and can be executed, and more is never worse."""
 
+import itertools
 import math
 import shlex
 from typing import Any
@@ -185,12 +186,13 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
         model = ModelConfig(**presets.depth(depth)["model"])
         speeds = []
         for rung, chunk in candidates.LADDER:
-            for power in range(10):
+            for power, copies in itertools.product(range(10), ("step", "use")):
                 work = Work(
                     512,
                     2**18,
                     512 * 2**power,
                     activation_checkpointing=rung,
+                    copies=copies,  # type: ignore[arg-type]
                     loss_chunk_tokens=chunk,  # type: ignore[arg-type]
                 )
                 need = (

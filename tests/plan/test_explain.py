@@ -98,7 +98,7 @@ def plans() -> dict[str, Plan]:
             )
     # Passes so small that the device waits for the host.
     layer = {
-        "compute": {"activation_checkpointing": "attention"},
+        "compute": {"activation_checkpointing": "attention", "compile": "block"},
         "batch": {"sequence_length": 512, "tokens": 2**16, "micro_tokens": 2048},
     }
     found["host"] = make_plan(made.request("tokens", 1e9, given=made.given("d12", **layer)))
