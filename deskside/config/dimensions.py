@@ -21,11 +21,12 @@ def check_dimensions(
     head: bool = False,
     sequence_lengths: Sequence[int] = (),
     micro_tokens: int | None = None,
+    chunk_tokens: int = UNIT,
 ) -> None:
     """Raises ValueError that names the key and the nearest size that divides.
 
     head: the output head's products are quantised too; sequence_lengths: of the stages; micro_tokens: of one pass,
-    None where it is any number of whole rows.
+    None where it is any number of whole rows; chunk_tokens: of one pass through the head.
     """
     columns, rows, tokens = (_multiple(product) for product in recipe.products)
     hidden, inside = model.hidden_size, model.intermediate_size
@@ -47,6 +48,7 @@ def check_dimensions(
         )
     if head:
         _divides("model.vocab_size", model.vocab_size, UNIT, recipe)
+        _divides("compute.loss_chunk_tokens", chunk_tokens, UNIT, recipe)
     for length in sequence_lengths:
         key = "batch.sequence_length" if len(sequence_lengths) == 1 else "schedule.stages"
         if micro_tokens is None:

@@ -134,6 +134,7 @@ class RunConfig(Part):
             head=self.precision.head == "fp8",
             sequence_lengths=[stage.sequence_length for stage in self.stages()],
             micro_tokens=None if self.batch.micro_tokens == "auto" else self.batch.micro_tokens,
+            chunk_tokens=self.compute.loss_chunk_tokens,
         )
 
     def _left_to_quantize(self) -> bool:

@@ -71,3 +71,11 @@ def test_tokens_are_what_the_weight_gradient_sums_over() -> None:
     line = refused(batch={**rows, "micro_tokens": 1000}, precision={"name": "fp8"})
     assert line.startswith("batch.micro_tokens: 1000") and line.endswith("use 1200")
     build([{"batch": {**rows, "micro_tokens": 6400}, "precision": {"name": "nvfp4-eden"}}])  # 50 x 128
+
+
+def test_the_pieces_of_the_loss_count_only_with_the_head() -> None:
+    """A piece's tokens are summed in the gradient of the head's weight."""
+    compute = {"loss_chunk_tokens": 1000}
+    build([{"compute": compute, "precision": {"name": "fp8"}}])
+    with pytest.raises(UsageError, match=r"compute\.loss_chunk_tokens: 1000 is no multiple of 16.*use 1008"):
+        build([{"compute": compute, "precision": {"name": "fp8", "head": "fp8"}}])
