@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import planner_compare, planner_published, planner_section, planner_tables
+from benchmarks import planner_compare, planner_new_step, planner_published, planner_section, planner_tables
 from benchmarks.planner_draw import (
     DRAWN,
     SEED,
@@ -187,6 +187,10 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
             "targets are issue 3's:",
             "what nine in ten predictions keep. Errors are predicted / measured - 1.",
         ),
+        "",
+        *planner_new_step.notice(),
+        "",
+        "## The step before 2026-11-21",
         "",
         *glance,
         "",
