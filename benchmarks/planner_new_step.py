@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.planner_tables import prose, table
 from benchmarks.step_config import configuration
-from deskside.budget.formats import quantized
+from deskside.budget.formats import LowKind, quantized
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, tokens_per_second
 from deskside.budget.work import Work
@@ -79,7 +79,8 @@ def _point(result: dict[str, Any], arm: str, rung: str = "none") -> Point:
     config = configuration({**{key: result[key] for key in taken}, "config": keys})
     layers = config.model.num_hidden_layers
     kept = recipe_of(config, name).kept_blocks(layers) if quantized(name) else (0, 0)
-    options = format_options(config, name, ("fp8",) if result["native"] else (), result["compile"] == "fused")
+    native: tuple[LowKind, ...] = ("fp8",) if result["native"] else ()
+    options = format_options(config, name, native, result["compile"] == "fused")
     work = Work(
         result["sequence_length"],
         result["tokens"],
