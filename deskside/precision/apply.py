@@ -108,8 +108,8 @@ class Applied:
         self._set()
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether this half is computed by hand-written gradients, whatever the step."""
-        return any(half is module for half, _, _ in self._halves)
+        """Whether this half is computed by hand-written gradients, in some steps at least."""
+        return any(half is module and (self.fused or plan is not None) for half, plan, _ in self._halves)
 
     def forget(self) -> None:
         """Forget what delayed scales have seen."""

@@ -199,11 +199,8 @@ def prepare_execution(
     what = config.compute.activation_checkpointing
     if backend == "transformer-engine":
         _count_passes(model, precision)
-    if mode == "fused":
-        precision.recompute(what)
-    halves = [module for block in model.layers for module in block.children()]
-    if mode != "fused" or not all(precision.covers(half) for half in halves):
-        recompute(model.layers, what)
+    precision.recompute(what)
+    recompute(model.layers, what, precision.covers)
     if mode in ("block", "model"):
         # All blocks share one piece of code, which is compiled once for each stage and window, with and without
         # gradients. Beyond torch's limit it would go on uncompiled with no more than a warning.

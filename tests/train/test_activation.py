@@ -1,5 +1,6 @@
 """Recomputing activations changes neither the loss nor a gradient, and really recomputes what it says."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -7,9 +8,13 @@ import torch
 from torch import nn
 
 from deskside.config.model import ModelConfig
+from deskside.config.run import RunConfig
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
+from deskside.precision.halves import _AttentionState, _MLPState
 from deskside.train.activation import recompute
+from deskside.train.parallel import World
+from deskside.train.setup import build_model, prepare_execution
 from tests.train.tiny_run import SHAPE
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -65,3 +70,29 @@ def test_every_rung_gives_the_same_loss_and_gradients(given: dict[str, Any]) -> 
         assert other_kept < kept, what
         for name, gradient in gradients.items():
             assert torch.equal(others[name], gradient), (what, name)
+
+
+@pytest.mark.parametrize("what", ["none", "block"])
+@pytest.mark.parametrize("active", [True, False])
+def test_hand_written_halves_keep_nothing_beside_what_torch_drops(what: str, active: bool) -> None:
+    """With compile off, FP8 steps go through the halves and BF16 steps do not: both have to be recomputed."""
+    config = RunConfig(
+        model={**SHAPE, "hidden_size": 64, "head_dim": 16},
+        compute={"device": "cpu", "compile": "off", "activation_checkpointing": what},
+        precision={"name": "fp8", "warmup_steps": 2},
+        batch={"sequence_length": 32, "tokens": 128},
+    )
+    world = World(torch.device("cpu"))
+    model = build_model(config, world, "fp8-delayed")
+    precision = prepare_execution(config, model, world, "fp8-delayed", native=False).precision
+    precision.use(active)
+    calls = {"mlp": 0}
+    for block in model.layers:
+        _count(block.mlp.output, calls, "mlp")
+    tokens_BT = torch.randint(SHAPE["vocab_size"], (4, 32))
+    loss = model.loss(tokens_BT, tokens_BT)
+    states = [x for x in gc.get_objects() if type(x) in (_MLPState, _AttentionState)]
+    assert len(states) == (2 * len(model.layers) if active and what == "none" else 0)
+    states.clear()
+    loss.backward()
+    assert calls["mlp"] == (0 if active else len(model.layers) * (2 if what == "block" else 1))
