@@ -71,9 +71,10 @@ class Applied:
         """A float32 scalar: 0, or NaN where saturation has hidden a value that was not finite."""
         return self.shared.scales.trouble()
 
-    def end_step(self, keep: bool = True) -> None:
-        """The step is over, and weights have changed. keep=False forgets what it has seen (a dry step)."""
-        self.shared.scales.end_step(keep and self.active)
+    def end_step(self) -> None:
+        """The step is over, and weights have changed. A BF16 step leaves the history of delayed scales as it is. What
+        dry steps saw stays in it until `forget`."""
+        self.shared.scales.end_step(keep=self.active)
         self.shared.round += 1
 
     def use(self, active: bool) -> None:
