@@ -255,7 +255,7 @@ def _plan(applied: Applied, keep: Collection[str]) -> None:
             if module.role == "matrix" and not kept and not _named(module, {*keep, "router"}):
                 applied._linears.append((module, _execution(applied, module)))
     finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
-    if applied.fused and applied._halves and _simple(finals[-1]):
+    if applied.fused and applied._halves and finals and _simple(finals[-1]):
         applied._norm = finals[-1]
 
 

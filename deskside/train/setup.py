@@ -24,6 +24,7 @@ from deskside.precision.apply import Applied, apply, not_covered
 from deskside.precision.selfcheck import check
 from deskside.train import parallel
 from deskside.train.activation import recompute
+from deskside.train.check_step import check_block
 from deskside.train.parallel import World
 from deskside.train.step import Attention
 
@@ -184,6 +185,8 @@ def prepare_execution(
     """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order."""
     backend = _backend(config, recipe)
     mode = execution_mode(config, model, world, recipe)
+    if mode == "fused" and world.device.type == "cuda":
+        check_block(model)
     precision = apply(
         model,
         config.precision.recipe(recipe),
