@@ -17,7 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from deskside.config.recipes import Operand, Recipe, recipe_named
+from deskside.config.dimensions import UNIT
+from deskside.config.recipes import Recipe, recipe_named
 from deskside.errors import UsageError
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.halves import AttentionHalf, MLPHalf
@@ -28,7 +29,7 @@ from deskside.precision import backends, halves
 from deskside.precision.halves import AttentionPlan, MLPPlan
 from deskside.precision.head import HeadPlan
 from deskside.precision.nvfp4 import multiple
-from deskside.precision.operands import Draws
+from deskside.precision.operands import PLAIN, Draws
 from deskside.precision.plan import LinearPlan, Shared
 from deskside.precision.scales import DelayedScales
 from deskside.precision.units import units
@@ -291,19 +292,17 @@ def _linear(applied: Applied, linear: Linear, recipe: Recipe) -> LinearPlan:
 
 
 def _check_size(linear: Linear, recipe: Recipe, fp4: bool = False) -> None:
-    sizes = {"in": linear.in_features, "out": linear.out_features}
+    """y = x W^T sums over the inputs in the output, and over the outputs in the input gradient."""
     name = " and ".join(s.name for s in linear.slices)
-    operands = [o for p in recipe.products for o in (p.left, p.right)]
-    for side, size in sizes.items():
-        needed = max((_multiple(o, fp4) for o in operands), default=1)
+    sides = (
+        ("in", linear.in_features, recipe.output),
+        ("out", linear.out_features, recipe.input_gradient),
+    )
+    every = max((32 if fp4 and f == "nvfp4" else UNIT for f in recipe.formats - PLAIN.keys()), default=1)
+    for side, size, product in sides:
+        needed = max(every, *(multiple(o) for o in (product.left, product.right) if o.quantized), 1)
         if size % needed:
             raise UsageError(
                 f"precision {recipe.name}: {name} has {size} {side}put features, which must be divisible by {needed}; "
                 f"change the model's sizes, or use bf16"
             )
-
-
-def _multiple(operand: Operand, fp4: bool) -> int:
-    if not operand.quantized:
-        return 1
-    return max(32 if fp4 and operand.format == "nvfp4" else 1, multiple(operand))

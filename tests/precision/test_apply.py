@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deskside.budget.scaling import Scaling
 from deskside.config import merge
+from deskside.config.dimensions import check_dimensions
+from deskside.config.model import ModelConfig
 from deskside.config.recipes import RECIPES
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext
@@ -22,7 +26,7 @@ from deskside.precision.selfcheck import check
 from deskside.train.guard import Guard
 from deskside.train.parallel import World
 from deskside.train.step import Attention, Stepper
-from tests.precision.small import backward, everywhere, fresh, make, tokens, worst
+from tests.precision.small import SIZES, backward, everywhere, fresh, make, tokens, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 
@@ -115,6 +119,41 @@ def test_sizes_that_do_not_divide_are_refused_by_name(
         apply(model, everywhere(name), native=False)
     line = str(error.value)
     assert "\n" not in line and all(word in line for word in words), line
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(QUANTIZED),
+    hidden=st.integers(1, 24),
+    inside=st.integers(1, 24),
+    heads=st.integers(1, 4),
+    grouped=st.booleans(),
+    channels=st.sampled_from([8, 16, 32, 64, 128]),
+    gated=st.booleans(),
+    apart=st.booleans(),
+)
+def test_the_configuration_refuses_what_the_layers_cannot_do(
+    name: str, hidden: int, inside: int, heads: int, grouped: bool, channels: int, gated: bool, apart: bool
+) -> None:
+    """And nothing else: what it takes can be applied."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 16 * hidden,
+        "intermediate_size": 16 * inside,
+        "num_attention_heads": 2 * heads,
+        "num_key_value_heads": heads if grouped else 2 * heads,
+        "head_dim": channels,
+        "gated_mlp": gated,
+        "fused_qkv": not apart,
+    }
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**{**SIZES, **sizes}))
+    try:
+        check_dimensions(everywhere(name), model.config)
+    except ValueError:
+        with pytest.raises(UsageError):
+            apply(model, everywhere(name), native=False)
+    else:
+        apply(model, everywhere(name), native=False)
 
 
 def test_amds_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
