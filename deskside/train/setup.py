@@ -196,7 +196,7 @@ def prepare_execution(
         accumulate_inside=config.precision.accumulate == "fused",
         head=config.precision.head == "fp8",
         keep=config.precision.keep,
-        seed=config.seed,
+        seed=config.seed + world.rank,  # replicas that round alike would not average their noise away
         backend=backend,
     )
     what = config.compute.activation_checkpointing
