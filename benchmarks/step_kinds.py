@@ -81,10 +81,14 @@ RULES = (
         r"|^aten::(mm|bmm|addmm|baddbmm|addbmm|linear|einsum)$|^mkldnn|sgemm|wgmma)",
     ),
     _rule("loss", "inside", r"cross_?entropy|nll_loss"),
-    _rule("loss", "name", r"cross_?entropy|log_?softmax|logsumexp|nll_?loss"),
+    _rule("loss", "name", r"cross_?entropy|log_?softmax|logsumexp|nll_?loss|^loss_and_grad$"),
     # A quantisation that rides on the kernel that makes the tensor is that kernel's work.
     _rule("elementwise", "name", rf"^(?!{_COMPILED[1:]}).*(norm|rope|rotary|gated|silu|swiglu|activat)"),
-    _rule("quantisation", "name", r"quant|amax|fp8|e4m3|e5m2|float8|fp4|hadamard"),
+    _rule(
+        "quantisation",
+        "name",
+        r"quant|amax|fp8|e4m3|e5m2|float8|fp4|hadamard|^turn$|^cast_both$|^largest_both$",
+    ),
     _rule("quantisation", "name", rf"^aten::({_ATEN_ROUNDING})_?$"),
     _rule("embedding", "inside", r"embedding|index_?select|vectorized_gather"),
     _rule("memory", "inside", r"AccumulateGrad"),

@@ -7,6 +7,9 @@ from benchmarks.step_kinds import KINDS, OPTIMIZER_MARK, kind_of
 FLASH = "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd_kernel_traits<64"
 COPY = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel"
 NAMES = [
+    ("loss", "loss_and_grad"),
+    ("quantisation", "turn"),
+    ("quantisation", "cast_both"),
     ("gemm", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"),
     ("gemm", "nvjet_qqtst_256x128_128x4_2x1_v_bz_coopB_TNN"),
     ("gemm", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_kernel__5x_cublas"),
