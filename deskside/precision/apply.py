@@ -120,9 +120,9 @@ class Applied:
     def forget_weights(self) -> None:
         """Drop converted weights: they were changed in a way that no version tells, or their memory is wanted."""
         for plan in self._plans:
-            plan.forget()
+            plan.converted.forget()
         if self._head is not None:
-            self._head[1].forget()
+            self._head[1].converted.forget()
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resumed run needs: the history of delayed scales. Empty where there are none."""

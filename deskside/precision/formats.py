@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 FP8 = Literal["e4m3", "e5m2"]
-DTYPE: dict[FP8, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST: dict[FP8, float] = {"e4m3": 448.0, "e5m2": 57344.0}
 E2M1_LARGEST = 6.0
 

@@ -14,7 +14,7 @@ from deskside.config.recipes import Operand
 from deskside.kernels import cross_entropy, fused
 from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
 from deskside.precision.operands import Prepared, cast_with_own_scale
-from deskside.precision.plan import Quantizer, Shared
+from deskside.precision.plan import ConvertedWeight, Quantizer, Shared
 from deskside.precision.products import product
 
 GRADIENT_SCALE = 2.0**14
@@ -27,33 +27,14 @@ class HeadPlan:
     def __init__(self, shared: Shared):
         self.shared = shared
         operand = Operand("e4m3", "tensor")
-        self._quantizer = Quantizer(operand, operand, shared, (-1, -2))
-        self._cached: tuple[object, Prepared, Prepared] | None = None
+        self.converted = ConvertedWeight(Quantizer(operand, operand, shared, (-1, -2)), shared)
         self._inverse: Tensor | None = None
-
-    def weight(self, weight_VD: Tensor) -> tuple[Prepared, Prepared]:
-        """The operand of the logits, and that of the hidden states' gradient."""
-        weight = weight_VD.detach()
-        key = (self.shared.round, weight._version, weight.data_ptr())
-        if self._cached is not None and self._cached[0] == key:
-            self.shared.hits += 1
-            return self._cached[1], self._cached[2]
-        self.shared.misses += 1
-        rows, kept = self._quantizer.split(weight)
-        pair = rows, self._quantizer.columns_of(kept)
-        if self.shared.cache:
-            self._cached = (key, *pair)
-        return pair
 
     def inverse(self, device: torch.device) -> Tensor:
         """What gradients in FP8 are multiplied with, one float32 number on the device."""
         if self._inverse is None or self._inverse.device != device:
             self._inverse = torch.tensor(1 / GRADIENT_SCALE, device=device)
         return self._inverse
-
-    def forget(self) -> None:
-        """Drop the converted weight."""
-        self._cached = None
 
     def __call__(
         self,
@@ -88,7 +69,7 @@ class _Loss(torch.autograd.Function):
         chunk_tokens: int,
     ) -> Tensor:
         native, device = plan.shared.native, hidden_ND.device
-        weight_rows, weight_columns = plan.weight(weight_VD)
+        weight_rows, weight_columns = plan.converted.of(weight_VD)
         hidden, inverse = cast_with_own_scale(hidden_ND.contiguous(), torch.float8_e4m3fn)
         d_hidden = torch.empty_like(hidden_ND)
         d_weight: Tensor | None = None

@@ -15,9 +15,9 @@ from deskside.config.recipes import Operand
 from deskside.kernels import fused
 from deskside.kernels.fused import Cast
 from deskside.precision import nvfp4
+from deskside.precision.formats import DTYPE
 from deskside.precision.hadamard import Along, draw_signs
 
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -81,7 +81,7 @@ def prepare(
     """
     if operand.format in PLAIN:
         return Prepared(x_NK)
-    if operand.format in FP8:
+    if operand.format in DTYPE:
         return _fp8(x_NK, operand, along)
     signs = draws.signs(product, operand.hadamard, x_NK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0
@@ -99,20 +99,12 @@ def prepare(
 
 
 def _fp8(x_NK: Tensor, operand: Operand, along: Along) -> Prepared:
-    dtype = FP8[operand.format]
     if operand.scaling == "row":
-        amax = largest(x_NK, dim=1 if along == "columns" else 0)
-        scale, inverse = scale_of(amax, dtype)
-        scaled = x_NK.float() * (scale[:, None] if along == "columns" else scale)
-        limit = torch.finfo(dtype).max
-        values = scaled.clamp(-limit, limit).to(dtype)
-        return (
-            Prepared(values, inverse)
-            if along == "columns"
-            else Prepared(values.T.contiguous(), inverse, True)
-        )
-    both, inverse = cast_with_own_scale(x_NK, dtype)
-    return Prepared(both.rows, inverse) if along == "columns" else Prepared(both.columns, inverse, True)
+        both, of_rows, of_columns = cast_with_scales_of_rows(x_NK, DTYPE[operand.format])
+    else:
+        both, of_rows = cast_with_own_scale(x_NK, DTYPE[operand.format])
+        of_columns = of_rows
+    return Prepared(both.rows, of_rows) if along == "columns" else Prepared(both.columns, of_columns, True)
 
 
 def cast_with_own_scale(
@@ -133,9 +125,9 @@ def cast_with_scales_of_rows(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp
     return fused.cast_both(x_NK, dtype, row_scale, column_scale), of_rows, of_columns
 
 
-def largest(x: Tensor, dim: int | None = None) -> Tensor:
-    """The largest magnitude, float32, of all or along a dimension, in one pass. NaN where there is one."""
-    return torch.linalg.vector_norm(x, float("inf"), dim=dim).float()
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude, float32, in one pass. NaN where there is one."""
+    return torch.linalg.vector_norm(x, float("inf")).float()
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from deskside.config.recipes import Operand, Recipe
 from deskside.kernels import fused
 from deskside.kernels.fused import Cast, Fp8
 from deskside.ops.linear import Linear
+from deskside.precision.formats import DTYPE
 from deskside.precision.operands import (
-    FP8,
     PLAIN,
     Draws,
     Prepared,
@@ -55,14 +55,14 @@ class Quantizer:
 
     def __init__(self, rows: Operand, columns: Operand, shared: Shared, products: tuple[int, int]):
         self.rows, self.columns, self.shared, self.products = rows, columns, shared, products
-        self._one_cast = rows == columns and rows.format in FP8 and rows.scaling in ("tensor", "delayed")
-        self._by_row = rows == columns and rows.format in FP8 and rows.scaling == "row"
+        self._one_cast = rows == columns and rows.format in DTYPE and rows.scaling in ("tensor", "delayed")
+        self._by_row = rows == columns and rows.format in DTYPE and rows.scaling == "row"
         # Square tiles: the matrix and its transpose are the same numbers, and an emulated product takes either layout.
         tiles = rows == columns and rows.scaling == "16x16" and rows.rounding == "nearest"
         self._one_form = tiles and not shared.units.fp4
         self._slot = None
         if self._one_cast and rows.scaling == "delayed":
-            self._slot = shared.scales.add(FP8[rows.format])
+            self._slot = shared.scales.add(DTYPE[rows.format])
 
     @property
     def cast(self) -> Cast | None:
@@ -80,7 +80,7 @@ class Quantizer:
         """The rows, and what must be kept to make the columns later."""
         if self._by_row:
             assert isinstance(x, Tensor)
-            both, of_rows, of_columns = cast_with_scales_of_rows(x, FP8[self.rows.format])
+            both, of_rows, of_columns = cast_with_scales_of_rows(x, DTYPE[self.rows.format])
             return Prepared(both.rows, of_rows), (both.columns, of_columns)
         if not self._one_cast:
             assert isinstance(x, Tensor)
@@ -97,7 +97,7 @@ class Quantizer:
             inverse = self.shared.scales.inverse[self._slot]
         else:
             noted = None if self._slot is None else self.shared.scales.amax[self._slot]
-            x, inverse = cast_with_own_scale(x, FP8[self.rows.format], noted)
+            x, inverse = cast_with_own_scale(x, DTYPE[self.rows.format], noted)
         return Prepared(x.rows, inverse), (x.columns, inverse)
 
     def columns_of(self, kept: tuple[Tensor, ...]) -> Prepared:
@@ -107,6 +107,32 @@ class Quantizer:
         return prepare(
             kept[0], self.columns, "rows", self.shared.draws, self.products[1], self.shared.units.fp4
         )
+
+
+class ConvertedWeight:
+    """A weight in its two forms, converted once per optimiser step and kept, unless caching is off."""
+
+    def __init__(self, quantizer: Quantizer, shared: Shared):
+        self._quantizer, self._shared = quantizer, shared
+        self.kept: tuple[object, Prepared, Prepared] | None = None
+
+    def of(self, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Prepared, Prepared]:
+        """(rows, columns) of the weight, cast to `dtype` first where one is given."""
+        weight = weight.detach()
+        key = (self._shared.round, weight._version, weight.data_ptr(), dtype)
+        if self.kept is not None and self.kept[0] == key:
+            self._shared.hits += 1
+            return self.kept[1], self.kept[2]
+        self._shared.misses += 1
+        rows, columns = self._quantizer.split(weight if dtype is None else weight.to(dtype))
+        pair = rows, self._quantizer.columns_of(columns)
+        if self._shared.cache:
+            self.kept = (key, *pair)
+        return pair
+
+    def forget(self) -> None:
+        """Drop it."""
+        self.kept = None
 
 
 class LinearPlan:
@@ -123,7 +149,7 @@ class LinearPlan:
             recipe.input_gradient.left, recipe.weight_gradient.left, shared, (input_gradient, weight_gradient)
         )
         self.plain = recipe.output.right.format in PLAIN
-        self._cached: tuple[object, Prepared, Prepared] | None = None
+        self.converted = ConvertedWeight(self.w, shared)
 
     def output(self, x: Prepared, dtype: torch.dtype) -> Tensor:
         """(N, K) -> (N, M) in `dtype`, the stream's."""
@@ -145,21 +171,5 @@ class LinearPlan:
     def _product(self, kind: Kind, left: Prepared, right: Prepared, dtype: torch.dtype) -> Tensor:
         return product(kind, left, right, dtype, self.shared.native, self.shared.units.mxfp8)
 
-    def forget(self) -> None:
-        """Drop the converted weight."""
-        self._cached = None
-
     def _weight(self, dtype: torch.dtype) -> tuple[Prepared, Prepared]:
-        weight = self.linear.weight.detach()
-        key = (self.shared.round, weight._version, weight.data_ptr(), dtype)
-        if self._cached is not None and self._cached[0] == key:
-            self.shared.hits += 1
-            return self._cached[1], self._cached[2]
-        self.shared.misses += 1
-        if self.plain:
-            weight = weight.to(dtype)
-        rows, kept = self.w.split(weight)
-        pair = rows, self.w.columns_of(kept)
-        if self.shared.cache:
-            self._cached = (key, *pair)
-        return pair
+        return self.converted.of(self.linear.weight, dtype if self.plain else None)

@@ -19,15 +19,15 @@ RECIPES_WITH_COPIES = ["bf16", *QUANTIZED]
 
 def held(applied: Applied) -> list[LinearPlan]:
     """Layers that hold a converted weight."""
-    return [plan for plan in applied._plans if plan._cached is not None]
+    return [plan for plan in applied._plans if plan.converted.kept is not None]
 
 
 def weight_bytes(plan: LinearPlan) -> int:
     """Of what a layer holds, counting memory that two forms share once."""
-    assert plan._cached is not None
+    assert plan.converted.kept is not None
     own = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for p in plan._cached[1:]
+        for p in plan.converted.kept[1:]
         for t in (p.values,)
     }
     own.pop(plan.linear.weight.untyped_storage().data_ptr(), None)
@@ -210,4 +210,4 @@ def test_the_heads_weight_is_converted_once_per_step_too() -> None:
     assert applied.shared.misses == 2 * (weights + 1)
     assert applied.shared.hits == 2 * (weights * (2 * passes - 1) + passes - 1)
     applied.forget_weights()
-    assert applied._head is not None and applied._head[1]._cached is None and not held(applied)
+    assert applied._head is not None and applied._head[1].converted.kept is None and not held(applied)
