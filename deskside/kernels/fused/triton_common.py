@@ -19,6 +19,16 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter knows no PTX
+_PACK = """
+{
+.reg .b16 low, high;
+cvt.rn.satfinite.FORMAT.f32 low, $2, $1;
+cvt.rn.satfinite.FORMAT.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}
+"""
+PACK_E4M3 = tl.constexpr(_PACK.replace("FORMAT", "e4m3x2"))
+PACK_E5M2 = tl.constexpr(_PACK.replace("FORMAT", "e5m2x2"))
 
 
 @triton.jit
@@ -44,32 +54,9 @@ def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
         z = c.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
         w = d.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
         packed = x | (y << 8) | (z << 16) | (w << 24)
-    elif TYPE == tl.float8e5:  # noqa: SIM300
-        packed = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,r,r,r,r",
-            [a, b, c, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
     else:
         packed = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
+            PACK_E5M2 if TYPE == tl.float8e5 else PACK_E4M3,
             "=r,r,r,r,r",
             [a, b, c, d],
             dtype=tl.int32,
