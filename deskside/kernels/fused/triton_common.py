@@ -56,7 +56,7 @@ def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
         packed = x | (y << 8) | (z << 16) | (w << 24)
     else:
         packed = tl.inline_asm_elementwise(
-            PACK_E5M2 if TYPE == tl.float8e5 else PACK_E4M3,
+            PACK_E5M2 if TYPE == tl.float8e5 else PACK_E4M3,  # noqa: SIM300
             "=r,r,r,r,r",
             [a, b, c, d],
             dtype=tl.int32,
