@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskside.kernels.plain import at_least_float32
+
 CHUNK_TOKENS = 8192
 
 
@@ -85,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         ignore_index: int,
     ) -> Tensor:
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        wide = at_least_float32(hidden_ND)
         weight = weight_VD.to(hidden_ND.dtype)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden_ND) if need_hidden else None
@@ -150,7 +152,7 @@ def chunk_loss(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
 ) -> Tensor:
     """(n,) losses of one chunk."""
-    logits = _cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    logits = _cap(logits.to(at_least_float32(logits)), softcap)
     valid = targets != ignore_index
     lse = torch.logsumexp(logits, dim=-1)
     picked = logits.gather(1, torch.where(valid, targets, 0)[:, None]).squeeze(1)
@@ -164,7 +166,7 @@ def chunk_loss_and_grad(
 
     Overwrites float32 logits: on a CPU, fresh memory for each pass costs more than the arithmetic.
     """
-    capped = _cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    capped = _cap(logits.to(at_least_float32(logits)), softcap)
     slope = None if softcap is None else 1 - (capped / softcap) ** 2
     valid = targets != ignore_index
     target = torch.where(valid, targets, 0)[:, None]

@@ -11,31 +11,13 @@ them does not know about fusing. `transparent` marks modules whose name is no pa
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deskside.kernels.plain import ACTIVATIONS
 from deskside.ops.linear import Linear
 from deskside.ops.norm import Norm
 
 Activation = Literal["silu", "gelu", "gelu_new", "relu2"]
-
-
-def relu2(x: Tensor) -> Tensor:
-    """ReLU squared (So et al. 2021, arXiv 2109.08668)."""
-    return F.relu(x).square()
-
-
-def gelu_new(x: Tensor) -> Tensor:
-    """GPT-2's GELU: the tanh approximation of Hendrycks and Gimpel 2016 (arXiv 1606.08415)."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": gelu_new,
-    "relu2": relu2,
-}
 
 
 def make_projections(

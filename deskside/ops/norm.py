@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deskside.kernels.plain import at_least_float32
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension. (..., size) -> (..., size), dtype of x."""
@@ -50,8 +52,3 @@ Norm = RMSNorm | LayerNorm
 def make_norm(kind: Literal["rmsnorm", "layernorm"], size: int, eps: float, bias: bool) -> Norm:
     """The norm of a configuration. `bias` is LayerNorm's alone."""
     return LayerNorm(size, eps, bias) if kind == "layernorm" else RMSNorm(size, eps)
-
-
-def at_least_float32(x: Tensor) -> torch.dtype:
-    """float32, or float64 where x is (the references of the tests run in float64)."""
-    return torch.promote_types(x.dtype, torch.float32)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deskside.ops.composite import ACTIVATIONS, AddNormLinear, GatedLinear, make_projections
+from deskside.kernels.plain import ACTIVATIONS
+from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
 from deskside.ops.linear import Linear
 from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import Experts, MixtureOfExperts, load_balancing_loss

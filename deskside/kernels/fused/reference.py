@@ -4,31 +4,18 @@ Inputs may be any floating dtype; arithmetic is in float32, or float64 where the
 autograd on the forward forms, so that no derivative is written by hand twice.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """float32, or float64 where x is."""
-    return torch.promote_types(x.dtype, torch.float32)
+from deskside.kernels.plain import ACTIVATIONS, at_least_float32
 
 
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     """See `deskside.kernels.fused.cast_fp8`."""
     torch.maximum(cast.amax, x.detach().abs().max().to(cast.amax.dtype), out=cast.amax)
-    scaled = (x.to(wide(x)) * cast.scale).clamp(-cast.largest, cast.largest)
+    scaled = (x.to(at_least_float32(x)) * cast.scale).clamp(-cast.largest, cast.largest)
     rows = scaled.to(cast.dtype)
     return Fp8(rows, rows.T.contiguous())
 
@@ -56,7 +43,7 @@ def _finish(values: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor | F
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.to(wide(x))
+    x = x.to(at_least_float32(x))
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
@@ -65,7 +52,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor | Fp8, Tensor]:
     """See `deskside.kernels.fused.add_norm`."""
     out = residual if delta is None else residual + delta
-    x = out.to(wide(out))
+    x = out.to(at_least_float32(out))
     rstd = torch.rsqrt(x.square().mean(-1) + eps)
     return out, _finish(_norm(out, weight, eps), cast, residual.dtype), rstd
 
@@ -78,7 +65,7 @@ def add_norm_backward(
     grad_residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `deskside.kernels.fused.add_norm_backward`."""
-    x, dtype = residual_out.to(wide(residual_out)), wide(residual_out)
+    x, dtype = residual_out.to(at_least_float32(residual_out)), at_least_float32(residual_out)
     normal = x * rstd[:, None]
     grad = grad_normed.to(dtype)
     grad_weight = (grad * normal).sum(0)
@@ -105,7 +92,7 @@ def qk_norm_rope(
 
 
 def _turn(x_NHC: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-    x = x_NHC.to(wide(x_NHC))
+    x = x_NHC.to(at_least_float32(x_NHC))
     if angles is None:
         return x
     cos, sin = (t.to(x.dtype).repeat(len(x) // len(t), 1)[:, None] for t in angles)
@@ -124,7 +111,7 @@ def qk_norm_rope_backward(
 ) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
     """See `deskside.kernels.fused.qk_norm_rope_backward`."""
     with torch.enable_grad():
-        leaf = qkv.detach().to(wide(qkv)).requires_grad_()
+        leaf = qkv.detach().to(at_least_float32(qkv)).requires_grad_()
         weights = [
             None if w is None else w.detach().to(leaf.dtype).requires_grad_() for w in (q_weight, k_weight)
         ]
@@ -139,7 +126,7 @@ def qk_norm_rope_backward(
 
 def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """See `deskside.kernels.fused.gated`."""
-    return _finish(_hidden(x.to(wide(x)), kind, two), cast, x.dtype)
+    return _finish(_hidden(x.to(at_least_float32(x)), kind, two), cast, x.dtype)
 
 
 def _hidden(x: Tensor, kind: str, two: bool) -> Tensor:
@@ -151,6 +138,6 @@ def _hidden(x: Tensor, kind: str, two: bool) -> Tensor:
 def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """See `deskside.kernels.fused.gated_backward`."""
     with torch.enable_grad():
-        leaf = x.detach().to(wide(x)).requires_grad_()
+        leaf = x.detach().to(at_least_float32(x)).requires_grad_()
         (grad_x,) = torch.autograd.grad(_hidden(leaf, kind, two), leaf, grad.to(leaf.dtype))
     return _finish(grad_x, cast, x.dtype)

@@ -1,0 +1,30 @@
+"""Plain torch that operators and the references of kernels share: activations, and the dtype they compute in."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def relu2(x: Tensor) -> Tensor:
+    """ReLU squared (So et al. 2021, arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """GPT-2's GELU: the tanh approximation of Hendrycks and Gimpel 2016 (arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": gelu_new,
+    "relu2": relu2,
+}
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    """float32, or float64 where x is (the references of the tests run in float64)."""
+    return torch.promote_types(x.dtype, torch.float32)
