@@ -245,8 +245,6 @@ def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: 
         return _best_mode(model, world, quantized)
     if mode == "fused" and (reason := _why_not_fused(model)):
         raise UsageError(f"compute.compile: fused does not cover this model ({reason}); use auto")
-    if quantized and mode in ("block", "model"):
-        raise UsageError(f"compute.compile: {recipe} has its own kernels and is not compiled; use auto")
     return mode
 
 
