@@ -11,7 +11,14 @@ import torch
 from benchmarks import peers_models
 from benchmarks.step_config import configuration
 from deskside.budget.shape import num_params
-from deskside.probe.point import RandomRows, _batches, _between, _memory, _quantile, _to
+from deskside.probe.point import (
+    RandomRows,
+    memory_peaks,
+    moment,
+    quantile,
+    random_batches,
+    seconds_between,
+)
 from deskside.train import machine
 
 
@@ -31,7 +38,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     peer = peers_models.build(spec["peer"], work)
     rows = min(spec["rows"], config.batch.tokens // T)
     accumulation = config.batch.tokens // (rows * T)
-    batches = [_to(b, device) for b in _batches(RandomRows(T, config.model.vocab_size), rows, rows)]
+    batches = random_batches(RandomRows(T, config.model.vocab_size), rows, rows, device)
 
     def step(number: int) -> torch.Tensor:
         total = torch.zeros((), device=device)
@@ -48,21 +55,21 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     machine.reset_peak_memory(device)
     for number in range(1, spec["warmup"]):
         step(number)
-    marks = [_mark(device)]
+    marks = [moment(device)]
     pending = []
     for number in range(spec["steps"]):
         pending.append(step(spec["warmup"] + number))
-        marks.append(_mark(device))
-    seconds = [_between(a, b) for a, b in itertools.pairwise(marks)]
+        marks.append(moment(device))
+    seconds = [seconds_between(a, b) for a, b in itertools.pairwise(marks)]
     losses += [float(loss) for loss in pending]
     median = statistics.median(seconds)
-    memory = _memory(device)["peak_allocated_bytes"]
+    memory = memory_peaks(device)["peak_allocated_bytes"]
     return {
         "tokens_per_second": config.batch.tokens / median,
         "step_ms": {
             "median": 1e3 * median,
-            "p10": 1e3 * _quantile(seconds, 0.1),
-            "p90": 1e3 * _quantile(seconds, 0.9),
+            "p10": 1e3 * quantile(seconds, 0.1),
+            "p90": 1e3 * quantile(seconds, 0.9),
         },
         "peak_allocated_gib": None if memory is None else memory / 2**30,
         "first_step_seconds": first_step,
@@ -78,12 +85,3 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "device": device.type,
         "torch": torch.__version__,
     }
-
-
-def _mark(device: torch.device) -> Any:
-    """A moment on the device."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -7,7 +7,7 @@ probe uses (probe/point). The batch lies on the device before the clock starts: 
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +15,25 @@ import torch
 
 from benchmarks import step_floor, step_profile
 from benchmarks.step_config import configuration
-from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config.run import RunConfig
 from deskside.data.loader import Batch, Loader
-from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.optim.build import build
 from deskside.probe.doctor_nvml import Card, ask
 from deskside.probe.point import (
     BATCHES,
-    RandomRows,
-    RandomStage,
-    _batches,
-    _memory,
-    _optimizer_seconds,
-    _quantile,
-    _Timer,
-    _to,
+    Ready,
+    Timer,
+    make_ready,
+    memory_peaks,
+    optimizer_seconds,
+    quantile,
+    random_batches,
 )
-from deskside.train import machine, parallel, setup
-from deskside.train.fit import Fit, rows_per_rank
-from deskside.train.guard import Guard
-from deskside.train.planning import modelled_memory_gib
-from deskside.train.settle import Settler
-from deskside.train.step import Stepper
+from deskside.train import machine, setup
+from deskside.train.fit import Fit
 
 PROFILED_STEPS = 3
 HOT_STEPS = 5  # at least, however slow
-
-
-@dataclass
-class Built:
-    """A step that is ready to run. `marks`: seconds since the command when each part of the start was done."""
-
-    config: RunConfig
-    recipe: str
-    stepper: Stepper
-    timer: _Timer
-    fit: Fit
-    peak_flops: float
-    attention: dict[str, Any]
-    native: bool
-    mode: str
-    notes: list[str]
-    marks: dict[str, float]
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -67,100 +42,65 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     spec: as in `step_config.configuration`, and `steps`, `warmup`, `hot_seconds`, `profile`, `data` (None or the path
     of a prepared dataset) and `began`, what time.monotonic() said when the command was given.
     """
-    built = _build(spec)
-    timer, device, config = built.timer, built.stepper.world.device, built.config
+    marks = {"imported": _since(spec)}  # seconds since the command when each part of the start was done
+    ready, timer = _build(spec, marks)
+    device, config = ready.stepper.world.device, ready.config
     machine.reset_peak_memory(device)
-    timer._read(timer._launch())
-    built.marks["first step done"] = _since(spec)
+    timer.read(timer.launch())
+    marks["first step done"] = _since(spec)
     if spec["warmup"] > 1:
         timer.run(0.0, spec["warmup"] - 1)
     flops = flops_per_token(config.model, config.batch.sequence_length)
-    phases = {"short": _phase(timer.run(0.0, spec["steps"]), built, flops)}
+    phases = {"short": _phase(timer.run(0.0, spec["steps"]), ready, flops)}
     if spec.get("hot_seconds"):
-        phases["hot"] = _phase(timer.run(spec["hot_seconds"], HOT_STEPS), built, flops)
+        phases["hot"] = _phase(timer.run(spec["hot_seconds"], HOT_STEPS), ready, flops)
     # The card's state at work, not the one that it falls back to between two phases.
     card = _card(device, timer)
-    memory = _memory(device)
+    memory = memory_peaks(device)
     result: dict[str, Any] = {
         "preset": spec["preset"],
-        "precision": built.recipe,
+        "precision": ready.recipe,
         "optimizer": config.optim.name,
         "params": num_params(config.model),
         "sequence_length": config.batch.sequence_length,
         "tokens": config.batch.tokens,
-        "micro_tokens": built.fit.micro_rows * config.batch.sequence_length,
-        "accumulation": built.fit.accumulation,
-        "attention": built.attention,
-        "compile": built.mode,
-        "native": built.native,
+        "micro_tokens": ready.fit.micro_rows * config.batch.sequence_length,
+        "accumulation": ready.fit.accumulation,
+        "attention": ready.attention,
+        "compile": ready.mode,
+        "native": ready.native,
         "data": spec.get("data") or "zipf",
         "phases": phases,
         "flops_per_token": flops,
-        "matmul_peak_tflops": built.peak_flops / 1e12,
+        "matmul_peak_tflops": ready.peak_flops / 1e12,
         "peak_allocated_gib": _gib(memory["peak_allocated_bytes"]),
         "peak_reserved_gib": _gib(memory["peak_reserved_bytes"]),
-        "cold_start": built.marks,
-        "optimizer_ms": 1e3 * _optimizer_seconds(built.stepper, timer.batches[0]),
+        "cold_start": marks,
+        "optimizer_ms": 1e3 * optimizer_seconds(ready.stepper, timer.batches[0]),
         "loss_first": timer.losses[0],
         "loss_last": timer.losses[-1],
         "finite": timer.finite,
         "card": card,
         "device": device.type,
         "torch": torch.__version__,
-        "notes": built.notes,
+        "notes": ready.notes,
     }
     if spec.get("profile"):
-        result["profile"] = _profile(built, phases["short"]["step_ms"]["median"])
+        result["profile"] = _profile(ready, timer, phases["short"]["step_ms"]["median"])
     return result
 
 
-def _build(spec: Mapping[str, Any]) -> Built:
-    marks = {"imported": _since(spec)}
-    config = configuration(spec)
-    world = parallel.join(config.compute.device, "auto")
-    torch.manual_seed(config.seed)
-    notes: list[str] = []
-    recipe, precision = setup.choose_recipe(config.precision, world.device, notes.append)
-    marks["recipe checked"] = _since(spec)
-    model = setup.build_model(config, world, recipe)
-    marks["model built"] = _since(spec)
-    attention, facts = setup.choose_attention(config, model, world, config.batch.sequence_length, None)
-    marks["attention chosen"] = _since(spec)
-    execution = setup.prepare_execution(config, model, world, recipe, precision["native"])
-    peak = measure_matmul_peak(world.device, model.activation_dtype)
-    scaling = scales(
-        config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
-    )
-    stepper = Stepper(
-        model,
-        build(model, config.optim, scaling),
-        Guard(config.guard),
-        world,
-        config.compute,
-        attention,
-        config.optim.grad_clip,
-        list(model.parameters()),
-        execution.precision,
-        config.precision,
-    )
-    settler = Settler(
-        config,
-        stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, precision["native"]),
-        notes.append,
-    )
-    rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
-    (fit,), _ = settler.settle([RandomStage(config.stages()[0], config.batch.tokens, rows)], None)
-    marks["compiled and fitted"] = _since(spec)
-    step_rows = rows_per_rank(config.batch.tokens, rows.sequence_length, world)
+def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[Ready, Timer]:
+    def mark(done: str) -> None:
+        marks[done] = _since(spec)
+
+    ready = make_ready(configuration(spec), mark)
+    device, rows = ready.stepper.world.device, ready.rows_per_step
     if spec.get("data"):
-        batches = _real_batches(spec["data"], config, fit, step_rows, world.device)
+        batches = _real_batches(spec["data"], ready.config, ready.fit, rows, device)
     else:
-        batches = [_to(b, world.device) for b in _batches(rows, fit.micro_rows, step_rows)]
-    timer = _Timer(stepper, batches, fit.accumulation, machine.Sensors(world.device))
-    return Built(
-        config, recipe, stepper, timer, fit, peak, facts, precision["native"], execution.mode, notes, marks
-    )
+        batches = random_batches(ready.rows, ready.fit.micro_rows, rows, device)
+    return ready, Timer(ready.stepper, batches, ready.fit.accumulation, machine.Sensors(device))
 
 
 def _real_batches(
@@ -195,29 +135,29 @@ def _copies(batches: list[Batch]) -> list[Batch]:
     ]
 
 
-def _phase(run: tuple[list[float], list[dict[str, Any]]], built: Built, flops: float) -> dict[str, Any]:
+def _phase(run: tuple[list[float], list[dict[str, Any]]], ready: Ready, flops: float) -> dict[str, Any]:
     """Speed, and what the sensors said meanwhile."""
     seconds, sensed = run
     median = statistics.median(seconds)
-    speed = built.config.batch.tokens / median
+    speed = ready.config.batch.tokens / median
     watts = [float(s["watts"]) for s in sensed if s["watts"] is not None]
     celsius = [float(s["celsius"]) for s in sensed if s["celsius"] is not None]
     return {
         "steps": len(seconds),
         "step_ms": {
             "median": 1e3 * median,
-            "p10": 1e3 * _quantile(seconds, 0.1),
-            "p90": 1e3 * _quantile(seconds, 0.9),
+            "p10": 1e3 * quantile(seconds, 0.1),
+            "p90": 1e3 * quantile(seconds, 0.9),
         },
         "tokens_per_second": speed,
-        "mfu": speed * flops / built.peak_flops,
+        "mfu": speed * flops / ready.peak_flops,
         "watts": statistics.fmean(watts) if watts else None,
         "celsius": max(celsius, default=None),
         "throttled": any(bool(s["throttled"]) for s in sensed) if watts else None,
     }
 
 
-def _card(device: torch.device, timer: _Timer) -> dict[str, Any]:
+def _card(device: torch.device, timer: Timer) -> dict[str, Any]:
     """Name, power limit and clocks in MHz; the clocks while a step is running. {} on a CPU or where NVML is silent."""
     if device.type != "cuda":
         return {}
@@ -227,37 +167,37 @@ def _card(device: torch.device, timer: _Timer) -> dict[str, Any]:
         return facts
     import pynvml
 
-    pending = timer._launch()
+    pending = timer.launch()
     facts |= {
         "sm_mhz": ask(pynvml.nvmlDeviceGetClockInfo, card.handle, pynvml.NVML_CLOCK_SM),
         "highest_sm_mhz": ask(pynvml.nvmlDeviceGetMaxClockInfo, card.handle, pynvml.NVML_CLOCK_SM),
         "memory_mhz": ask(pynvml.nvmlDeviceGetClockInfo, card.handle, pynvml.NVML_CLOCK_MEM),
         "limit_watts": card.power()["limit_watts"],
     }
-    timer._read(pending)
+    timer.read(pending)
     return facts
 
 
-def _profile(built: Built, step_ms: float) -> dict[str, Any]:
+def _profile(ready: Ready, timer: Timer, step_ms: float) -> dict[str, Any]:
     """The split of a step by kind, and beside it the floors of the same work, measured on this device now."""
-    stepper, timer, device = built.stepper, built.timer, built.stepper.world.device
+    stepper, device = ready.stepper, ready.stepper.world.device
     own = stepper.optimizer
     stepper.optimizer = step_profile.MarkedOptimizer(own)  # type: ignore[assignment]
     try:
-        events = step_profile.record(timer._launch, PROFILED_STEPS, device)
+        events = step_profile.record(timer.launch, PROFILED_STEPS, device)
     finally:
         stepper.optimizer = own
     found = step_profile.pieces(events, device.type)
     split = step_profile.split(found, PROFILED_STEPS, step_ms, device.type)
     own.zero_grad()
-    micro_tokens = built.fit.micro_rows * built.config.batch.sequence_length
+    micro_tokens = ready.fit.micro_rows * ready.config.batch.sequence_length
     floor = step_floor.measure(
-        built.config,
-        built.recipe,
-        built.native,
+        ready.config,
+        ready.recipe,
+        ready.native,
         stepper.attention,
         micro_tokens,
-        built.stepper.model.activation_dtype,
+        stepper.model.activation_dtype,
         device,
     )
     return {**split, "floor": floor}

@@ -9,6 +9,7 @@ where it holds the device up, and only there.
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from deskside.data.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
 from deskside.train import machine, parallel, setup
-from deskside.train.fit import rows_per_rank
+from deskside.train.fit import Fit, rows_per_rank
 from deskside.train.guard import Guard
 from deskside.train.planning import modelled_memory_gib
 from deskside.train.settle import Settler
@@ -85,23 +86,50 @@ def configuration(spec: dict[str, Any]) -> RunConfig:
     )
 
 
-def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train for some seconds and say how fast and with how much memory. For a process of its own.
+@dataclass(frozen=True)
+class Ready:
+    """A step that is ready to run. attention: what its backends were chosen by; native: in the formats of the hardware;
+    mode: of execution; peak_flops: of a matrix product here, FLOP/s; notes: what was said meanwhile."""
 
-    spec: as in `configuration`, and optionally `warmup_seconds` and `seconds` to be counted.
+    config: RunConfig
+    recipe: str
+    stepper: Stepper
+    fit: Fit
+    attention: dict[str, Any]
+    native: bool
+    mode: str
+    peak_flops: float
+    notes: list[str]
+
+    @property
+    def rows(self) -> RandomRows:
+        """Of the length and vocabulary of this run."""
+        return RandomRows(self.config.batch.sequence_length, self.config.model.vocab_size)
+
+    @property
+    def rows_per_step(self) -> int:
+        """That this process works on."""
+        batch = self.config.batch
+        return rows_per_rank(batch.tokens, batch.sequence_length, self.stepper.world)
+
+
+def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: None) -> Ready:
+    """Model, optimiser and step as `deskside train` makes them, and a micro-batch that fits. For a process of its own.
+
+    mark: is told when each part is done. Raises UsageError for a run that cannot be here.
     """
-    config = configuration(spec)
     world = parallel.join(config.compute.device, "auto")
-    device = world.device
     torch.manual_seed(config.seed)
     notes: list[str] = []
-    recipe, precision_facts = setup.choose_recipe(config.precision, device, notes.append)
+    recipe, precision = setup.choose_recipe(config.precision, world.device, notes.append)
+    mark("recipe checked")
     model = setup.build_model(config, world, recipe)
-    attention, attention_facts = setup.choose_attention(
-        config, model, world, config.batch.sequence_length, None
-    )
-    execution = setup.prepare_execution(config, model, world, recipe, precision_facts["native"])
-    peak = measure_matmul_peak(device, model.activation_dtype)
+    mark("model built")
+    attention, facts = setup.choose_attention(config, model, world, config.batch.sequence_length, None)
+    mark("attention chosen")
+    native = bool(precision["native"])
+    execution = setup.prepare_execution(config, model, world, recipe, native)
+    peak = measure_matmul_peak(world.device, model.activation_dtype)
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
     )
@@ -120,39 +148,48 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     settler = Settler(
         config,
         stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, precision_facts["native"]),
+        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, native),
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
-    plan = RandomStage(config.stages()[0], config.batch.tokens, rows)
-    (fit,), _ = settler.settle([plan], None)
+    (fit,), _ = settler.settle([RandomStage(config.stages()[0], config.batch.tokens, rows)], None)
+    mark("compiled and fitted")
+    return Ready(config, recipe, stepper, fit, facts, native, execution.mode, peak, notes)
+
+
+def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train for some seconds and say how fast and with how much memory. For a process of its own.
+
+    spec: as in `configuration`, and optionally `warmup_seconds` and `seconds` to be counted.
+    """
+    ready = make_ready(configuration(spec))
+    config, device, fit = ready.config, ready.stepper.world.device, ready.fit
     setup_seconds = time.perf_counter() - deskside.STARTED
 
     machine.reset_peak_memory(device)
-    batches = _batches(rows, fit.micro_rows, rows_per_rank(config.batch.tokens, rows.sequence_length, world))
-    batches = [_to(batch, device) for batch in batches]
-    timer = _Timer(stepper, batches, fit.accumulation, machine.Sensors(device))
+    batches = random_batches(ready.rows, fit.micro_rows, ready.rows_per_step, device)
+    timer = Timer(ready.stepper, batches, fit.accumulation, machine.Sensors(device))
     timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), FEWEST_STEPS // 2)
     seconds, sensed = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), FEWEST_STEPS)
     step = statistics.median(seconds)
     speed = config.batch.tokens / step
-    flops = flops_per_token(config.model, rows.sequence_length)
-    memory = _memory(device)
+    flops = flops_per_token(config.model, config.batch.sequence_length)
+    memory = memory_peaks(device)
     watts = [float(s["watts"]) for s in sensed if s["watts"] is not None]
     return {
         "tokens_per_second": speed,
         "step_seconds": {
             "median": step,
-            "p10": _quantile(seconds, 0.1),
-            "p90": _quantile(seconds, 0.9),
+            "p10": quantile(seconds, 0.1),
+            "p90": quantile(seconds, 0.9),
         },
-        "optimizer_seconds": _optimizer_seconds(stepper, batches[0]),
+        "optimizer_seconds": optimizer_seconds(ready.stepper, batches[0]),
         "steps": len(seconds),
-        "mfu": speed * flops / peak,
+        "mfu": speed * flops / ready.peak_flops,
         "flops_per_token": flops,
-        "matmul_peak_tflops": peak / 1e12,
+        "matmul_peak_tflops": ready.peak_flops / 1e12,
         **memory,
-        "micro_tokens": fit.micro_rows * rows.sequence_length,
+        "micro_tokens": fit.micro_rows * config.batch.sequence_length,
         "accumulation": fit.accumulation,
         "attempts": list(fit.attempts),
         "watts": statistics.fmean(watts) if watts else None,
@@ -162,16 +199,16 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
         "loss_last": timer.losses[-1],
         "finite": timer.finite,
         "setup_seconds": setup_seconds,
-        "attention": attention_facts,
-        "compile": execution.mode,
-        "precision": recipe,
+        "attention": ready.attention,
+        "compile": ready.mode,
+        "precision": ready.recipe,
         "params": num_params(config.model),
         "device": device.type,
-        "notes": notes,
+        "notes": ready.notes,
     }
 
 
-class _Timer:
+class Timer:
     """Runs steps one after another and takes their times on the device; keeps every loss."""
 
     def __init__(self, stepper: Stepper, batches: list[Batch], accumulation: int, sensors: machine.Sensors):
@@ -188,48 +225,55 @@ class _Timer:
         """
         seconds: list[float] = []
         sensed: list[dict[str, Any]] = []
-        previous, pending, mark = self._mark(), None, None
+        previous, pending, mark = moment(self.stepper.world.device), None, None
         began = time.perf_counter()
         while len(seconds) < steps or time.perf_counter() - began < at_least:
-            numbers = self._launch()
-            now = self._mark()
+            numbers = self.launch()
+            now = moment(self.stepper.world.device)
             if pending is not None and mark is not None:
-                self._read(pending)
-                seconds.append(_between(previous, mark))
+                self.read(pending)
+                seconds.append(seconds_between(previous, mark))
                 previous = mark
             pending, mark = numbers, now
             sensed.append(self.sensors.read())
         assert pending is not None
-        self._read(pending)
+        self.read(pending)
         return seconds, sensed
 
-    def _launch(self) -> Numbers:
+    def launch(self) -> Numbers:
+        """Begin one step."""
         self.step += 1
         self.stepper.set_progress(LR_FACTOR, 0.0, self.step)
         chosen = [self.batches[(self.step + i) % len(self.batches)] for i in range(self.accumulation)]
         return self.stepper.run(chosen, self.step)
 
-    def _mark(self) -> Any:
-        if self.stepper.world.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _read(self, numbers: Numbers) -> None:
+    def read(self, numbers: Numbers) -> None:
+        """Wait for a step and note its loss."""
         loss, _, skipped = numbers.read()
         self.losses.append(loss)
         self.finite = self.finite and not skipped
 
 
-def _between(begin: Any, end: Any) -> float:
+def moment(device: torch.device) -> Any:
+    """Now, in the device's own order of work: see `seconds_between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Of two moments of one device. Waits for the second."""
     if isinstance(begin, float):
         return float(end - begin)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def _batches(rows: RandomRows, micro_rows: int, rows_per_step: int) -> list[Batch]:
+def random_batches(
+    rows: RandomRows, micro_rows: int, rows_per_step: int, device: torch.device
+) -> list[Batch]:
     """A few micro-batches of random tokens whose frequency falls as 1 / rank."""
     generator = torch.Generator().manual_seed(0)
     weights = 1.0 / torch.arange(1, rows.vocab_size + 1, dtype=torch.float64)
@@ -237,25 +281,14 @@ def _batches(rows: RandomRows, micro_rows: int, rows_per_step: int) -> list[Batc
     made = []
     for _ in range(BATCHES):
         drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
-        tokens_BT = drawn.view(shape)
+        tokens_BT = drawn.view(shape).to(device)
         valid = tokens_BT.numel()
         step_valid = rows_per_step * rows.sequence_length
         made.append(Batch(tokens_BT, tokens_BT.roll(-1, dims=1), None, None, valid, step_valid))
     return made
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return Batch(
-        batch.tokens_BT.to(device),
-        batch.targets_BT.to(device),
-        None,
-        None,
-        batch.num_valid,
-        batch.num_valid_step,
-    )
-
-
-def _optimizer_seconds(stepper: Stepper, batch: Batch) -> float:
+def optimizer_seconds(stepper: Stepper, batch: Batch) -> float:
     """Median seconds of clipping and updating alone. Real updates: a skipped one does not touch the memory."""
     skip = torch.zeros((), device=stepper.world.device)
     seconds = []
@@ -276,7 +309,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _memory(device: torch.device) -> dict[str, int | None]:
+def memory_peaks(device: torch.device) -> dict[str, int | None]:
     """Peaks of torch's allocator, and what the device as a whole has in use; of a CPU the resident set."""
     if device.type != "cuda":
         resident = round(machine.peak_memory_gib(device) * 2**30)
@@ -289,6 +322,7 @@ def _memory(device: torch.device) -> dict[str, int | None]:
     }
 
 
-def _quantile(values: list[float], share: float) -> float:
+def quantile(values: list[float], share: float) -> float:
+    """The value below which `share` of them lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

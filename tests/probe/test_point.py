@@ -10,7 +10,7 @@ import torch
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.errors import UsageError
 from deskside.probe import child
-from deskside.probe.point import RandomRows, _batches, configuration, measure_point
+from deskside.probe.point import RandomRows, configuration, measure_point, random_batches
 
 SHAPE = {
     "vocab_size": 128, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
@@ -65,7 +65,7 @@ def test_out_of_reach_is_one_line() -> None:
 
 
 def test_tokens_fall_as_one_over_rank() -> None:
-    (batch, *_) = _batches(RandomRows(64, 100), 64, 128)
+    (batch, *_) = random_batches(RandomRows(64, 100), 64, 128, torch.device("cpu"))
     counts = torch.bincount(batch.tokens_BT.flatten(), minlength=100).double()
     expected = 64 * 64 / torch.arange(1, 101).double() / (1 / torch.arange(1, 101).double()).sum()
     assert float((counts[:5] / expected[:5] - 1).abs().max()) < 0.15
