@@ -153,10 +153,12 @@ def main(argv: Sequence[str]) -> int:
         print(
             "| frozen weights | stored MiB | forward + input gradient, ms | peak beside them, MiB |\n|---|---|---|---|"
         )
-        for row in outcome.value:
-            peak = row["peak_beside_mib"]
+        for found in outcome.value:
+            peak = found["peak_beside_mib"]
             beside = "-" if peak is None else f"{peak:,.0f}"
-            print(f"| {row['format']} | {row['stored_mib']:,.1f} | {row['milliseconds']:.2f} | {beside} |")
+            print(
+                f"| {found['format']} | {found['stored_mib']:,.1f} | {found['milliseconds']:.2f} | {beside} |"
+            )
         _write(options.json, {"frozen": outcome.value, "sizes": sizes})
         return 0
     for arm in options.arms.split(","):

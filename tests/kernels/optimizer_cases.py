@@ -1,0 +1,40 @@
+"""Inputs of the optimisers' kernels, for the tests and for the process that runs Triton's interpreter."""
+
+import torch
+from torch import Tensor
+
+from deskside.kernels.adamw import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks, zero_code
+
+RULE = Rule(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+FORMATS = [torch.uint8, torch.bfloat16, torch.float32]
+EXPERTS, ROWS, COLUMNS = 2, 70, 130  # no multiples of a tile
+
+
+def zeros(n: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """AdamW's states at the start."""
+    if dtype != torch.uint8:
+        return {key: torch.zeros(n, dtype=dtype) for key in (FIRST, SECOND)}
+    return {
+        FIRST: torch.full((n,), zero_code(True), dtype=dtype),
+        SECOND: torch.full((n,), zero_code(False), dtype=dtype),
+        FIRST_MAX: torch.zeros(blocks(n)),
+        SECOND_MAX: torch.zeros(blocks(n)),
+    }
+
+
+def gradient(n: int, seed: int, spread: float = 3.0) -> Tensor:
+    """Gaussian times ten to the power of up to -spread, shuffled: as uneven as real gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-spread, 0, n)[torch.randperm(n, generator=torch.Generator().manual_seed(99))]
+    return torch.randn(n, generator=generator) * sizes
+
+
+def random(seed: int, two: bool = False) -> Tensor:
+    """One slice of Muon's weights per expert; `two` of them above each other."""
+    shape = (EXPERTS, 2 * ROWS if two else ROWS, COLUMNS)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stack(turned: bool) -> Tensor:
+    """Where a slice lies in a stack: as it is, or turned."""
+    return torch.zeros(EXPERTS, COLUMNS, ROWS).mT if turned else torch.zeros(EXPERTS, ROWS, COLUMNS)
