@@ -1,0 +1,406 @@
+"""Studies as TOML: read, every key checked, one-line errors. The presets lie in presets/*.toml beside this file.
+
+Top-level keys are the defaults of every [[group]]; a file without groups is one group named "main". Configuration keys
+(`set`) are checked by name here, and by value when the arms are built (`expand.py`).
+"""
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+from deskside.config import merge, presets
+from deskside.config.duration import Duration
+from deskside.errors import UsageError
+from deskside.study.matrix import (
+    MAIN,
+    Budget,
+    Design,
+    Exclusion,
+    ExtraArm,
+    Factor,
+    Layer,
+    Level,
+    Matrix,
+    Study,
+)
+
+OWN = ("name", "question", "memory_fraction", "claims", "group")  # of a study, not of a group
+SHARED = (
+    "title",
+    "base",
+    "seeds",
+    "budget",
+    "set",
+    "factor",
+    "design",
+    "within",
+    "baseline",
+    "arm",
+    "exclude",
+)
+BUDGETS = {"minutes_per_arm": "minutes", "tokens_per_arm": "tokens", "steps_per_arm": "steps"}
+NAME = re.compile(r"[a-z0-9_]+")
+LEVEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
+ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+# What the study decides itself: the length comes from the budget, the seed from the trial.
+DECIDED = {
+    "seed": "every arm is run with several; give seeds = 3, or --seeds 3",
+    **{
+        f"schedule.{key}": "the budget gives it; use [budget], --minutes-per-arm or --tokens-per-arm"
+        for key in ("length", "clock", *merge.LENGTH_ALIASES)
+    },
+}
+MOST_SEEDS = 100
+
+
+def names() -> list[str]:
+    """The studies that ship with deskside."""
+    folder = resources.files("deskside.study").joinpath("presets")
+    return sorted(e.name.removesuffix(".toml") for e in folder.iterdir() if e.name.endswith(".toml"))
+
+
+def load(name: str) -> Study:
+    """A study by its preset's name, or from a .toml file. Raises UsageError with one line."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        try:
+            text = path.read_text("utf-8")
+        except FileNotFoundError:
+            raise UsageError(f"{name}: no such file; studies that ship are {', '.join(names())}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{name}: cannot be read as a TOML file: {error}") from None
+        return parse(text, name, path.parent)
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names())}, or a .toml file"
+        raise UsageError(f"{name}: no such study; {hint}")
+    text = resources.files("deskside.study").joinpath("presets", f"{name}.toml").read_text("utf-8")
+    return parse(text, f"study {name}")
+
+
+def parse(text: str, label: str = "study", folder: Path = Path()) -> Study:
+    """A study from the text of its file. label: begins every error; folder: where files it names are looked for."""
+    try:
+        top = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"{label}: not valid TOML: {error}") from None
+    _known(top, (*OWN, *SHARED), label)
+    if "name" not in top:
+        raise UsageError(f'{label}: name is missing; give name = "my-study"')
+    name = _text(top, "name", label)
+    if not ARM.fullmatch(name):
+        raise UsageError(f"{label}: name: '{name}' is no folder name; use letters, digits, - and _")
+    fraction = top.get("memory_fraction", 0.85)
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        raise UsageError(
+            f"{label}: memory_fraction: is a share of the card's memory, such as 0.85, not {fraction!r}"
+        )
+    defaults = {key: value for key, value in top.items() if key in SHARED}
+    tables = _tables(top, "group", label)
+    groups = [
+        _group(defaults, table, label if not tables else _named(table, "group", index, label), folder)
+        for index, table in enumerate(tables or [{"name": MAIN}])
+    ]
+    _unique([group.name for group in groups], "group", label)
+    return Study(
+        name=name,
+        question=_text(top, "question", label, ""),
+        memory_fraction=float(fraction),
+        claims=_texts(top, "claims", label),
+        groups=tuple(groups),
+        text=text,
+        grouped=bool(tables),
+    )
+
+
+def with_overrides(study: Study, overrides: Layer) -> Study:
+    """The study with configuration from the command line, which ends `set` of every group.
+
+    Raises UsageError for a key that the study decides or varies itself, where it would have no effect.
+    """
+    if not overrides:
+        return study
+    for path in _leaves(overrides):
+        key = ".".join(path)
+        if key in DECIDED:
+            raise UsageError(f"--{key}: a study decides it: {DECIDED[key]}")
+        for group in study.groups:
+            for factor in group.factors:
+                if any(path in _leaves(level.set) for level in factor.levels):
+                    raise UsageError(
+                        f"--{key}: the study varies it (factor {factor.name}); leave it out, or change the study's file"
+                    )
+            if any(path in _leaves(arm.set) for arm in group.arms):
+                raise UsageError(
+                    f"--{key}: an arm of the study sets it; leave it out, or change the study's file"
+                )
+    groups = tuple(replace(group, set=(*group.set, overrides)) for group in study.groups)
+    return replace(study, groups=groups, overrides=overrides)
+
+
+def budget(
+    minutes: float | None = None, tokens: str | int | None = None, steps: int | None = None
+) -> Budget | None:
+    """The budget of the command line's options, None for none. Raises UsageError."""
+    given = {"minutes_per_arm": minutes, "tokens_per_arm": tokens, "steps_per_arm": steps}
+    table = {key: value for key, value in given.items() if value is not None}
+    if len(table) > 1:
+        options = " and ".join(f"--{key.replace('_', '-')}" for key in table)
+        raise UsageError(f"{options}: an arm has one budget; give one of them")
+    return _budget(table, "") if table else None
+
+
+def _group(defaults: Mapping[str, Any], own: Mapping[str, Any], label: str, folder: Path) -> Matrix:
+    _known(own, ("name", *SHARED), label)
+    name = _text(own, "name", label, "")
+    if not LEVEL.fullmatch(name):
+        raise UsageError(
+            f"{label}: name: '{name}' is no name of a group; use letters and digits, such as \"speed\""
+        )
+    table = {**defaults, **own}
+    base = _preset(_text(table, "base", label), label, folder)
+    layers = [_table(source, "set", label) for source in (defaults, own) if "set" in source]
+    for layer in layers:
+        _check_set(layer, f"{label}: set")
+    factors = tuple(
+        _factor(entry, _named(entry, "factor", index, label), folder)
+        for index, entry in enumerate(_tables(table, "factor", label))
+    )
+    _unique([factor.name for factor in factors], "factor", label)
+    by_name = {factor.name: factor for factor in factors}
+    design = table.get("design", "full")
+    if design not in get_args(Design):
+        raise UsageError(f"{label}: design: is {' or '.join(get_args(Design))}, not {design!r}")
+    within = _texts(table, "within", label)
+    for factor in within:
+        _one_of(factor, by_name, "factor", f"{label}: within")
+    seeds = table.get("seeds", 1)
+    arms = tuple(
+        _arm(entry, by_name, _named(entry, "arm", index, label))
+        for index, entry in enumerate(_tables(table, "arm", label))
+    )
+    _unique([arm.name for arm in arms], "arm", label)
+    exclusions = tuple(
+        _exclusion(entry, by_name, f"{label}: exclude {index + 1}")
+        for index, entry in enumerate(_tables(table, "exclude", label))
+    )
+    return Matrix(
+        name=name,
+        title=_text(table, "title", label, ""),
+        base=base,
+        budget=_budget(_table(table, "budget", label), f"{label}: budget: ") if "budget" in table else None,
+        seeds=check_seeds(seeds, f"{label}: seeds"),
+        design=design,
+        factors=factors,
+        within=within,
+        baseline=_baseline(_table(table, "baseline", label), factors, within, f"{label}: baseline"),
+        set=tuple(layers),
+        arms=arms,
+        exclusions=exclusions,
+    )
+
+
+def check_seeds(given: Any, label: str) -> int:
+    """A number of seeds. Raises UsageError."""
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= MOST_SEEDS:
+        raise UsageError(
+            f"{label}: is how many seeds every arm is run with, 1 to {MOST_SEEDS}, not {given!r}"
+        )
+    return given
+
+
+def _factor(table: Mapping[str, Any], label: str, folder: Path) -> Factor:
+    _known(table, ("name", "label", "level"), label)
+    name = _text(table, "name", label)
+    if not NAME.fullmatch(name) or name == "arm":
+        raise UsageError(
+            f"{label}: name: '{name}' is no name of a factor; use a-z, 0-9 and _ (and not 'arm')"
+        )
+    said = _text(table, "label", label, name.replace("_", " "))
+    levels = []
+    for index, entry in enumerate(_tables(table, "level", label)):
+        where = _named(entry, "level", index, label)
+        _known(entry, ("name", "label", "set", "preset"), where)
+        level = _text(entry, "name", where)
+        if not LEVEL.fullmatch(level):
+            raise UsageError(
+                f"{where}: name: '{level}' is no name of a level; use letters, digits, ., + and -"
+            )
+        layer = _table(entry, "set", where)
+        _check_set(layer, f"{where}: set")
+        preset = _preset(_text(entry, "preset", where), where, folder) if "preset" in entry else None
+        levels.append(Level(level, _text(entry, "label", where, f"{said} {level}"), layer, preset))
+    if len(levels) < 2:
+        raise UsageError(f"{label}: a factor has two levels or more; put what all arms share into [set]")
+    _unique([level.name for level in levels], "level", label)
+    return Factor(name, said, tuple(levels))
+
+
+def _arm(table: Mapping[str, Any], factors: Mapping[str, Factor], label: str) -> ExtraArm:
+    _known(table, ("name", "label", "levels", "set"), label)
+    name = _text(table, "name", label)
+    if not ARM.fullmatch(name):
+        raise UsageError(f"{label}: name: '{name}' is no folder name; use letters, digits, ., +, - and _")
+    levels = {
+        key: _level(value, key, factors, f"{label}: levels")
+        for key, value in _table(table, "levels", label).items()
+    }
+    layer = _table(table, "set", label)
+    _check_set(layer, f"{label}: set")
+    return ExtraArm(name, _text(table, "label", label, name), levels, layer)
+
+
+def _exclusion(table: Mapping[str, Any], factors: Mapping[str, Factor], label: str) -> Exclusion:
+    _known(table, ("where", "why"), label)
+    where = {}
+    for key, value in _table(table, "where", label).items():
+        values = value if isinstance(value, list) else [value]
+        where[key] = tuple(_level(one, key, factors, f"{label}: where") for one in values)
+    if not where:
+        raise UsageError(f'{label}: where is missing; write where = {{size = "large"}}')
+    return Exclusion(where, _text(table, "why", label))
+
+
+def _baseline(
+    given: Mapping[str, Any], factors: tuple[Factor, ...], within: tuple[str, ...], label: str
+) -> dict[str, str]:
+    by_name = {factor.name: factor for factor in factors}
+    chosen = {key: _level(value, key, by_name, label) for key, value in given.items()}
+    for key in chosen:
+        if key in within:
+            raise UsageError(
+                f"{label}: {key} has no effect: it is in `within`, so each of its levels has its own baseline"
+            )
+    return {f.name: chosen.get(f.name, f.levels[0].name) for f in factors if f.name not in within}
+
+
+def _level(given: Any, factor: str, factors: Mapping[str, Factor], label: str) -> str:
+    _one_of(factor, factors, "factor", label)
+    levels = [level.name for level in factors[factor].levels]
+    if not isinstance(given, str):
+        raise UsageError(f"{label}: {factor}: is the name of a level in quotes, not {given!r}")
+    return _one_of(given, levels, "level", f"{label}: {factor}")
+
+
+def _budget(table: Mapping[str, Any], label: str) -> Budget:
+    if len(table) != 1 or next(iter(table)) not in BUDGETS:
+        wrong = [key for key in table if key not in BUDGETS]
+        near = difflib.get_close_matches(wrong[0], BUDGETS, n=1) if wrong else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(
+            f"{label}give exactly one of {', '.join(BUDGETS)}, not {', '.join(table) or 'none'}{hint}"
+        )
+    key, value = next(iter(table.items()))
+    try:
+        if key == "minutes_per_arm":
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"is a number of minutes above zero, not {value!r}")
+            return Budget(Duration(60 * float(value), "seconds"))
+        unit = BUDGETS[key]
+        text = str(value).strip()
+        found = Duration.parse(text if unit[:-1] in text.lower() else f"{text} {unit}")
+        if isinstance(value, (bool, float)) or found.unit != unit:
+            raise ValueError(f"is a whole number of {unit}, not {value!r}")
+        return Budget(found)
+    except ValueError as error:
+        raise UsageError(f"{label}{key}: {error}") from None
+
+
+def _check_set(layer: Layer, label: str) -> None:
+    """Raises UsageError for a key that no run has, or that the study decides."""
+    known = _configuration_keys()
+    for path in _leaves(layer):
+        key = ".".join(path)
+        if key in DECIDED:
+            raise UsageError(f"{label}.{key}: a study decides it: {DECIDED[key]}")
+        if path not in known:
+            raise UsageError(f"{label}: {merge.unknown_key(key)}")
+
+
+@cache
+def _configuration_keys() -> frozenset[tuple[str, ...]]:
+    return frozenset(dict(merge.keys()))
+
+
+def _leaves(layer: Layer, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in layer.items():
+        path = (*prefix, key)
+        if isinstance(value, Mapping) and path != ("data", "weights"):
+            yield from _leaves(value, path)
+        else:
+            yield path
+
+
+def _preset(name: str, label: str, folder: Path) -> str:
+    """A preset's name as it is, a file's path from here. Raises UsageError when there is none."""
+    found = str(folder / name) if name.endswith(".toml") else name
+    try:
+        presets.layers(found)
+    except UsageError as error:
+        raise UsageError(f"{label}: {error}") from None
+    return found
+
+
+def _known(table: Mapping[str, Any], keys: Collection[str], label: str) -> None:
+    for key in table:
+        _one_of(key, keys, "key", label)
+
+
+def _one_of(given: str, known: Collection[str], what: str, label: str) -> str:
+    if given in known:
+        return given
+    near = difflib.get_close_matches(given, list(known), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known) or 'none'}"
+    raise UsageError(f"{label}: {given}: there is no such {what}; {hint}")
+
+
+def _unique(given: list[str], what: str, label: str) -> None:
+    twice = next((name for name in given if given.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{label}: {what} {twice}: is there twice; give one of them another name")
+
+
+def _named(entry: Mapping[str, Any], what: str, index: int, label: str) -> str:
+    """How errors call an entry of a list: by its name, or by its place."""
+    name = entry.get("name")
+    return f"{label}: {what} {name if isinstance(name, str) and name else index + 1}"
+
+
+_MISSING = object()
+
+
+def _text(table: Mapping[str, Any], key: str, label: str, default: Any = _MISSING) -> str:
+    value = table.get(key, default)
+    if value is _MISSING:
+        raise UsageError(f"{label}: {key} is missing")
+    if not isinstance(value, str):
+        raise UsageError(f"{label}: {key}: is text in quotes, not {value!r}")
+    return value
+
+
+def _texts(table: Mapping[str, Any], key: str, label: str) -> tuple[str, ...]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise UsageError(f'{label}: {key}: is a list like ["a", "b"], not {value!r}')
+    return tuple(value)
+
+
+def _table(table: Mapping[str, Any], key: str, label: str) -> dict[str, Any]:
+    value = table.get(key, {})
+    if not isinstance(value, dict):
+        raise UsageError(f"{label}: {key}: is a table, written [{key}], not {value!r}")
+    return value
+
+
+def _tables(table: Mapping[str, Any], key: str, label: str) -> list[dict[str, Any]]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise UsageError(f"{label}: {key}: is a list of tables, each written [[{key}]], not {value!r}")
+    return value
