@@ -9,8 +9,9 @@ block in activation checkpointing, and compiles the block, from outside.
 from torch import Tensor, nn
 
 from deskside.config.model import ModelConfig
-from deskside.kernels.attention import AttentionContext, decode_attention
-from deskside.model.cache import KVCache
+from deskside.kernels.attention import AttentionContext
+from deskside.kernels.decode import paged_attention
+from deskside.model.cache import KVCache, Places
 from deskside.ops.attention import attention
 from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
 from deskside.ops.halves import AttentionHalf, MLPHalf
@@ -55,12 +56,22 @@ class Attention(AttentionHalf):
         rotation: Rotation | None,
         cache: KVCache,
         layer: int,
-        positions_BT: Tensor,
+        places: Places,
+        context: AttentionContext | None,
     ) -> tuple[Tensor, Tensor]:
-        """The same for tokens at `positions_BT`, whose keys and values are written into the cache first."""
+        """The same for tokens at `places`, whose keys and values are written into the cache.
+
+        `context`: of tokens that are the first of their rows, which need not read the cache; else None.
+        """
         residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
-        cache_k, cache_v = cache.write(layer, positions_BT, k_BTKC, v_BTKC)
-        o_BTHC = decode_attention(q_BTHC, cache_k, cache_v, positions_BT, self.window)
+        cache.write(layer, places, k_BTKC, v_BTKC)
+        if context is not None:
+            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, context)
+        else:
+            k, v = cache.k[layer], cache.v[layer]
+            o_BTHC = paged_attention(
+                q_BTHC, k, v, cache.table_BN, places.position_BT, cache.bound, self.window
+            )
         return residual_BTD, self.output(o_BTHC.flatten(2))
 
     def _project(

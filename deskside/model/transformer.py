@@ -174,7 +174,7 @@ class Transformer(nn.Module):
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for `batch` rows, in the dtype and on the device of the activations."""
-        return KVCache(self.config, batch, max_length, self.activation_dtype, self.embed.weight.device)
+        return KVCache.of(self.config, batch, max_length, self.activation_dtype, self.embed.weight.device)
 
     @torch.no_grad()
     def forward_cached(
@@ -189,14 +189,20 @@ class Transformer(nn.Module):
         `counts_B`: how many of a row's T tokens are real where prompts are padded on the right (None: all). Logits of
         padding mean nothing. Raises UsageError when the cache or the positions are too short.
         """
-        T = tokens_BT.shape[1]
-        self._check_length(cache.bound + T)
-        positions_BT = cache.reserve(T)
-        residual_BTD, delta_BTD = self._halved(self._embed(tokens_BT, positions_BT))
-        rotation = self._rotation(T, positions_BT)
+        B, T = tokens_BT.shape
+        if not cache.managed:
+            self._check_length(cache.bound + T)
+        places = cache.reserve(T, counts_B)
+        x_BTD = self._embed(tokens_BT, places.position_BT)
+        contexts = self._contexts(_first_tokens(x_BTD), B, T, x_BTD) if cache.fresh else {}
+        residual_BTD, delta_BTD = self._halved(x_BTD)
+        rotation = self._rotation(T, places.position_BT)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
-            pair = layer.attn.forward_cached(residual_BTD, delta_BTD, rotation, cache, number, positions_BT)
+            context = contexts.get(layer.attn.window)
+            pair = layer.attn.forward_cached(
+                residual_BTD, delta_BTD, rotation, cache, number, places, context
+            )
             residual_BTD, delta_BTD, *_ = layer.mlp(*pair)
         hidden_BTD = self.final.add_norm(residual_BTD, delta_BTD)[1]
         cache.lengths_B += T if counts_B is None else counts_B
@@ -293,6 +299,12 @@ class Transformer(nn.Module):
             raise UsageError(
                 f"max_position_embeddings: {tokens} tokens do not fit {longest} positions; use shorter sequences"
             )
+
+
+def _first_tokens(x: Tensor) -> AttentionContext:
+    """How a prefill attends that begins at position 0; padding on the right is seen by nothing before it."""
+    flash = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return AttentionContext(backend="sdpa", window_backend="flash" if flash else "chunked")
 
 
 def _group(name: str) -> str:

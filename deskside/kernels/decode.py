@@ -1,0 +1,121 @@
+"""Attention of new tokens over a paged key-value cache, and what prepares a token for it.
+
+While decoding, a row has one new token (a few when they are verified), and its keys and values are read once for them:
+the memory's bandwidth decides the speed. On a GPU the row is cut into spans that different programs read at the same
+time, and a second kernel joins their softmaxes (Flash-Decoding, Dao et al. 2023, pytorch.org/blog/flash-decoding).
+A span is a fixed number of tokens, so what a row gets does not depend on the rows beside it. All query heads of one
+key-value head are one tile, so that keys are read once for the group.
+
+Elsewhere, and for prompts that continue what is in the cache, pages are gathered into one tensor first.
+
+pool: (pages, K, S, C), one layer's keys or values, S tokens a page. table_BN: int64, pages of each row in order.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deskside.kernels.attention.reference import QUERY_CHUNK, decode_attention
+from deskside.kernels.fused import QkvLayout
+from deskside.kernels.fused import reference as fused_reference
+
+TILE_ROWS = 64  # query heads of one key-value head times new tokens that the kernel takes as one tile
+HEAD_BYTES = 512  # of one head's channels: more would not fit a consumer card's shared memory
+KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+def paged_attention(
+    q_BTHC: Tensor,
+    k_PKSC: Tensor,
+    v_PKSC: Tensor,
+    table_BN: Tensor,
+    positions_BT: Tensor,
+    bound: int,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """New tokens at positions_BT (int64, rising in each row) over a cache that holds them. Returns (B, T, H, C).
+
+    A query sees its row's entries 0..position, the last `window` of them. bound: above every position; what lies
+    beyond may be left unread.
+    """
+    scale = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
+    if in_kernel(q_BTHC.shape[1] * q_BTHC.shape[2] // k_PKSC.shape[1], k_PKSC):
+        from deskside.kernels.decode_triton import attend
+
+        return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
+    k_BLKC, v_BLKC = gather(k_PKSC, table_BN, bound), gather(v_PKSC, table_BN, bound)
+    if q_BTHC.is_cuda:
+        return _masked(q_BTHC, k_BLKC, v_BLKC, positions_BT, window, scale)
+    return decode_attention(q_BTHC, k_BLKC, v_BLKC, positions_BT, window, scale)
+
+
+def in_kernel(tile_rows: int, k_PKSC: Tensor) -> bool:
+    """Whether the Triton kernel takes this: few queries, heads that are not too wide, pages of a power of two."""
+    _, _, size, C = k_PKSC.shape
+    narrow = tile_rows <= TILE_ROWS and C * k_PKSC.element_size() <= HEAD_BYTES
+    fits = narrow and size & (size - 1) == 0
+    return k_PKSC.is_cuda and k_PKSC.dtype in KERNEL_DTYPES and fits
+
+
+def gather(pool_PKSC: Tensor, table_BN: Tensor, bound: int) -> Tensor:
+    """Entries 0..bound of every row as one tensor (B, bound, K, C)."""
+    size = pool_PKSC.shape[2]
+    pages_BnKSC = pool_PKSC[table_BN[:, : -(-bound // size)]]
+    return pages_BnKSC.transpose(2, 3).flatten(1, 2)[:, :bound]
+
+
+def _masked(
+    q_BTHC: Tensor,
+    k_BLKC: Tensor,
+    v_BLKC: Tensor,
+    positions_BT: Tensor,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """SDPA by chunks of queries, with a mask each. Heads are repeated: no fused kernel takes a mask and groups."""
+    group = q_BTHC.shape[2] // k_BLKC.shape[2]
+    k_BHLC = k_BLKC.transpose(1, 2).repeat_interleave(group, dim=1)
+    v_BHLC = v_BLKC.transpose(1, 2).repeat_interleave(group, dim=1)
+    key_L = torch.arange(k_BLKC.shape[1], device=q_BTHC.device)
+    chunks = []
+    for start in range(0, q_BTHC.shape[1], QUERY_CHUNK):
+        part = slice(start, start + QUERY_CHUNK)
+        distance_BTL = positions_BT[:, part, None] - key_L
+        allowed_BTL = distance_BTL >= 0
+        if window is not None:
+            allowed_BTL &= distance_BTL < window
+        q_BHTC = q_BTHC[:, part].transpose(1, 2)
+        o_BHTC = F.scaled_dot_product_attention(
+            q_BHTC, k_BHLC, v_BHLC, attn_mask=allowed_BTL[:, None], scale=scale
+        )
+        chunks.append(o_BHTC.transpose(1, 2))
+    return torch.cat(chunks, dim=1)
+
+
+def into_cache(
+    qkv_NW: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor] | None,
+    layout: QkvLayout,
+    k_PKSC: Tensor,
+    v_PKSC: Tensor,
+    position_N: Tensor,
+    page_N: Tensor,
+    place_N: Tensor,
+) -> Tensor:
+    """QK-norm and RoPE of N tokens; keys and values go into their pages, queries (N, H, C) are returned.
+
+    norms: weights (C,) of the norms of q and k. angles: cos and sin, (positions, C / 2) float32. position, page and
+    place: int64. Two tokens at one place leave either of them there.
+    """
+    if qkv_NW.is_cuda:
+        from deskside.kernels.decode_triton import into_cache as kernel
+
+        return kernel(qkv_NW, norms, angles, layout, k_PKSC, v_PKSC, position_N, page_N, place_N)
+    turned = None if angles is None else (angles[0][position_N], angles[1][position_N])
+    q_weight, k_weight = norms or (None, None)
+    q_NHC, k_NKC = fused_reference.qk_norm_rope(qkv_NW, q_weight, k_weight, turned, layout)
+    k_PKSC[page_N, :, place_N] = k_NKC.to(k_PKSC.dtype)
+    v_PKSC[page_N, :, place_N] = layout.split(qkv_NW)[2].to(v_PKSC.dtype)
+    return q_NHC

@@ -1,0 +1,56 @@
+"""Launches of the decoding kernels, recorded to be compiled for cards that are not here: see compile_cases.py."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deskside.kernels import decode_triton
+from deskside.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
+from deskside.kernels.fused.types import QkvLayout
+
+SHAPES = (  # query heads, key-value heads, channels, new tokens, window, dtype
+    (12, 3, 64, 1, None, torch.bfloat16),
+    (32, 8, 128, 1, None, torch.bfloat16),
+    (32, 8, 128, 5, 512, torch.bfloat16),
+    (16, 16, 256, 1, None, torch.bfloat16),
+    (12, 3, 64, 1, None, torch.float32),
+    (16, 1, 128, 4, None, torch.float32),
+)
+
+
+def _new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _cases() -> Iterator[CompileCase]:
+    for H, K, C, T, window, dtype in SHAPES:
+        how = f"{H} x {K} x {C}, {T} tokens, window {window}, {str(dtype).removeprefix('torch.')}"
+        q, pages = _new(16, T, H, C, dtype=dtype), _new(4096, K, 32, C, dtype=dtype)
+        table, positions = _new(16, 64, dtype=torch.int64), _new(16, T, dtype=torch.int64)
+        yield recorded(
+            f"decode attention {how}",
+            CAPABILITIES,
+            decode_triton.attend_spans,
+            *(q, pages, pages, table, positions, window, C**-0.5),
+        )
+        part, scales = _new(16, 8, T, H, C, dtype=torch.float32), _new(16, 8, T, H, dtype=torch.float32)
+        yield recorded(
+            f"join of spans {how}",
+            CAPABILITIES,
+            decode_triton.join_spans,
+            *(part, scales, positions, window, dtype),
+        )
+        norms = (_new(C, dtype=torch.float32),) * 2 if T == 1 else None
+        angles = (_new(2048, C // 2, dtype=torch.float32),) * 2 if window is None else None
+        layout, N = QkvLayout(H, K, C, 1e-6), 16 * T
+        places = [_new(N, dtype=torch.int64)] * 3
+        yield recorded(
+            f"into the cache {how}",
+            CAPABILITIES,
+            decode_triton.into_cache,
+            *(_new(N, layout.width, dtype=dtype), norms, angles, layout, pages, pages, *places),
+        )
+
+
+COMPILE_CASES = tuple(_cases())

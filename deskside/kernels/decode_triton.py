@@ -1,0 +1,237 @@
+"""The kernels of decode.py in Triton, and their launches. Imported only where tensors are on a GPU.
+
+`_attend`: one program per row, key-value head and span of SPAN tokens; programs of spans that the row has not reached,
+or that lie before its window, end at once, so that the grid can be as long as the longest row may become and one CUDA
+graph serves all lengths. `_join` makes one softmax of a row's spans.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deskside.kernels.fused.types import QkvLayout
+
+SPAN = 256  # tokens that one program reads
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    Q, K, V, TABLE, POSITION, OUT, SCALE_OF, scale, window, width,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T).
+
+    OUT: (B, SPANS, T, HEADS, C) float32, normalised within a span; SCALE_OF: (B, SPANS, T, HEADS), log2 of the span's
+    sum of exponentials, -inf where a query sees nothing in it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    span = tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    m = tl.arange(0, ROWS)
+    t = m // GROUP
+    head = kv * GROUP + m % GROUP
+    real = m < GROUP * T
+    newest = tl.load(POSITION + row * T + T - 1)
+    oldest = tl.load(POSITION + row * T)
+    begin = span * SPAN
+    end = tl.minimum(begin + SPAN, newest + 1)
+    if begin > newest:
+        return
+    if WINDOWED:
+        if end <= oldest - window + 1:
+            return
+        begin = tl.maximum(begin, (oldest - window + 1) // TILE * TILE)
+    position = tl.load(POSITION + row * T + t, mask=real, other=-1)
+    c = tl.arange(0, BLOCK_C)
+    inside = c < C
+    q_at = Q + ((row * T + t) * HEADS + head)[:, None] * C + c[None, :]
+    q = tl.load(q_at, mask=real[:, None] & inside[None, :], other=0.0)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    offset = tl.arange(0, TILE)
+    for start in range(begin, end, TILE):
+        key = start + offset
+        held = key < end
+        page = tl.load(TABLE + row * width + key // S, mask=held, other=0)
+        at = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
+        mask = held[:, None] & inside[None, :]
+        k = tl.load(K + at, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        seen = held[None, :] & (key[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        base = tl.where(highest == float("-inf"), 0.0, highest)  # a query that has seen nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(peak - base)
+        v = tl.load(V + at, mask=mask, other=0.0)
+        total = total * shrink + tl.sum(weights, axis=1)
+        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        peak = highest
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    where = ((row * SPANS + span) * T + t) * HEADS + head
+    tl.store(OUT + where[:, None] * C + c[None, :], out, mask=real[:, None] & inside[None, :])
+    tl.store(SCALE_OF + where, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=real)
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    PART, SCALE_OF, POSITION, OUT, window,
+    HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """One query and head: the spans that `_attend` has written, weighted. OUT: (B, T, HEADS, C)."""
+    row = tl.program_id(0).to(tl.int64)
+    th = tl.program_id(1)
+    newest = tl.load(POSITION + row * T + T - 1)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(tl.load(POSITION + row * T) - window + 1, 0) // SPAN
+    c = tl.arange(0, BLOCK_C)
+    peak = float("-inf")
+    total = 0.0
+    out = tl.zeros((BLOCK_C,), tl.float32)
+    for span in range(first, newest // SPAN + 1):
+        where = (row * SPANS + span) * T * HEADS + th
+        level = tl.load(SCALE_OF + where)
+        highest = tl.maximum(peak, level)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(level - base)
+        shrink = tl.exp2(peak - base)
+        part = tl.load(PART + where * C + c, mask=c < C, other=0.0)
+        out = out * shrink + part * weight
+        total = total * shrink + weight
+        peak = highest
+    out = out / tl.where(total > 0, total, 1.0)
+    tl.store(OUT + (row * T * HEADS + th) * C + c, out.to(OUT.dtype.element_ty), mask=c < C)
+
+
+def attend(
+    q_BTHC: Tensor,
+    k_PKSC: Tensor,
+    v_PKSC: Tensor,
+    table_BN: Tensor,
+    positions_BT: Tensor,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """`decode.paged_attention` for few queries. Returns (B, T, H, C)."""
+    positions_BT = positions_BT.contiguous()
+    parts = attend_spans(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
+    return join_spans(*parts, positions_BT, window, q_BTHC.dtype)
+
+
+def attend_spans(
+    q_BTHC: Tensor,
+    k_PKSC: Tensor,
+    v_PKSC: Tensor,
+    table_BN: Tensor,
+    positions_BT: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Each span's output (B, spans, T, H, C), and log2 of its sum of exponentials (B, spans, T, H), float32."""
+    B, T, H, C = q_BTHC.shape
+    _, K, S, _ = k_PKSC.shape
+    width = table_BN.shape[1]
+    spans = triton.cdiv(width * S, SPAN)
+    part = torch.empty(B, spans, T, H, C, dtype=torch.float32, device=q_BTHC.device)
+    scale_of = torch.empty(B, spans, T, H, dtype=torch.float32, device=q_BTHC.device)
+    block_c = max(16, triton.next_power_of_2(C))
+    rows = max(16, triton.next_power_of_2(T * H // K))
+    tile = (
+        64 if block_c * q_BTHC.element_size() <= 256 else 32
+    )  # tokens at a time, within a consumer card's memory
+    precision = "ieee" if q_BTHC.dtype == torch.float32 else "tf32"
+    _attend[(B, K, spans)](
+        q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, scale_of,
+        scale * LOG2E, window or 0, width,
+        H, K, C, T, S, spans, SPAN, tile, rows, block_c, window is not None, precision,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return part, scale_of
+
+
+def join_spans(
+    part: Tensor, scale_of: Tensor, positions_BT: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """The spans of each query as one softmax, (B, T, H, C)."""
+    B, spans, T, H, C = part.shape
+    out = torch.empty(B, T, H, C, dtype=dtype, device=part.device)
+    block_c = triton.next_power_of_2(C)
+    _join[(B, T * H)](
+        part, scale_of, positions_BT, out, window or 0,
+        H, C, T, spans, SPAN, block_c, window is not None, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _into_cache(  # type: ignore[no-untyped-def]
+    QKV, Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITION, PAGE, PLACE, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """One token and head. QKV: (N, (HEADS + 2 KV_HEADS) C). A head is loaded as two halves, whose channels pair."""
+    HALF: tl.constexpr = C // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = tl.arange(0, BLOCK)
+    mask = half < HALF
+    source = QKV + (token * (HEADS + 2 * KV_HEADS) + head) * C + half
+    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORM:
+            rstd = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / C + eps)
+            weights = Q_WEIGHT if head < HEADS else K_WEIGHT
+            a = a * rstd * tl.load(weights + half, mask=mask, other=0.0).to(tl.float32)
+            b = b * rstd * tl.load(weights + HALF + half, mask=mask, other=0.0).to(tl.float32)
+        if ROPE:
+            angle = tl.load(POSITION + token) * HALF + half
+            cos = tl.load(COS + angle, mask=mask, other=0.0)
+            sin = tl.load(SIN + angle, mask=mask, other=0.0)
+            first = a * cos - b * sin
+            b = b * cos + a * sin
+            a = first
+    if head < HEADS:
+        out = Q + (token * HEADS + head) * C + half
+        tl.store(out, a.to(Q.dtype.element_ty), mask=mask)
+        tl.store(out + HALF, b.to(Q.dtype.element_ty), mask=mask)
+    else:
+        kv = (head - HEADS) % KV_HEADS
+        pages = K if head < HEADS + KV_HEADS else V
+        at = (tl.load(PAGE + token) * KV_HEADS + kv) * S + tl.load(PLACE + token)
+        tl.store(pages + at * C + half, a.to(K.dtype.element_ty), mask=mask)
+        tl.store(pages + at * C + HALF + half, b.to(K.dtype.element_ty), mask=mask)
+
+
+def into_cache(
+    qkv_NW: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor] | None,
+    layout: QkvLayout,
+    k_PKSC: Tensor,
+    v_PKSC: Tensor,
+    position_N: Tensor,
+    page_N: Tensor,
+    place_N: Tensor,
+) -> Tensor:
+    """`decode.into_cache`. qkv contiguous."""
+    N, C = len(qkv_NW), layout.head_dim
+    q = torch.empty(N, layout.heads, C, dtype=qkv_NW.dtype, device=qkv_NW.device)
+    q_weight, k_weight = norms or (None, None)
+    cos, sin = angles or (None, None)
+    _into_cache[(N, layout.heads + 2 * layout.kv_heads)](
+        qkv_NW, q, k_PKSC, v_PKSC, q_weight, k_weight, cos, sin, position_N, page_N, place_N, layout.eps,
+        layout.heads, layout.kv_heads, C, k_PKSC.shape[2], triton.next_power_of_2(C // 2),
+        norms is not None, angles is not None, num_warps=1,
+    )  # fmt: skip
+    return q

@@ -1,0 +1,67 @@
+"""Runs the decoding kernels in Triton's interpreter beside the torch forms; prints the errors as JSON."""
+
+import json
+
+from tests.kernels.interpreter import mend
+
+mend()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from deskside.kernels import decode, decode_triton  # noqa: E402
+from deskside.kernels.fused.types import QkvLayout  # noqa: E402
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    return float((ours - truth).norm() / truth.norm())
+
+
+def attention(found: dict[str, float]) -> None:
+    """Lengths on both sides of a page, a tile and a span; pages in any order; noise where nothing may be read."""
+    for H, K, C, T, size, window in (
+        (4, 2, 16, 1, 16, None),
+        (6, 2, 24, 3, 32, None),
+        (4, 1, 16, 1, 32, 40),
+        (2, 2, 8, 4, 64, 300),
+        (3, 1, 16, 2, 16, 5),
+    ):
+        last = torch.tensor([T - 1, size - 1, 64, 255, 256, 300, 575])
+        B, width = len(last), -(-600 // size)
+        table = torch.randperm(B * width + 3)[: B * width].view(B, width)
+        k, v = (torch.randn(B * width + 3, K, size, C) for _ in range(2))
+        positions = last[:, None] - T + 1 + torch.arange(T)
+        for row in range(B):
+            used = int(last[row]) // size
+            k[table[row, used + 1 :]] = float("nan")
+            v[table[row, used + 1 :]] = float("nan")
+        q = torch.randn(B, T, H, C)
+        ours = decode_triton.attend(q, k, v, table, positions, window, C**-0.5)
+        clean_k, clean_v = k.nan_to_num(7.0), v.nan_to_num(7.0)
+        truth = decode.paged_attention(q, clean_k, clean_v, table, positions, 600, window)
+        found[f"attention {H} {K} {C} {T} {size} {window}"] = error(ours, truth)
+
+
+def into_cache(found: dict[str, float]) -> None:
+    layout = QkvLayout(3, 1, 24, 1e-6)
+    N, pages = 9, 6
+    qkv = torch.randn(N, layout.width)
+    norms, angles = (torch.rand(24), torch.rand(24)), (torch.randn(50, 12), torch.randn(50, 12))
+    position = torch.randint(0, 50, (N,))
+    place = torch.randperm(pages * 16)[:N]
+    for norm in (norms, None):
+        for angle in (angles, None):
+            got, expected = ([torch.zeros(pages, 1, 16, 24) for _ in range(2)] for _ in range(2))
+            where = (position, place // 16, place % 16)
+            q = decode_triton.into_cache(qkv, norm, angle, layout, got[0], got[1], *where)
+            truth = decode.into_cache(qkv, norm, angle, layout, expected[0], expected[1], *where)
+            name = f"into cache, norm {norm is not None}, rope {angle is not None}"
+            found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    found: dict[str, float] = {}
+    attention(found)
+    into_cache(found)
+    print(json.dumps(found))

@@ -1,0 +1,81 @@
+"""The decoding kernels in Triton's interpreter against torch; that form against float64; and both built for cards."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from deskside.kernels.decode import gather, paged_attention
+from tests.kernels.interpreter import interpreted
+
+
+def test_kernels_equal_the_torch_form() -> None:
+    pytest.importorskip("triton")
+    found: dict[str, float] = json.loads(interpreted("tests.kernels.decode_interpreted"))
+    assert len(found) == 9
+    assert max(found.values()) < 1e-6, found
+
+
+def test_gather_puts_pages_in_the_order_of_the_table() -> None:
+    pool = torch.arange(5 * 2 * 4 * 3).view(5, 2, 4, 3).float()
+    table = torch.tensor([[3, 1], [0, 4]])
+    got = gather(pool, table, 6)
+    assert got.shape == (2, 6, 2, 3)
+    for row in range(2):
+        for entry in range(6):
+            assert torch.equal(got[row, entry], pool[table[row, entry // 4], :, entry % 4])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_equals_float64_arithmetic(window: int | None) -> None:
+    torch.manual_seed(1)
+    k, v = (torch.randn(7, 2, 4, 8) for _ in range(2))
+    table = torch.tensor([[2, 6, 1], [5, 0, 3]])
+    positions = torch.tensor([[8, 9], [2, 3]])
+    q = torch.randn(2, 2, 4, 8)
+    got = paged_attention(q, k, v, table, positions, 12, window)
+    for b in range(2):
+        for t in range(2):
+            last = int(positions[b, t])
+            seen = range(0 if window is None else max(0, last - window + 1), last + 1)
+            for h in range(4):
+                keys = [k[table[b, e // 4], h // 2, e % 4].double() for e in seen]
+                values = [v[table[b, e // 4], h // 2, e % 4].double() for e in seen]
+                weights = [math.exp(float(q[b, t, h].double() @ key) / math.sqrt(8)) for key in keys]
+                truth = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+                torch.testing.assert_close(got[b, t, h].double(), truth, atol=1e-6, rtol=1e-5)
+
+
+def builds() -> list[object]:
+    pytest.importorskip("triton")
+    from deskside.kernels.decode_cases import COMPILE_CASES
+
+    often = {"12 x 3 x 64, 1 tokens, window None, bfloat16", "16 x 1 x 128, 4 tokens, window None, float32"}
+    return [
+        pytest.param(
+            case,
+            capability,
+            id=f"{case.name}-{capability}",
+            marks=[]
+            if capability in (86, 120) and any(case.name.endswith(name) for name in often)
+            else [pytest.mark.full],
+        )
+        for case in COMPILE_CASES
+        for capability in case.capabilities
+    ]
+
+
+@pytest.mark.parametrize(("case", "capability"), builds())
+def test_builds_for(case: object, capability: int, tmp_path: Path) -> None:
+    from triton import knobs
+
+    from deskside.kernels.compile_cases import SHARED_MEMORY, CompileCase, compile_case
+
+    assert isinstance(case, CompileCase)
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        made = compile_case(case, capability)
+    assert len(made.machine_code) > 1000
+    assert made.shared <= SHARED_MEMORY[capability]
