@@ -29,7 +29,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Totals:
-    """What the training itself came to."""
+    """What the training itself came to. peak_reserved_gib: held by the GPU's allocator, None on a CPU."""
 
     steps: int
     tokens: int
@@ -37,6 +37,7 @@ class Totals:
     tokens_per_second: float | None
     mfu: float | None
     peak_memory_gib: float
+    peak_reserved_gib: float | None
 
 
 def summarise(
@@ -69,6 +70,7 @@ def summarise(
         "emulated": not precision["native"],
         "mfu": totals.mfu,
         "peak_memory_gib": totals.peak_memory_gib,
+        "peak_reserved_gib": totals.peak_reserved_gib,
         "parameters": sum(groups.values()),
         "parameters_by_group": groups,
     }

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 
 from deskside.config.parts import GuardConfig
+from deskside.errors import RunError
 
 MINIMUM_HISTORY = 16  # norms before a spike can be told from the usual
+
+
+class Diverged(RunError):
+    """The guard stopped the run: going back to a checkpoint did not help any more."""
 
 
 @dataclass(frozen=True)

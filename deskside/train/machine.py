@@ -161,3 +161,8 @@ def peak_memory_gib(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def peak_reserved_gib(device: torch.device) -> float | None:
+    """Peak memory so far that torch's allocator held on the GPU, used or not; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None

@@ -314,6 +314,7 @@ class _Run:
             tokens_per_second=speed,
             mfu=self.meter.mfu(flops) if flops else None,
             peak_memory_gib=machine.peak_memory_gib(self.world.device),
+            peak_reserved_gib=machine.peak_reserved_gib(self.world.device),
         )
         model = finish.whole_model(self.model, self.world)
         if not self.world.first:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from deskside.config.run import RunConfig
 from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
-from deskside.errors import RunError
 from deskside.optim.schedule import lr_factor
 from deskside.train.clock import OVERRUN, Clock, StepPlan, decay_steps, remaining_steps, should_revise
+from deskside.train.guard import Diverged
 from deskside.train.interval import Interval, Position
 from deskside.train.step import Numbers, Stepper
 from deskside.train.stop import StopSignal
@@ -188,7 +188,7 @@ class Trainer:
         self._in_flight = None
         count, rows = self.progress.rollbacks + 1, self.progress.rows
         if count > self.config.guard.max_rollbacks:
-            raise RunError(
+            raise Diverged(
                 f"{why}, and the run went back {self.config.guard.max_rollbacks} times already; "
                 f"lower the learning rate (--optim.lr) or look at the data near step {self.progress.step}"
             )
