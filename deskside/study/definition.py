@@ -302,7 +302,7 @@ def _budget(table: Mapping[str, Any], label: str) -> Budget:
         if key == "minutes_per_arm":
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"is a number of minutes above zero, not {value!r}")
-            return Budget(Duration(60 * float(value), "seconds"))
+            return Budget(Duration(round(60 * float(value), 6), "seconds"))
         unit = BUDGETS[key]
         text = str(value).strip()
         found = Duration.parse(text if unit[:-1] in text.lower() else f"{text} {unit}")

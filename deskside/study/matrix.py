@@ -40,7 +40,9 @@ class Budget:
         end.
         """
         unit, value = self.length.unit, self.length.value
-        every = value / EVALUATIONS if unit == "seconds" else -(-int(value) // EVALUATIONS)
+        every = (
+            max(1e-3, round(value / EVALUATIONS, 3)) if unit == "seconds" else -(-int(value) // EVALUATIONS)
+        )
         return {"evaluate": {"every": str(Duration(every, unit))}}
 
     @property
