@@ -3,7 +3,7 @@
 FP8 products take sizes that are multiples of 16 in every dimension; NVFP4 has blocks of 16, and a Hadamard transform
 works on 16 or 128 values, along the dimension that a product sums over. That dimension is, for y = x W^T, the columns
 of W in the output, the rows of W in the input gradient, and the tokens of a pass in the weight gradient. A fused
-weight (q, k and v in one) counts as one.
+weight (q, k and v in one) counts as one. Tensor cores read packed NVFP4 in twos of its blocks: NATIVE_FP4_UNIT.
 """
 
 import math
@@ -13,6 +13,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.recipes import Product, Recipe
 
 UNIT = 16  # every dimension of a quantised product
+NATIVE_FP4_UNIT = 32  # of one that tensor cores read as packed NVFP4
 
 
 def check_dimensions(
@@ -22,13 +23,15 @@ def check_dimensions(
     sequence_lengths: Sequence[int] = (),
     micro_tokens: int | None = None,
     chunk_tokens: int = UNIT,
+    unit: int = UNIT,
 ) -> None:
     """Raises ValueError that names the key and the nearest size that divides.
 
     head: the output head's products are quantised too; sequence_lengths: of the stages; micro_tokens: of one pass,
-    None where it is any number of whole rows; chunk_tokens: of one pass through the head.
+    None where it is any number of whole rows; chunk_tokens: of one pass through the head; unit: what every size of a
+    product of a block is a multiple of.
     """
-    columns, rows, tokens = (_multiple(product) for product in recipe.products)
+    columns, rows, tokens = (_multiple(product, unit) for product in recipe.products)
     hidden, inside = model.hidden_size, model.intermediate_size
     heads, kv_heads, channels = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     _divides("model.hidden_size", hidden, math.lcm(columns, rows), recipe)
@@ -63,11 +66,11 @@ def check_dimensions(
             )
 
 
-def _multiple(product: Product) -> int:
+def _multiple(product: Product, unit: int) -> int:
     """What the summed dimension of a product must be a multiple of; 1 where it is not quantised."""
     if not product.quantized:
         return 1
-    return math.lcm(UNIT, product.left.hadamard or 1, product.right.hadamard or 1)
+    return math.lcm(unit, product.left.hadamard or 1, product.right.hadamard or 1)
 
 
 def _of_mlp(model: ModelConfig, columns: int, rows: int) -> int:

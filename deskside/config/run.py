@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from deskside.config.base import Part
-from deskside.config.dimensions import check_dimensions
+from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig, OptimConfig
 from deskside.config.parts import (
@@ -128,6 +128,9 @@ class RunConfig(Part):
                 f"precision.name: {name} has no products for a mixture of experts yet; use bf16, or a dense model "
                 f"(model.num_experts 0)"
             )
+        self._check_dimensions(UNIT)
+
+    def _check_dimensions(self, unit: int) -> None:
         check_dimensions(
             self.precision.recipe(),
             self.model,
@@ -135,7 +138,18 @@ class RunConfig(Part):
             sequence_lengths=[stage.sequence_length for stage in self.stages()],
             micro_tokens=None if self.batch.micro_tokens == "auto" else self.batch.micro_tokens,
             chunk_tokens=self.compute.loss_chunk_tokens,
+            unit=unit,
         )
+
+    def not_for_native_fp4(self) -> str | None:
+        """Which size keeps this run's NVFP4 products off tensor cores, with the nearest that would not; else None."""
+        if "nvfp4" not in self.precision.recipe().formats:
+            return None
+        try:
+            self._check_dimensions(NATIVE_FP4_UNIT)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _left_to_quantize(self) -> bool:
         """Whether `precision.keep` leaves a weight of a block to the recipe. Those that share one stay together."""

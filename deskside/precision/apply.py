@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from deskside.config.dimensions import UNIT
+from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.errors import UsageError
 from deskside.ops.composite import AddNormLinear
@@ -32,7 +32,7 @@ from deskside.precision.nvfp4 import multiple
 from deskside.precision.operands import PLAIN, Draws
 from deskside.precision.plan import LinearPlan, Shared
 from deskside.precision.scales import DelayedScales
-from deskside.precision.units import units
+from deskside.precision.units import Units, units
 
 Half = AttentionHalf | MLPHalf
 Plan = AttentionPlan | MLPPlan
@@ -157,17 +157,20 @@ def apply(
     cache: bool = True,
     accumulate_inside: bool = False,
     head: bool = False,
+    head_native: bool | None = None,
     keep: Collection[str] = (),
     seed: int = 0,
     backend: str = "deskside",
+    found: Units | None = None,
 ) -> Applied:
     """Switch a model to a recipe, in place; parameters and optimizer state stay what they are.
 
     fused: also BF16 through the hand-written halves, where they cover the architecture. native: FP8 products on tensor
     cores, else emulated with the same numbers. cache: convert weights once per optimiser step. accumulate_inside: add
-    weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too. keep: names
-    of projections that stay in BF16. seed: of stochastic rounding and random transforms. backend: whose layers carry a
-    quantised recipe out; another library's take none of fused, native, cache and accumulate_inside.
+    weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too; head_native: its products on
+    tensor cores, None: as those of the layers. keep: names of projections that stay in BF16. seed: of stochastic
+    rounding and random transforms. backend: whose layers carry a quantised recipe out; another library's take none of
+    fused, native, cache and accumulate_inside. found: what the card takes natively besides plain FP8; None: ask it.
     Raises UsageError for a recipe that does not exist, a layer whose size its formats cannot take, or a backend that is
     not there.
     """
@@ -180,14 +183,15 @@ def apply(
     shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
     device = next(model.parameters()).device
     if native and recipe.quantized:
-        shared.units = units(device)
+        shared.units = units(device) if found is None else found
     applied = Applied(model, recipe, shared, fused)
     if backend != "deskside" and recipe.quantized:
         applied.backend = backends.load(backend, recipe, device)
     _plan(applied, keep)
     if head:
         losses = [module for module in model.modules() if isinstance(module, HeadLoss)]
-        applied._head = (losses[0], HeadPlan(shared)) if losses else None
+        head_native = native if head_native is None else head_native
+        applied._head = (losses[0], HeadPlan(shared, head_native)) if losses else None
     shared.scales.build(device)
     applied._set()
     return applied
@@ -298,11 +302,13 @@ def _check_size(linear: Linear, recipe: Recipe, fp4: bool = False) -> None:
         ("in", linear.in_features, recipe.output),
         ("out", linear.out_features, recipe.input_gradient),
     )
-    every = max((32 if fp4 and f == "nvfp4" else UNIT for f in recipe.formats - PLAIN.keys()), default=1)
+    every = max(
+        (NATIVE_FP4_UNIT if fp4 and f == "nvfp4" else UNIT for f in recipe.formats - PLAIN.keys()), default=1
+    )
     for side, size, product in sides:
         needed = max(every, *(multiple(o) for o in (product.left, product.right) if o.quantized), 1)
         if size % needed:
             raise UsageError(
                 f"precision {recipe.name}: {name} has {size} {side}put features, which must be divisible by {needed}; "
-                f"change the model's sizes, or use bf16"
+                f"change the model's sizes, or use {'--precision.native never' if fp4 else 'bf16'}"
             )

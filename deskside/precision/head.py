@@ -22,10 +22,11 @@ IGNORED = -100
 
 
 class HeadPlan:
-    """The head's weight in FP8, converted once per optimiser step."""
+    """The head's weight in FP8, converted once per optimiser step. native: its products run on tensor cores, whatever
+    those of the layers do."""
 
-    def __init__(self, shared: Shared):
-        self.shared = shared
+    def __init__(self, shared: Shared, native: bool):
+        self.native = native
         operand = Operand("e4m3", "tensor")
         self.converted = ConvertedWeight(Quantizer(operand, operand, shared, (-1, -2)), shared)
         self._inverse: Tensor | None = None
@@ -68,7 +69,7 @@ class _Loss(torch.autograd.Function):
         z_loss: float,
         chunk_tokens: int,
     ) -> Tensor:
-        native, device = plan.shared.native, hidden_ND.device
+        native, device = plan.native, hidden_ND.device
         weight_rows, weight_columns = plan.converted.of(weight_VD)
         hidden, inverse = cast_with_own_scale(hidden_ND.contiguous(), torch.float8_e4m3fn)
         d_hidden = torch.empty_like(hidden_ND)

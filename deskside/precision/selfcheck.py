@@ -1,4 +1,5 @@
-"""Does a recipe compute right numbers on this device? One GEMM, its output and both gradients, against float64.
+"""Does a recipe compute right numbers on this device? One GEMM, its output and both gradients, against float64; and
+for a head in FP8 one small cross-entropy, its loss and both gradients.
 
 Gradients are checked because a library has been seen to report support for a format while every gradient it gave was
 zero. So a result that is all zero or not finite fails whatever its error.
@@ -15,11 +16,15 @@ from deskside.config.recipes import Recipe, recipe_named
 from deskside.errors import UsageError
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.apply import apply, refused
-from deskside.precision.scales import OWN_STEPS
-from deskside.precision.units import units
+from deskside.precision.head import HeadPlan
+from deskside.precision.operands import Draws
+from deskside.precision.plan import Shared
+from deskside.precision.scales import OWN_STEPS, DelayedScales
+from deskside.precision.units import NONE, Units, units
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 256, 384
 PRODUCTS = OWN_STEPS + 1  # of them the last one is checked: a delayed scale comes from the steps before
+HEAD_TOLERANCE = 0.12  # as of the FP8 recipes: the same formats in the same products
 
 
 @dataclass(frozen=True)
@@ -48,40 +53,56 @@ class _Gemm(nn.Module):
 
 
 def check(
-    recipe: str, device: torch.device | str, native: bool | None = None, backend: str = "deskside"
+    recipe: str,
+    device: torch.device | str,
+    native: bool | None = None,
+    backend: str = "deskside",
+    found: Units | None = None,
 ) -> CheckResult:
     """Run the recipe's own linear layer on this device: forward and both gradients. Milliseconds, once compiled.
 
     native: True or False checks that way alone; None takes tensor cores where they pass and emulation where not, and
     the result says which. backend: whose layer it is, for a quantised recipe; another library's has one way only.
+    found: what the card takes natively besides plain FP8; None: it is asked.
     Raises UsageError for an unknown recipe, or a backend that is not there.
     """
-    found = recipe_named(recipe)
-    if backend != "deskside" and found.quantized:
-        return _check(found, device, torch.device(device).type == "cuda", backend)
-    ways = [native] if native is not None else _ways(found, torch.device(device))
-    results = [_check(found, device, way) for way in ways]
-    best = next((result for result in results if result.ok), results[0])
-    if len(results) > 1 and not results[0].ok and best.ok:
-        return replace(best, reason=f"emulated: {results[0].reason}")
-    return best
+    asked, device = recipe_named(recipe), torch.device(device)
+    if backend != "deskside" and asked.quantized:
+        return _check(asked, device, device.type == "cuda", backend)
+    if found is None:
+        found = units(device) if asked.quantized else NONE
+    fp8 = any(f in ("e4m3", "e5m2") for f in asked.formats)
+    may_be = device.type == "cuda" and (fp8 or ("nvfp4" in asked.formats and found.fp4))
+    return _first_right(lambda way: _check(asked, device, way, found=found), native, may_be)
 
 
-def _ways(recipe: Recipe, device: torch.device) -> list[bool]:
-    """Native first, where the recipe has products for tensor cores and the device may have some."""
-    if device.type != "cuda":
-        return [False]
-    fp8 = any(f in ("e4m3", "e5m2") for f in recipe.formats)
-    return [True, False] if fp8 or ("nvfp4" in recipe.formats and units(device).fp4) else [False]
+def check_head(device: torch.device | str, native: bool | None = None) -> CheckResult:
+    """Run an output head in FP8 on this device: the loss, and the gradients of what it reads and of its weight, which
+    takes all three of its products. native: as in `check`."""
+    device = torch.device(device)
+    return _first_right(lambda way: _check_head(device, way), native, device.type == "cuda")
+
+
+def _first_right(run: Callable[[bool], CheckResult], native: bool | None, may_be: bool) -> CheckResult:
+    """Tensor cores where they pass, else emulation, and why. may_be: whether there may be any."""
+    first = run(may_be if native is None else native)
+    if first.ok or native is not None or not may_be:
+        return first
+    second = run(False)
+    return replace(second, reason=f"emulated: {first.reason}") if second.ok else first
 
 
 def _check(
-    recipe: Recipe, device: torch.device | str, native: bool, backend: str = "deskside"
+    recipe: Recipe,
+    device: torch.device,
+    native: bool,
+    backend: str = "deskside",
+    found: Units | None = None,
 ) -> CheckResult:
-    if reason := refused(recipe, torch.device(device)):
+    if reason := refused(recipe, device):
         return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
-    applied = apply(model, recipe, native=native, backend=backend)
+    applied = apply(model, recipe, native=native, backend=backend, found=found)
 
     def gemm(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():
@@ -130,15 +151,47 @@ def check_gemm(
     }
     x.requires_grad_()
     weight.requires_grad_()
-    try:
+
+    def run() -> tuple[Tensor, ...]:
         output = gemm(x, weight)
-        gradients = torch.autograd.grad(output, (x, weight), grad.to(output.dtype))
+        return output, *torch.autograd.grad(output, (x, weight), grad.to(output.dtype))
+
+    return _compared(run, expected, tolerance)
+
+
+def _check_head(device: torch.device, native: bool) -> CheckResult:
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(ROWS, IN_FEATURES, generator=generator, device=device).to(torch.bfloat16)
+    # Logits of a standard deviation of 3: were they smaller, the gradients would hardly depend on them.
+    weight = torch.randn(OUT_FEATURES, IN_FEATURES, generator=generator, device=device) * 3 / IN_FEATURES**0.5
+    targets = torch.randint(OUT_FEATURES, (ROWS,), generator=generator, device=device)
+    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    loss = nn.functional.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum")
+    gradients = torch.autograd.grad(loss, exact)
+    expected = {"loss": loss.detach(), "hidden gradient": gradients[0], "weight gradient": gradients[1]}
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    plan = HeadPlan(Shared(Draws(0), DelayedScales(1), native, cache=False), native)
+
+    def run() -> tuple[Tensor, ...]:
+        loss = plan(hidden, weight, targets, chunk_tokens=ROWS // 2)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    return replace(_compared(run, expected, HEAD_TOLERANCE), native=native)
+
+
+def _compared(
+    run: Callable[[], tuple[Tensor, ...]], expected: dict[str, Tensor], tolerance: float
+) -> CheckResult:
+    """What `run` gives, in the order of `expected`, against it."""
+    try:
+        found = run()
     except (RuntimeError, NotImplementedError, UsageError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return CheckResult(False, {}, f"cannot run here: {first_line}")
     errors: dict[str, float] = {}
     problems: list[str] = []
-    for (name, truth), got in zip(expected.items(), (output, *gradients), strict=True):
+    for (name, truth), got in zip(expected.items(), found, strict=True):
         got = got.detach().double()
         errors[name] = float((got - truth).norm() / truth.norm())
         if not bool(torch.isfinite(got).all()):

@@ -3,8 +3,8 @@
 fp4: NVFP4 operands go to the tensor cores as they are (compute capability 10.x and 12.x). Whether that computes right
 is for the self-check, which falls back to emulation.
 mxfp8: on 12.x, FP8 products are issued as MXFP8 with unit scales. GeForce cards run plain FP8 with float32 sums at half
-of their rate, and block-scaled FP8 at the whole of it; the numbers are the same. Both ways are timed once per process
-and the faster one that agrees is taken.
+of their rate, and block-scaled FP8 at the whole of it; the numbers are the same. Both ways are timed when a run begins,
+and the faster one that agrees is taken; the run keeps the answer, for its other processes and for when it is resumed.
 No such card has been at hand: these paths are compiled and inspected in tests, and guarded by running them here.
 """
 
@@ -31,12 +31,16 @@ class Units:
 NONE = Units()
 
 
-def units(device: torch.device) -> Units:
-    """Of this device. Times two products on compute capability 12.x, milliseconds once compiled."""
+def units(device: torch.device, mxfp8: bool | None = None) -> Units:
+    """Of this device. mxfp8: what a trial found before; None: on compute capability 12.x two products are timed, which
+    takes milliseconds once they are compiled."""
     if device.type != "cuda" or torch.version.hip is not None:
         return Units()
     major = torch.cuda.get_device_capability(device)[0]
-    return Units(fp4=major in (10, 12), mxfp8=major == 12 and _mxfp8_is_faster(device))
+    return Units(
+        fp4=major in (10, 12),
+        mxfp8=major == 12 and (_mxfp8_is_faster(device) if mxfp8 is None else mxfp8),
+    )
 
 
 @cache

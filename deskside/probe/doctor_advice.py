@@ -147,7 +147,8 @@ def _execution(facts: Facts, results: Results) -> dict[str, str]:
 
 def _low_precision(results: Results) -> list[dict[str, str]]:
     """Recipes that train right here, native ones first, and what torch's own products of such formats reach."""
-    right = [r for r in results if r["group"] == "precision" and r["verdict"] == "works"]
+    good = [r for r in results if r["group"] == "precision" and r["verdict"] == "works"]
+    right = [r for r in good if r["id"] != "head_fp8"]
     if not right:
         return []
     native = [r["name"] for r in right if r["details"]["native"]]
@@ -155,6 +156,8 @@ def _low_precision(results: Results) -> list[dict[str, str]]:
     words = []
     if native:
         words.append("forward and both gradients are right with deskside's own kernels")
+        if any(r["id"] == "head_fp8" and r["details"]["native"] for r in good):
+            words.append("the head's too, with --precision.head fp8")
     rates = [
         f"{r['name']} {r['to_bf16']:.2f} x BF16"
         for r in sorted(results, key=lambda result: -(result.get("to_bf16") or 0))

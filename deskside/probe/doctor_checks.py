@@ -133,7 +133,8 @@ def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
 
 
 def _recipes(on: Mapping[str, str]) -> list[Check]:
-    """Every recipe of training that quantises, as training carries it out. Those of a kind compile the same kernels."""
+    """Every recipe of training that quantises, as training carries it out, and the head in FP8, which any of them may
+    have. Those of a kind compile the same kernels."""
     return [
         Check(
             f"recipe_{name}",
@@ -146,7 +147,7 @@ def _recipes(on: Mapping[str, str]) -> list[Check]:
         )
         for name, recipe in RECIPES.items()
         if recipe.quantized
-    ]
+    ] + [Check("head_fp8", "precision", "FP8 head", f"{PRECISION}:head", on, "recipes fp8", 5 * MINUTE)]
 
 
 def _device(facts: Mapping[str, Any]) -> str:

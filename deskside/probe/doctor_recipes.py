@@ -9,6 +9,7 @@ import torch
 
 from deskside.config.recipes import recipe_named
 from deskside.precision import CheckResult, check
+from deskside.precision.selfcheck import HEAD_TOLERANCE, check_head
 from deskside.probe.doctor_child import Result
 
 CANNOT = "cannot run here: "
@@ -16,10 +17,15 @@ CANNOT = "cannot run here: "
 
 def recipe(name: str, device: str) -> Result:
     """One recipe's own linear layer. details: {"native": on tensor cores of its format, "emulated_because": words}."""
-    return judged(name, check(name, torch.device(device)))
+    return judged(check(name, torch.device(device)), recipe_named(name).tolerance)
 
 
-def judged(name: str, found: CheckResult) -> Result:
+def head(device: str) -> Result:
+    """The output head in FP8, `precision.head`: loss and both gradients. details: as of a recipe."""
+    return judged(check_head(torch.device(device)), HEAD_TOLERANCE)
+
+
+def judged(found: CheckResult, tolerance: float) -> Result:
     """The result as the doctor reports it. An error that is not finite becomes None, as JSON has it."""
     errors = {
         what: float(f"{error:.3e}") if error == error and error != float("inf") else None
@@ -36,6 +42,6 @@ def judged(name: str, found: CheckResult) -> Result:
         "verdict": verdict,
         "reason": reason,
         "errors": errors,
-        "tolerance": recipe_named(name).tolerance,
+        "tolerance": tolerance,
         "details": {"native": found.native, "emulated_because": why.removeprefix("emulated: ")},
     }

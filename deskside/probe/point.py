@@ -121,14 +121,14 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
     world = parallel.join(config.compute.device, "auto")
     torch.manual_seed(config.seed)
     notes: list[str] = []
-    recipe, precision = setup.choose_recipe(config.precision, world.device, notes.append)
+    recipe, precision = setup.choose_recipe(config, world.device, notes.append)
     mark("recipe checked")
     model = setup.build_model(config, world, recipe)
     mark("model built")
     attention, facts = setup.choose_attention(config, model, world, config.batch.sequence_length, None)
     mark("attention chosen")
     native = bool(precision["native"])
-    execution = setup.prepare_execution(config, model, world, recipe, native)
+    execution = setup.prepare_execution(config, model, world, recipe, precision)
     peak = measure_matmul_peak(world.device, model.activation_dtype)
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name

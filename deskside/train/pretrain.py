@@ -143,7 +143,7 @@ class _Run:
         check_trackers(config.track)
         # Before data is prepared, which may take hours: what this machine cannot do is refused at once.
         self.recipe, self.precision_facts = world.shared(
-            lambda: setup.choose_recipe(config.precision, world.device, self.say, self.recorded_recipe())
+            lambda: setup.choose_recipe(config, world.device, self.say, self.recorded.get("precision"))
         )
         setup.check_execution(config, world, self.recipe)
         data = setup.ensure_data(config, world, self.say)
@@ -158,8 +158,7 @@ class _Run:
                 config, self.model, world, config.batch.sequence_length, self.recorded.get("attention")
             )
         )
-        native = bool(self.precision_facts["native"])
-        self.execution = setup.prepare_execution(config, self.model, world, self.recipe, native)
+        self.execution = setup.prepare_execution(config, self.model, world, self.recipe, self.precision_facts)
         self.precision = self.execution.precision
         self.guard = Guard(config.guard)
         peak_flops = measure_matmul_peak(world.device, self.model.activation_dtype)
@@ -171,10 +170,6 @@ class _Run:
         if self.world.first:
             self.run.event(text)
             Terminal.say(text)
-
-    def recorded_recipe(self) -> str | None:
-        recorded = self.recorded.get("precision")
-        return str(recorded["chosen"]) if recorded else None
 
     def check_data(self, data: Path, initial: Initial | None) -> None:
         """Refuse weights of another tokenizer, and to go on with other data. Keeps the tokenizer in the run."""

@@ -1,7 +1,7 @@
 """From a configuration to a model that is ready to train on this machine: data, precision, attention, compile."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import xxhash
 
-from deskside.config.parts import PrecisionConfig
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
@@ -21,7 +20,8 @@ from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.precision.apply import Applied, apply, not_covered
-from deskside.precision.selfcheck import check
+from deskside.precision.selfcheck import check, check_head
+from deskside.precision.units import NONE, Units, units
 from deskside.train import parallel
 from deskside.train.activation import recompute
 from deskside.train.check_step import check_block
@@ -64,16 +64,19 @@ def open_split(config: RunConfig, path: Path, split: str, sequence_length: int) 
 
 
 def choose_recipe(
-    config: PrecisionConfig, device: torch.device, say: Say, recorded: str | None = None
+    run: RunConfig, device: torch.device, say: Say, recorded: Mapping[str, Any] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """The precision recipe (the recorded one of a resumed run) and what its self-check measured.
+    """The precision recipe, and how it is carried out here: what its self-check measured and what runs natively.
 
+    recorded: what this gave when the run began that is resumed: the recipe and what a stopwatch decided stay so.
     Raises UsageError for one that fails here.
     """
-    name = recorded or config.name
+    config, recorded = run.precision, recorded or {}
+    name = recorded.get("chosen") or config.name
     wanted = ("bf16" if device.type == "cuda" else "fp32") if name == "auto" else name
     way = False if config.native == "never" else None
-    result = check(wanted, device, way, config.backend)
+    found = _units(run, wanted, device, say, recorded)
+    result = check(wanted, device, way, config.backend, found)
     if not result.ok and name == "auto" and wanted != "fp32":
         say(f"bf16 fails its self-check here ({result.reason}): training in fp32")
         wanted = "fp32"
@@ -84,8 +87,41 @@ def choose_recipe(
     if recipe_named(wanted).quantized and not result.native:
         why = f" ({result.reason.removeprefix('emulated: ')})" if result.reason else ""
         say(f"{wanted} is emulated on this device{why}: right numbers, at no more than BF16's speed")
-    errors = dict(result.errors)
-    return wanted, {"chosen": wanted, "asked": name, "errors": errors, "native": result.native}
+    facts = {"chosen": wanted, "asked": name, "errors": dict(result.errors), "native": result.native}
+    if recipe_named(wanted).quantized:
+        facts["units"] = asdict(found if result.native else NONE)
+    if config.head == "fp8":
+        facts["head"] = _check_head(device, way, result.native, say)
+    return wanted, facts
+
+
+def _units(run: RunConfig, recipe: str, device: torch.device, say: Say, recorded: Mapping[str, Any]) -> Units:
+    """What the card takes natively besides plain FP8, as far as this run can use it."""
+    asked = run.precision
+    if not recipe_named(recipe).quantized or asked.native == "never" or asked.backend != "deskside":
+        return NONE
+    before = recorded.get("units")
+    found = units(device, before.get("mxfp8") if isinstance(before, dict) else None)
+    if found.fp4 and (reason := run.not_for_native_fp4()):
+        say(f"NVFP4 products are emulated: on this card's tensor cores, {reason}")
+        return replace(found, fp4=False)
+    return found
+
+
+def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) -> dict[str, Any]:
+    """How the head's products in FP8 are carried out. layers: whether those of the layers run natively.
+
+    Raises UsageError where they are wrong.
+    """
+    head = check_head(device, way)
+    if not head.ok:
+        raise UsageError(f"precision.head: fp8 fails its self-check here: {head.reason}; use bf16")
+    if not head.native:
+        why = f" ({head.reason.removeprefix('emulated: ')})" if head.reason else ""
+        say(f"the head's FP8 is emulated on this device{why}: right numbers, at no more than BF16's speed")
+    elif not layers:
+        say("the head's products run in FP8 on tensor cores")
+    return {"native": head.native, "errors": dict(head.errors)}
 
 
 def build_model(config: RunConfig, world: World, recipe: str) -> Transformer:
@@ -180,9 +216,14 @@ def check_execution(config: RunConfig, world: World, recipe: str) -> None:
 
 
 def prepare_execution(
-    config: RunConfig, model: Transformer, world: World, recipe: str, native: bool = True
+    config: RunConfig, model: Transformer, world: World, recipe: str, facts: Mapping[str, Any] | None = None
 ) -> Execution:
-    """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order."""
+    """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order.
+
+    facts: what `choose_recipe` found; without them everything is native, and the card is asked.
+    """
+    facts = facts or {}
+    native = bool(facts.get("native", True))
     backend = _backend(config, recipe)
     mode = execution_mode(config, model, world, recipe)
     if mode == "fused" and world.device.type == "cuda":
@@ -195,9 +236,11 @@ def prepare_execution(
         cache=config.precision.weight_cache and not world.sharded,
         accumulate_inside=config.precision.accumulate == "fused",
         head=config.precision.head == "fp8",
+        head_native=facts["head"]["native"] if "head" in facts else None,
         keep=config.precision.keep,
         seed=config.seed + world.rank,  # replicas that round alike would not average their noise away
         backend=backend,
+        found=Units(**facts["units"]) if "units" in facts else None,
     )
     what = config.compute.activation_checkpointing
     if backend == "transformer-engine":

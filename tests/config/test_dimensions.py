@@ -56,6 +56,26 @@ def test_the_width_that_leaves_a_fused_gate_counts_twice() -> None:
     build([{"model": {"intermediate_size": 2112}, "precision": {"name": "nvfp4-eden"}}])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "parts", "key"),
+    [
+        ("nvfp4", {}, None),
+        ("nvfp4", {"model": {"hidden_size": 784, "head_dim": 64}}, "model.hidden_size: 784"),
+        ("nvfp4-4o6", {"model": {"intermediate_size": 2064}}, "model.intermediate_size: 2064"),
+        ("nvfp4", {"batch": {"sequence_length": 208, "tokens": 2080}}, "batch.sequence_length: 208"),
+        ("nvfp4", {"batch": {"sequence_length": 208, "tokens": 2080, "micro_tokens": 416}}, None),
+        ("fp8", {"model": {"hidden_size": 784, "head_dim": 64}}, None),
+    ],
+)
+def test_native_nvfp4_wants_twice_the_block(recipe: str, parts: dict[str, Any], key: str | None) -> None:
+    """A run of other sizes is allowed, emulated; which size it is is told."""
+    reason = build([{**parts, "precision": {"name": recipe}}]).not_for_native_fp4()
+    if key is None:
+        assert reason is None
+    else:
+        assert reason is not None and reason.startswith(f"{key} is no multiple of 32, as {recipe} needs")
+
+
 def test_the_vocabulary_counts_only_with_the_head() -> None:
     model = {"vocab_size": 32770}
     build([{"model": model, "precision": {"name": "fp8"}}])

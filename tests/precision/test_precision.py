@@ -11,9 +11,10 @@ from deskside.config.recipes import RECIPES
 from deskside.errors import UsageError
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import LayerNorm, RMSNorm
+from deskside.precision import head
 from deskside.precision.apply import apply, restore
 from deskside.precision.operands import cast_with_own_scale
-from deskside.precision.selfcheck import check, check_gemm
+from deskside.precision.selfcheck import HEAD_TOLERANCE, check, check_gemm, check_head
 
 
 def tiny() -> nn.Sequential:
@@ -133,6 +134,37 @@ def test_selfcheck_reports_a_kernel_that_cannot_run() -> None:
 
     result = check_gemm(missing, 1e-2, "cpu")
     assert not result.ok and result.reason == "cannot run here: no kernel image"
+
+
+def test_the_heads_selfcheck_passes_on_cpu() -> None:
+    result = check_head("cpu")
+    assert result.ok and result.reason == "" and not result.native
+    # E4M3 and E5M2 lose 4 to 6 % in each gradient; the loss averages the noise of its logits away.
+    for name in ("hidden gradient", "weight gradient"):
+        assert 0.02 < result.errors[name] < HEAD_TOLERANCE / 2
+    assert 0 < result.errors["loss"] < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("output", "loss is"),
+        ("input_gradient", "hidden gradient is"),
+        ("weight_gradient", "weight gradient is"),
+    ],
+)
+@pytest.mark.parametrize(("factor", "how"), [(0.0, ""), (0.7, "off by"), (math.nan, "not finite")])
+def test_the_heads_selfcheck_sees_each_product(
+    kind: str, said: str, factor: float, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = head.product
+
+    def spoiled(which: Any, *operands: Any) -> Tensor:
+        return right(which, *operands) * (factor if which == kind else 1.0)
+
+    monkeypatch.setattr(head, "product", spoiled)
+    result = check_head("cpu")
+    assert not result.ok and f"{said} {how}" in result.reason
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-36, 1e-3, float("inf"), float("nan")])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from deskside.config.recipes import RECIPES, Operand
 from deskside.ops.linear import Linear
-from deskside.precision import nvfp4
+from deskside.precision import nvfp4, products
 from deskside.precision.apply import apply
 from deskside.precision.formats import e2m1_decode, pack, unpack
+from deskside.precision.operands import Prepared
 from deskside.precision.units import Units, units
 
 pytest.importorskip("triton")
@@ -94,6 +95,31 @@ def test_fp8_as_mxfp8_is_the_plain_layer(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(
             got.float(), expected.float(), rtol=1e-2, atol=1e-2 * float(expected.std())
         )
+
+
+@pytest.mark.parametrize("size", [16, 32, 48])
+def test_a_sum_that_no_block_of_32_divides_is_a_plain_product(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(native, "fp8_matmul", lambda *_, **__: taken.append("blocks"))
+    monkeypatch.setattr(products, "_native", lambda *_: taken.append("plain"))
+    x = Prepared(torch.ones(64, size).to(torch.float8_e4m3fn), torch.ones(()))
+    products.product("output", x, x, torch.bfloat16, native=True, mxfp8=True)
+    assert taken == ["blocks" if size == 32 else "plain"]
+
+
+@pytest.mark.parametrize("major", [9, 10, 12])
+def test_the_stopwatch_is_asked_once_in_a_run(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And on compute capability 12.x alone, whatever a run on another card wrote down."""
+    module = sys.modules["deskside.precision.units"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(module, "_mxfp8_is_faster", lambda device: pytest.fail("timed again"))
+    card = torch.device("cuda")
+    for before in (True, False):
+        assert units(card, before) == Units(fp4=major > 9, mxfp8=before and major == 12)
+    monkeypatch.setattr(module, "_mxfp8_is_faster", lambda device: True)
+    assert units(card).mxfp8 == (major == 12)
 
 
 def test_a_cpu_has_neither() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from deskside.config.recipes import RECIPES
 from deskside.precision import CheckResult
-from deskside.probe.doctor_recipes import judged, recipe
+from deskside.probe.doctor_recipes import head, judged, recipe
 
 QUANTIZED = [name for name, found in RECIPES.items() if found.quantized]
 ERRORS = {"output": 0.03, "input gradient": 0.05, "weight gradient": 0.05}
@@ -20,6 +20,14 @@ def test_every_recipe_trains_right_on_a_cpu_emulated(name: str) -> None:
     assert set(result["errors"]) == set(ERRORS)
     # Below the noise of the format nothing was quantised at all: E4M3 alone costs a product 3.7e-2.
     assert all(0.02 < error < RECIPES[name].tolerance for error in result["errors"].values())
+
+
+def test_the_head_trains_right_on_a_cpu_emulated() -> None:
+    result = head("cpu")
+    assert (result["verdict"], result["details"]["native"]) == ("works", False), result
+    assert set(result["errors"]) == {"loss", "hidden gradient", "weight gradient"}
+    assert all(error < result["tolerance"] for error in result["errors"].values())
+    assert all(result["errors"][name] > 0.02 for name in ("hidden gradient", "weight gradient"))
 
 
 @pytest.mark.parametrize(
@@ -38,13 +46,13 @@ def test_every_recipe_trains_right_on_a_cpu_emulated(name: str) -> None:
 def test_what_the_self_check_says_in_the_doctors_words(
     found: CheckResult, verdict: str, reason: str, native: bool, why: str
 ) -> None:
-    result = judged("fp8-delayed", found)
+    result = judged(found, 0.12)
     assert (result["verdict"], result["reason"]) == (verdict, reason)
     assert result["details"] == {"native": native, "emulated_because": why}
 
 
 def test_an_error_that_is_not_finite_is_json() -> None:
     broken = CheckResult(False, {**ERRORS, "output": float("nan")}, "output is not finite")
-    result = judged("fp8-delayed", broken)
+    result = judged(broken, 0.12)
     assert result["errors"]["output"] is None
     json.dumps(result, allow_nan=False)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from deskside.config.parts import PrecisionConfig
+from deskside.config.run import RunConfig
 from deskside.data.loader import Batch, Loader
 from deskside.data.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
@@ -333,7 +334,8 @@ def test_why_a_recipe_is_emulated_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     emulated = CheckResult(True, {}, "emulated: input gradient is all zero", native=False)
     monkeypatch.setattr(setup, "check", lambda *_: emulated)
     said: list[str] = []
-    chosen, facts = setup.choose_recipe(PrecisionConfig(name="fp8"), torch.device("cpu"), said.append)
+    config = RunConfig(precision=PrecisionConfig(name="fp8"))
+    chosen, facts = setup.choose_recipe(config, torch.device("cpu"), said.append)
     assert (chosen, facts["native"]) == ("fp8-delayed", False)
     assert said[0].startswith("fp8-delayed is emulated on this device (input gradient is all zero): ")
 
