@@ -251,9 +251,7 @@ def test_time_is_training_time_alone() -> None:
 
 def test_a_level_may_change_the_alternative() -> None:
     arms = arms_of(
-        simple(
-            a=('set.model.num_key_value_heads = "= model.num_attention_heads"', 'set.optim.name = "adamw"')
-        )
+        simple(('set.model.num_key_value_heads = "= model.num_attention_heads"', 'set.optim.name = "adamw"'))
     )
     assert arms["depth_4-heads_mha"].config.optim.name == "adamw"
 
