@@ -32,7 +32,7 @@ METRICS: tuple[Metric, ...] = (
         "bits per byte",
         "lower",
         4,
-        about="interpolated at the most tokens that every finished trial of the group has reached",
+        about="interpolated at the most tokens that every finished trial with the same baseline has reached",
     ),
     Metric("val_loss", "validation loss", "nats per token", "lower", 4, about="at the end, whole validation split"),
     Metric("perplexity", "perplexity", "per token", "lower", 2, about="exp of the validation loss"),
