@@ -1,14 +1,43 @@
 """Studies as TOML: read, every key checked, one-line errors. The presets lie in presets/*.toml beside this file.
 
-Top-level keys are the defaults of every [[group]]; a file without groups is one group named "main". Configuration keys
-(`set`) are checked by name here, and by value when the arms are built (`expand.py`).
+    name = "gqa"
+    question = "What does grouped-query attention cost?"
+    base = "small"                       # a preset or .toml, as in deskside train
+    seeds = 3
+    within = ["size"]                    # each size has its own baseline
+    [budget]
+    minutes_per_arm = 30                 # or tokens_per_arm = "100M", or steps_per_arm = 400
+    [set]
+    batch.tokens = 65536                 # configuration of every arm
+    [[factor]]
+    name = "size"
+    [[factor.level]]
+    name = "small"
+    [[factor.level]]
+    name = "medium"
+    preset = "medium"                    # above `base`, below `set`
+    [[factor]]
+    name = "gqa"
+    [[factor.level]]                     # the first level is the baseline, unless [baseline] names another
+    name = "off"
+    set.model.num_key_value_heads = "= model.num_attention_heads"
+    [[factor.level]]
+    name = "on"
+    set.model.num_key_value_heads = "= model.num_attention_heads / 4"
+    [[exclude]]
+    where = { size = "medium", gqa = "off" }
+    why = "it does not fit"
+
+design = "one-at-a-time" changes one factor at a time instead of combining all; [[arm]] adds one by hand. Top-level keys
+are the defaults of every [[group]]; a file without groups is one group named "main". Configuration keys (`set`) are
+checked by name here, and by value when the arms are built (`expand.py`).
 """
 
 import difflib
 import math
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -30,6 +59,7 @@ from deskside.study.matrix import (
     Matrix,
     Study,
 )
+from deskside.study.tables import check_keys, named, one_of, table_at, tables_at, text_at, texts_at, unique
 
 OWN = ("name", "question", "memory_fraction", "claims", "group")  # of a study, not of a group
 SHARED = (
@@ -91,10 +121,10 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> Study:
         top = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{label}: not valid TOML: {error}") from None
-    _known(top, (*OWN, *SHARED), label)
+    check_keys(top, (*OWN, *SHARED), label)
     if "name" not in top:
         raise UsageError(f'{label}: name is missing; give name = "my-study"')
-    name = _text(top, "name", label)
+    name = text_at(top, "name", label)
     if not ARM.fullmatch(name):
         raise UsageError(f"{label}: name: '{name}' is no folder name; use letters, digits, - and _")
     fraction = top.get("memory_fraction", 0.85)
@@ -103,17 +133,17 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> Study:
             f"{label}: memory_fraction: is a share of the card's memory, such as 0.85, not {fraction!r}"
         )
     defaults = {key: value for key, value in top.items() if key in SHARED}
-    tables = _tables(top, "group", label)
+    tables = tables_at(top, "group", label)
     groups = [
-        _group(defaults, table, label if not tables else _named(table, "group", index, label), folder)
+        _group(defaults, table, label if not tables else named(table, "group", index, label), folder)
         for index, table in enumerate(tables or [{"name": MAIN}])
     ]
-    _unique([group.name for group in groups], "group", label)
+    unique([group.name for group in groups], "group", label)
     return Study(
         name=name,
-        question=_text(top, "question", label, ""),
+        question=text_at(top, "question", label, ""),
         memory_fraction=float(fraction),
-        claims=_texts(top, "claims", label),
+        claims=texts_at(top, "claims", label),
         groups=tuple(groups),
         text=text,
         grouped=bool(tables),
@@ -158,49 +188,49 @@ def budget(
 
 
 def _group(defaults: Mapping[str, Any], own: Mapping[str, Any], label: str, folder: Path) -> Matrix:
-    _known(own, ("name", *SHARED), label)
-    name = _text(own, "name", label, "")
+    check_keys(own, ("name", *SHARED), label)
+    name = text_at(own, "name", label, "")
     if not LEVEL.fullmatch(name):
         raise UsageError(
             f"{label}: name: '{name}' is no name of a group; use letters and digits, such as \"speed\""
         )
     table = {**defaults, **own}
-    base = _preset(_text(table, "base", label), label, folder)
-    layers = [_table(source, "set", label) for source in (defaults, own) if "set" in source]
+    base = _preset(text_at(table, "base", label), label, folder)
+    layers = [table_at(source, "set", label) for source in (defaults, own) if "set" in source]
     for layer in layers:
         _check_set(layer, f"{label}: set")
     factors = tuple(
-        _factor(entry, _named(entry, "factor", index, label), folder)
-        for index, entry in enumerate(_tables(table, "factor", label))
+        _factor(entry, named(entry, "factor", index, label), folder)
+        for index, entry in enumerate(tables_at(table, "factor", label))
     )
-    _unique([factor.name for factor in factors], "factor", label)
+    unique([factor.name for factor in factors], "factor", label)
     by_name = {factor.name: factor for factor in factors}
     design = table.get("design", "full")
     if design not in get_args(Design):
         raise UsageError(f"{label}: design: is {' or '.join(get_args(Design))}, not {design!r}")
-    within = _texts(table, "within", label)
+    within = texts_at(table, "within", label)
     for factor in within:
-        _one_of(factor, by_name, "factor", f"{label}: within")
+        one_of(factor, by_name, "factor", f"{label}: within")
     seeds = table.get("seeds", 1)
     arms = tuple(
-        _arm(entry, by_name, _named(entry, "arm", index, label))
-        for index, entry in enumerate(_tables(table, "arm", label))
+        _arm(entry, by_name, named(entry, "arm", index, label))
+        for index, entry in enumerate(tables_at(table, "arm", label))
     )
-    _unique([arm.name for arm in arms], "arm", label)
+    unique([arm.name for arm in arms], "arm", label)
     exclusions = tuple(
         _exclusion(entry, by_name, f"{label}: exclude {index + 1}")
-        for index, entry in enumerate(_tables(table, "exclude", label))
+        for index, entry in enumerate(tables_at(table, "exclude", label))
     )
     return Matrix(
         name=name,
-        title=_text(table, "title", label, ""),
+        title=text_at(table, "title", label, ""),
         base=base,
-        budget=_budget(_table(table, "budget", label), f"{label}: budget: ") if "budget" in table else None,
+        budget=_budget(table_at(table, "budget", label), f"{label}: budget: ") if "budget" in table else None,
         seeds=check_seeds(seeds, f"{label}: seeds"),
         design=design,
         factors=factors,
         within=within,
-        baseline=_baseline(_table(table, "baseline", label), factors, within, f"{label}: baseline"),
+        baseline=_baseline(table_at(table, "baseline", label), factors, within, f"{label}: baseline"),
         set=tuple(layers),
         arms=arms,
         exclusions=exclusions,
@@ -217,55 +247,55 @@ def check_seeds(given: Any, label: str) -> int:
 
 
 def _factor(table: Mapping[str, Any], label: str, folder: Path) -> Factor:
-    _known(table, ("name", "label", "level"), label)
-    name = _text(table, "name", label)
+    check_keys(table, ("name", "label", "level"), label)
+    name = text_at(table, "name", label)
     if not NAME.fullmatch(name) or name == "arm":
         raise UsageError(
             f"{label}: name: '{name}' is no name of a factor; use a-z, 0-9 and _ (and not 'arm')"
         )
-    said = _text(table, "label", label, name.replace("_", " "))
+    said = text_at(table, "label", label, name.replace("_", " "))
     levels = []
-    for index, entry in enumerate(_tables(table, "level", label)):
-        where = _named(entry, "level", index, label)
-        _known(entry, ("name", "label", "set", "preset"), where)
-        level = _text(entry, "name", where)
+    for index, entry in enumerate(tables_at(table, "level", label)):
+        where = named(entry, "level", index, label)
+        check_keys(entry, ("name", "label", "set", "preset"), where)
+        level = text_at(entry, "name", where)
         if not LEVEL.fullmatch(level):
             raise UsageError(
                 f"{where}: name: '{level}' is no name of a level; use letters, digits, ., + and -"
             )
-        layer = _table(entry, "set", where)
+        layer = table_at(entry, "set", where)
         _check_set(layer, f"{where}: set")
-        preset = _preset(_text(entry, "preset", where), where, folder) if "preset" in entry else None
-        levels.append(Level(level, _text(entry, "label", where, f"{said} {level}"), layer, preset))
+        preset = _preset(text_at(entry, "preset", where), where, folder) if "preset" in entry else None
+        levels.append(Level(level, text_at(entry, "label", where, f"{said} {level}"), layer, preset))
     if len(levels) < 2:
         raise UsageError(f"{label}: a factor has two levels or more; put what all arms share into [set]")
-    _unique([level.name for level in levels], "level", label)
+    unique([level.name for level in levels], "level", label)
     return Factor(name, said, tuple(levels))
 
 
 def _arm(table: Mapping[str, Any], factors: Mapping[str, Factor], label: str) -> ExtraArm:
-    _known(table, ("name", "label", "levels", "set"), label)
-    name = _text(table, "name", label)
+    check_keys(table, ("name", "label", "levels", "set"), label)
+    name = text_at(table, "name", label)
     if not ARM.fullmatch(name):
         raise UsageError(f"{label}: name: '{name}' is no folder name; use letters, digits, ., +, - and _")
     levels = {
         key: _level(value, key, factors, f"{label}: levels")
-        for key, value in _table(table, "levels", label).items()
+        for key, value in table_at(table, "levels", label).items()
     }
-    layer = _table(table, "set", label)
+    layer = table_at(table, "set", label)
     _check_set(layer, f"{label}: set")
-    return ExtraArm(name, _text(table, "label", label, name), levels, layer)
+    return ExtraArm(name, text_at(table, "label", label, name), levels, layer)
 
 
 def _exclusion(table: Mapping[str, Any], factors: Mapping[str, Factor], label: str) -> Exclusion:
-    _known(table, ("where", "why"), label)
+    check_keys(table, ("where", "why"), label)
     where = {}
-    for key, value in _table(table, "where", label).items():
+    for key, value in table_at(table, "where", label).items():
         values = value if isinstance(value, list) else [value]
         where[key] = tuple(_level(one, key, factors, f"{label}: where") for one in values)
     if not where:
         raise UsageError(f'{label}: where is missing; write where = {{size = "large"}}')
-    return Exclusion(where, _text(table, "why", label))
+    return Exclusion(where, text_at(table, "why", label))
 
 
 def _baseline(
@@ -282,11 +312,11 @@ def _baseline(
 
 
 def _level(given: Any, factor: str, factors: Mapping[str, Factor], label: str) -> str:
-    _one_of(factor, factors, "factor", label)
+    one_of(factor, factors, "factor", label)
     levels = [level.name for level in factors[factor].levels]
     if not isinstance(given, str):
         raise UsageError(f"{label}: {factor}: is the name of a level in quotes, not {given!r}")
-    return _one_of(given, levels, "level", f"{label}: {factor}")
+    return one_of(given, levels, "level", f"{label}: {factor}")
 
 
 def _budget(table: Mapping[str, Any], label: str) -> Budget:
@@ -346,61 +376,3 @@ def _preset(name: str, label: str, folder: Path) -> str:
     except UsageError as error:
         raise UsageError(f"{label}: {error}") from None
     return found
-
-
-def _known(table: Mapping[str, Any], keys: Collection[str], label: str) -> None:
-    for key in table:
-        _one_of(key, keys, "key", label)
-
-
-def _one_of(given: str, known: Collection[str], what: str, label: str) -> str:
-    if given in known:
-        return given
-    near = difflib.get_close_matches(given, list(known), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known) or 'none'}"
-    raise UsageError(f"{label}: {given}: there is no such {what}; {hint}")
-
-
-def _unique(given: list[str], what: str, label: str) -> None:
-    twice = next((name for name in given if given.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"{label}: {what} {twice}: is there twice; give one of them another name")
-
-
-def _named(entry: Mapping[str, Any], what: str, index: int, label: str) -> str:
-    """How errors call an entry of a list: by its name, or by its place."""
-    name = entry.get("name")
-    return f"{label}: {what} {name if isinstance(name, str) and name else index + 1}"
-
-
-_MISSING = object()
-
-
-def _text(table: Mapping[str, Any], key: str, label: str, default: Any = _MISSING) -> str:
-    value = table.get(key, default)
-    if value is _MISSING:
-        raise UsageError(f"{label}: {key} is missing")
-    if not isinstance(value, str):
-        raise UsageError(f"{label}: {key}: is text in quotes, not {value!r}")
-    return value
-
-
-def _texts(table: Mapping[str, Any], key: str, label: str) -> tuple[str, ...]:
-    value = table.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise UsageError(f'{label}: {key}: is a list like ["a", "b"], not {value!r}')
-    return tuple(value)
-
-
-def _table(table: Mapping[str, Any], key: str, label: str) -> dict[str, Any]:
-    value = table.get(key, {})
-    if not isinstance(value, dict):
-        raise UsageError(f"{label}: {key}: is a table, written [{key}], not {value!r}")
-    return value
-
-
-def _tables(table: Mapping[str, Any], key: str, label: str) -> list[dict[str, Any]]:
-    value = table.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise UsageError(f"{label}: {key}: is a list of tables, each written [[{key}]], not {value!r}")
-    return value

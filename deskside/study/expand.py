@@ -233,10 +233,12 @@ def _build(study: Study, group: Matrix, budget: Budget, combination: _Combinatio
 
 
 def _refuse_same(where: str, arms: Sequence[PlannedArm]) -> None:
-    for first, second in itertools.combinations(arms, 2):
-        if first.config == second.config:
+    seen: dict[str, str] = {}
+    for arm in arms:
+        first = seen.setdefault(arm.config.model_dump_json(), arm.id)
+        if first != arm.id:
             raise UsageError(
-                f"{where}: arms {first.id} and {second.id} are the same configuration; give each level a key of its own"
+                f"{where}: arms {first} and {arm.id} are the same configuration; give each level a key of its own"
             )
 
 

@@ -1,14 +1,20 @@
 """Studies as TOML: what is read, and every refusal in one line that names the thing."""
 
+import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deskside.config.duration import Duration
 from deskside.errors import UsageError
 from deskside.study import definition
 from deskside.study.definition import budget, load, parse, with_overrides
+from deskside.study.expand import expand
 from deskside.study.matrix import Budget
 
 WHOLE = """
@@ -219,3 +225,53 @@ def test_a_study_is_plain_data() -> None:
     study = parse(WHOLE)
     assert replace(study) == study
     assert set(definition.names()) >= {"matrix16", "architecture", "precision", "optimizer", "batch"}
+
+
+def toml(value: object) -> str:
+    """A value as inline TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {toml(entry)}" for key, entry in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def places(value: object, above: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """The path of everything inside a value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, entry in items for path in [(*above, key), *places(entry, (*above, key))]]
+
+
+ODD = st.one_of(
+    st.none(),  # the key is taken away
+    st.booleans(),
+    st.integers(-3, 2**70),
+    st.floats(),
+    st.sampled_from(
+        ["", "on", "size", "m", "= model.hidden_size / 7", "=", "../x", "small", "none", "none.toml"]
+    ),
+    st.just([]),
+    st.just([3]),
+    st.just({}),
+    st.just({"name": "x"}),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(where=st.sampled_from(places(tomllib.loads(WHOLE))), odd=ODD)
+def test_whatever_is_written_is_a_study_or_one_line(where: tuple[str | int, ...], odd: object) -> None:
+    top = tomllib.loads(WHOLE)
+    inside: Any = top
+    for key in where[:-1]:
+        inside = inside[key]
+    if odd is None:
+        del inside[where[-1]]
+    else:
+        inside[where[-1]] = odd
+    text = "\n".join(f"{key} = {toml(value)}" for key, value in top.items())
+    try:
+        assert expand(parse(text)).arms
+    except UsageError as error:
+        assert "\n" not in str(error)
