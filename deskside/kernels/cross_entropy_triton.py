@@ -27,9 +27,11 @@ def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
 def loss_and_grad(  # type: ignore[no-untyped-def]
     LOGITS, TARGETS, LOSSES, GRADS, V, row_stride, z_loss, softcap, scale,
     BLOCK_V: tl.constexpr, WHOLE: tl.constexpr, CAPPED: tl.constexpr, IGNORED: tl.constexpr, GRAD: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """LOSSES (n,), float32. With GRAD, GRADS (n, V) becomes scale times the gradient of their sum; it may be LOGITS
-    (n, V) itself. WHOLE: BLOCK_V divides V, so nothing is masked."""
+    (n, V) itself. WHOLE: BLOCK_V divides V, so nothing is masked. SIGNED: there is a z-loss, under which the factor of
+    the probabilities, 1 + 2 z_loss lse, is negative where lse is far below zero."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits = LOGITS + row * row_stride
@@ -60,6 +62,10 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
         grads = GRADS + row * row_stride
         factor = scale * (1 + 2 * z_loss * lse)
         # factor * exp(x - lse) as one power of two; an ignored row's gradient is 2^-inf = 0.
+        sign = 1.0
+        if SIGNED:
+            sign = tl.where(factor < 0, -1.0, 1.0)
+            factor = tl.abs(factor)
         offset = tl.where(valid, tl.log2(factor) - lse * LOG2E, -float("inf"))
         start = 0
         while start < V:
@@ -70,6 +76,8 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
                 raw = tl.load(logits + columns, mask=columns < V, other=0.0)
             x = _capped(raw.to(tl.float32), softcap, CAPPED)
             grad = tl.exp2(x * LOG2E + offset)
+            if SIGNED:
+                grad *= sign
             if CAPPED:
                 grad *= 1 - (x / softcap) * (x / softcap)
             if WHOLE:
@@ -77,7 +85,7 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
             else:
                 tl.store(grads + columns, grad.to(GRADS.dtype.element_ty), mask=columns < V)
             start += BLOCK_V
-        mended = tl.exp2(picked * LOG2E + offset) - scale
+        mended = sign * tl.exp2(picked * LOG2E + offset) - scale
         if CAPPED:
             mended *= 1 - (picked / softcap) * (picked / softcap)
         tl.debug_barrier()  # the target's entry has been written by some thread of this program
@@ -121,6 +129,7 @@ def _launch(
     loss_and_grad[(n,)](
         logits, targets, losses, logits if grads is None else grads, V, logits.stride(0), z_loss, softcap or 1.0,
         scale, block, V % block == 0, softcap is not None, ignore_index, grads is not None,
+        z_loss > 0,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return losses

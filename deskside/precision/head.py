@@ -2,7 +2,8 @@
 
 Hidden states and weight have one scale each, from their own largest value. The gradient of a logit lies between -1 and
 1 whatever the data, so its scale is a constant; softmax of a vocabulary of 32,768 entries is 3e-5 on average, and E5M2
-holds 1e-9 under this scale. The cross-entropy kernel writes it in FP8 at once; a second one turns it.
+holds 1e-9 under this scale. (A z-loss multiplies the softmax by 1 + 2 z_loss logsumexp; a gradient beyond 3.5
+saturates.) The cross-entropy kernel writes it in FP8 at once; a second one turns it.
 """
 
 from typing import Any

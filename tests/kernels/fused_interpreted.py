@@ -1,6 +1,7 @@
 """Runs every fused kernel in Triton's interpreter beside the torch reference; prints the errors as JSON."""
 
 import json
+import math
 from collections.abc import Iterator
 
 from tests.kernels.interpreter import mend
@@ -35,7 +36,8 @@ def flat(outputs: object) -> Iterator[Tensor]:
 
 def error(ours: object, truth: object) -> float:
     pairs = list(zip(flat(ours), flat(truth), strict=True))
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    errors = [float((a - b).norm() / b.norm()) for a, b in pairs]
+    return max(e if math.isfinite(e) else math.inf for e in errors)  # a maximum would pass over NaN
 
 
 def main() -> None:
@@ -124,6 +126,14 @@ def losses(found: dict[str, float]) -> None:
             found[f"loss of {entries}, cap {cap}"] = error(ours, truth)
             only = cross_entropy_triton.chunk_loss(logits.clone(), *arguments)
             found[f"loss alone of {entries}, cap {cap}"] = error(only, truth[0])
+    # Logits so far below zero that 1 + 2 z_loss lse, the factor of the probabilities, is zero, or less.
+    for z_loss in (0.0, 0.5, 1.0):
+        for cap in (None, 5.0):
+            logits = torch.randn(9, 5) - torch.arange(9.0)[:, None]
+            arguments = (torch.randint(0, 5, (9,)), cap, z_loss, -100)
+            ours = cross_entropy_triton.chunk_loss_and_grad(logits.clone(), *arguments)
+            truth = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
+            found[f"loss far below zero, z {z_loss}, cap {cap}"] = error(ours, truth)
 
 
 if __name__ == "__main__":

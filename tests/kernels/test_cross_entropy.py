@@ -32,7 +32,7 @@ def expected(
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01, 1.0])
 @pytest.mark.parametrize("chunk_tokens", [7, 23, 64])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
