@@ -1,0 +1,122 @@
+"""What others claimed, as data: `claims.toml` beside this file, each entry checked as it is read.
+
+A claim is about an arm of a study against another ("measured"), or about something that arithmetic answers
+("arithmetic"). What its keys mean stands at the head of the file. `deskside.study.claims` judges them.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, get_args
+
+Kind = Literal["measured", "arithmetic"]
+Direction = Literal["lower", "higher", "none", "about", "at most", "at least"]
+ABSOLUTE = ("about", "at most", "at least")
+Show = Literal["percent", "times"]
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim. Raises ValueError for what cannot be judged.
+
+    size: (from, to), the change of `quantity` relative to `against`, -0.3 for 30 % less; None: only a direction.
+    value: (from, to) in `unit`, of claims that compare nothing. tolerance: see claims.toml. needs: what a machine must
+    have before its measurement can speak to the claim. note: how it was read. explanation: why it is not so.
+    """
+
+    id: str
+    text: str
+    source: str
+    kind: Kind
+    quantity: str
+    direction: Direction
+    claimed_on: str
+    size: Span | None = None
+    value: Span | None = None
+    unit: str = ""
+    tolerance: float = 0.5
+    show: Show = "percent"
+    group: str = ""
+    arm: Mapping[str, str] = field(default_factory=dict)
+    against: Mapping[str, str] = field(default_factory=dict)
+    formula: str = ""
+    needs: tuple[str, ...] = ()
+    note: str = ""
+    explanation: str = ""
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise ValueError(f"claim {self.id}: {problem}")
+
+    def _problem(self) -> str:
+        if self.kind not in get_args(Kind) or self.direction not in get_args(Direction):
+            return f"there is no kind {self.kind} or direction {self.direction}"
+        if self.show not in get_args(Show):
+            return f"show is {' or '.join(get_args(Show))}, not {self.show}"
+        if self.tolerance < 0:
+            return "tolerance is a share, 0 or more"
+        if (self.kind == "measured") != bool(self.group and self.arm) or self.arm == self.against != {}:
+            return "a measured claim, and no other, names a group and two arms of it"
+        if (self.kind == "arithmetic") != bool(self.formula):
+            return "an arithmetic claim, and no other, names a formula"
+        if (self.direction in ABSOLUTE) != (self.value is not None) or (self.value and not self.unit):
+            return "a value goes with about, at most or at least, and with a unit"
+        if self.kind == "measured" and self.value is not None:
+            return "a measured claim is about a change"
+        if self.size is not None:
+            low, high = self.size
+            if not -1 < low <= high:
+                return "a size rises from its first to its second number, above -1"
+            if (self.direction, low > 0, high < 0) not in (("higher", True, False), ("lower", False, True)):
+                return f"the size and the direction {self.direction} contradict each other"
+        return ""
+
+    @property
+    def claimed(self) -> str:
+        """What is claimed, as it stands in a table: "-30 %", "0.24 times", "less", "450 W", "no change (2 %)"."""
+        if self.value is not None:
+            sign = {"about": "", "at most": "at most ", "at least": "at least "}[self.direction]
+            amount = _span(*self.value)
+            return sign + (f"${amount}" if self.unit == "$" else f"{amount} {self.unit}")
+        if self.direction == "none":
+            return f"no change (within {100 * self.tolerance:.2g} %)"
+        if self.size is None:
+            return {"lower": "less", "higher": "more"}[self.direction]
+        low, high = self.size
+        if self.show == "times":
+            return f"{_span(1 + low, 1 + high)} times"
+        ends = sorted((100 * low, 100 * high), key=abs)
+        texts = list(dict.fromkeys(f"{end:+.3g} %" for end in ends))
+        return " to ".join(texts)
+
+
+def _span(low: float, high: float) -> str:
+    texts = list(dict.fromkeys(_number(end) for end in (low, high)))
+    return " to ".join(texts)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+@cache
+def claims() -> tuple[Claim, ...]:
+    """Every claim, in the order of the file. Raises ValueError for an entry that cannot be judged."""
+    data = tomllib.loads(resources.files("deskside.facts").joinpath("claims.toml").read_text("utf-8"))
+    return tuple(claim(entry, data["sources"]) for entry in data["claim"])
+
+
+def claim(entry: Mapping[str, Any], sources: Mapping[str, str]) -> Claim:
+    """One entry of the file. sources: short name -> title of the document. Raises ValueError, KeyError or TypeError."""
+    document, section = entry["source"]
+    plain = {**entry, "source": f"{sources[document]}, {section}", "needs": tuple(entry.get("needs", ()))}
+    for key in ("size", "value"):
+        if key in plain:
+            given = plain[key]
+            low, high = given if isinstance(given, list) else (given, given)
+            plain[key] = (float(low), float(high))
+    return Claim(**plain)

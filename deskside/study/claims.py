@@ -1,0 +1,303 @@
+"""Others' claims (facts/claims.toml) held against a study: what was claimed, what was measured, and a verdict.
+
+The measured change is the mean log-ratio over the seeds that both arms finished, with Student's interval of 95 %, as in
+every comparison of a study (pairs.py). A claim of "-30 %, tolerance 0.5" accepts half to one and a half of its effect
+on that scale; a claim of "no change" accepts its tolerance on both sides. With the interval in hand:
+
+    holds               the interval leaves out zero, and meets what the claim accepts; without a claimed size, it
+                        leaves out zero on the claimed side; for "no change", it lies within the tolerance
+    holds in direction  it leaves out zero on the claimed side, and misses the claimed size
+    contradicted        it leaves out zero on the other side; for "no change", it lies beyond the tolerance
+    not shown           it holds zero (for "no change", it reaches over the tolerance), there are too few seeds to give
+                        one, no pair of trials was finished, or two peaks of memory are of different micro-batches
+    needs other hardware  the claim needs what this machine lacks, or it is about speed and an arm was emulated here
+
+"Not shown" is not "contradicted": an interval around zero does not show the other direction. Its explanation says when
+the claimed size is left out all the same.
+
+Memory and loss of emulated arms are judged: the numbers are the format's own, and what emulation allocates beyond
+native products is below 1 % of a step's peak (budget/memory.py). A claim that compares nothing (450 W) is answered by
+arithmetic.py: it holds where the answer's range meets it, and is contradicted where it does not. A model's range is
+wide, so such a claim holds easily; its scale then says "modelled".
+"""
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from deskside.errors import UsageError
+from deskside.facts.claims import Claim, claims
+from deskside.study.arithmetic import Answer, answer
+from deskside.study.metrics import BY_KEY
+from deskside.study.pairs import is_exact, log_ratio, pairs
+from deskside.study.results import Arm, ClaimResult, Results
+
+Verdict = Literal["holds", "holds in direction", "not shown", "contradicted", "needs other hardware"]
+# What emulated products decide, and not the format.
+OF_SPEED = ("tokens_per_second", "mfu", "watts", "joules_per_token", "tokens", "seconds", "total_seconds")
+OF_MEMORY = ("peak_memory_gib", "peak_reserved_gib")
+CAPABILITY = {"fp8": 8.9, "fp4": 10.0}  # the compute capability from which tensor cores have the format
+TINY = 10e6  # parameters; below, a scale says so
+
+
+@dataclass(frozen=True)
+class Change:
+    """A measured or computed change, in logarithms. low, high: None where there are too few seeds."""
+
+    log: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+def judge(results: Results, ids: Sequence[str] = ("*",), known: Sequence[Claim] | None = None) -> Results:
+    """The same study with what it says of the claims; those that it had are replaced.
+
+    ids: which claims, with * and ?. A measured claim whose arms are not in the study is left out. known: all claims
+    that there are, those of facts/claims.toml if not given. Raises UsageError for an id that there is none of.
+    """
+    known = claims() if known is None else known
+    wanted = _wanted(ids, known)
+    found = [_judged(results, claim) for claim in known if claim.id in wanted]
+    return replace(results, claims=[result for result in found if result is not None])
+
+
+def arms_of(results: Results, claim: Claim) -> tuple[Arm, Arm] | None:
+    """(the arm, what it is compared with) of a measured claim; None where the study does not have both."""
+    arm, against = (_find(results, claim.group, levels) for levels in (claim.arm, claim.against))
+    return None if arm is None or against is None else (arm, against)
+
+
+def verdict_of_change(claim: Claim, change: Change) -> Verdict:
+    """The verdict on a claimed change by the rules at the head of this file."""
+    if change.low is None or change.high is None:
+        return "not shown"
+    if claim.direction == "none":
+        low, high = accepted(claim)
+        if low <= change.low and change.high <= high:
+            return "holds"
+        return "contradicted" if change.high < low or change.low > high else "not shown"
+    if change.low <= 0 <= change.high:
+        return "not shown"
+    if (change.low > 0) != (claim.direction == "higher"):
+        return "contradicted"
+    return "holds" if _meets(claim, change) else "holds in direction"
+
+
+def verdict_of_value(claim: Claim, found: Answer) -> Verdict:
+    """The verdict on a claimed value: whether the answer's range meets it."""
+    assert claim.value is not None  # it is what such a claim has
+    low, high = claim.value[0] * (1 - claim.tolerance), claim.value[1] * (1 + claim.tolerance)
+    if claim.direction == "at most":
+        met, sure = found.low <= high, found.value <= high
+    elif claim.direction == "at least":
+        met, sure = found.high >= low, found.value >= low
+    else:
+        met = sure = found.low <= high and found.high >= low
+    return ("holds" if sure else "not shown") if met else "contradicted"
+
+
+def accepted(claim: Claim) -> tuple[float, float]:
+    """The log-ratios that a claim of a change accepts."""
+    if claim.direction == "none":
+        return math.log1p(-claim.tolerance), math.log1p(claim.tolerance)
+    if claim.size is None:
+        return (0.0, math.inf) if claim.direction == "higher" else (-math.inf, 0.0)
+    near, far = sorted((math.log1p(end) for end in claim.size), key=abs)
+    less, more = near * max(0.0, 1 - claim.tolerance), far * (1 + claim.tolerance)
+    return min(less, more), max(less, more)
+
+
+def _meets(claim: Claim, change: Change) -> bool:
+    low, high = accepted(claim)
+    assert change.low is not None and change.high is not None  # the caller has seen to it
+    return change.low <= high and change.high >= low
+
+
+def _wanted(ids: Sequence[str], known: Sequence[Claim]) -> set[str]:
+    names = [claim.id for claim in known]
+    wanted: set[str] = set()
+    for pattern in ids:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else 'they are in facts/claims.toml; "*" is all of them'
+            raise UsageError(f"claims: {pattern}: there is no such claim; {hint}")
+        wanted.update(matched)
+    return wanted
+
+
+def _find(results: Results, group: str, levels: Mapping[str, str]) -> Arm | None:
+    """The arm with these levels, and the baseline's of every other factor; None unless there is just one."""
+    arms = [arm for arm in results.arms if arm.group == group]
+    plain: dict[str, set[str]] = {}
+    for arm in arms:
+        if arm.baseline == arm.id:
+            for factor, level in arm.levels.items():
+                plain.setdefault(factor, set()).add(level)
+    found = [
+        arm
+        for arm in arms
+        if levels.keys() <= arm.levels.keys()
+        and all(
+            level == levels[factor] if factor in levels else level in plain.get(factor, ())
+            for factor, level in arm.levels.items()
+        )
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _judged(results: Results, claim: Claim) -> ClaimResult | None:
+    if claim.kind == "arithmetic":
+        return _answered(claim)
+    found = arms_of(results, claim)
+    if found is None:
+        return None
+    arm, against = found
+    lacking = _lacking(results, claim, arm, against)
+    if lacking:
+        return _result(claim, None, "needs other hardware", lacking, _scale(results, arm))
+    ours, theirs = pairs(arm, against, claim.quantity)
+    reason = _why_no_pair(claim, arm, against, ours, theirs)
+    if reason:
+        return _result(claim, None, "not shown", reason, _scale(results, arm))
+    interval = log_ratio(ours, theirs)
+    change = Change(interval.mean, interval.low, interval.high, interval.n)
+    if is_exact(claim.quantity, ours, theirs):
+        change = replace(change, low=interval.mean, high=interval.mean)
+    verdict = verdict_of_change(claim, change)
+    return _result(claim, change, verdict, _words(claim, change, verdict), _scale(results, arm))
+
+
+def _lacking(results: Results, claim: Claim, *arms: Arm) -> str:
+    """What this machine lacks for the claim, as a sentence; empty where nothing is missing."""
+    gpu = results.machine.get("gpu") or {}
+    name = str(gpu.get("name", "a CPU"))
+    for need in claim.needs:
+        if need == "gpu":
+            missing = "" if gpu else "a GPU"
+        elif need in CAPABILITY:
+            capable = _capability(gpu) >= CAPABILITY[need]
+            missing = "" if capable else f"tensor cores with {need.upper()}"
+        else:
+            missing = "" if need.casefold() in name.casefold() else f"an {need}"
+        if missing:
+            return f"It needs {missing}; this was {name}."
+    emulated = [arm.label for arm in arms if arm.emulated]
+    if emulated and claim.quantity in OF_SPEED:
+        return f"{emulated[0]} was emulated here, so its speed is not the format's."
+    return ""
+
+
+def _capability(gpu: Mapping[str, object]) -> float:
+    try:
+        return float(str(gpu.get("compute_capability", 0)))
+    except ValueError:
+        return 0.0
+
+
+def _why_no_pair(claim: Claim, arm: Arm, against: Arm, ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Why two arms cannot be compared in this quantity; empty where they can."""
+    for one in (arm, against):
+        if not one.finished():
+            failed = next((trial for trial in one.trials if trial.reason), None)
+            why = f": {failed.reason}" if failed else ""
+            return f"No trial of {one.label} was finished ({one.status}{why})."
+    if not ours or min(*ours, *theirs) <= 0:
+        return f"{_label(claim)} was not measured in both arms with the same seed."
+    if claim.quantity in OF_MEMORY:
+        sizes = [sorted(set(pair)) for pair in pairs(arm, against, "micro_tokens")]
+        if sizes[0] != sizes[1]:
+            return "The arms ran with different micro-batches, so their memory cannot be compared."
+    return ""
+
+
+def _answered(claim: Claim) -> ClaimResult:
+    found = answer(claim.formula)
+    scale = f"{found.source}: {found.on}"
+    if claim.value is None:
+        change = Change(math.log1p(found.value), math.log1p(found.low), math.log1p(found.high), 0)
+        verdict = verdict_of_change(claim, change)
+        return _result(claim, change, verdict, _words(claim, change, verdict), scale)
+    verdict = verdict_of_value(claim, found)
+    amount = _amount(found.value, claim.unit)
+    if found.low != found.high:
+        amount += f" ({_number(found.low)} to {_number(found.high)})"
+    text = f"{found.source.capitalize()}: {amount}; claimed {claim.claimed}."
+    shown = _result(claim, None, verdict, text, scale)
+    return replace(shown, measured=found.value, low=found.low, high=found.high)
+
+
+def _result(claim: Claim, change: Change | None, verdict: Verdict, sentence: str, scale: str) -> ClaimResult:
+    """note and, of what was contradicted, the explanation follow the sentence."""
+    unit = claim.unit or ("times" if claim.show == "times" else "%")
+    told = [sentence, claim.explanation if verdict == "contradicted" else "", claim.note]
+    return ClaimResult(
+        id=claim.id,
+        text=claim.text,
+        source=claim.source,
+        claimed=claim.claimed,
+        measured=None if change is None else _in_unit(claim, change.log),
+        low=None if change is None or change.low is None else _in_unit(claim, change.low),
+        high=None if change is None or change.high is None else _in_unit(claim, change.high),
+        unit=unit,
+        n=0 if change is None else change.n,
+        scale=scale,
+        verdict=verdict,
+        explanation=" ".join(text for text in told if text),
+    )
+
+
+def _in_unit(claim: Claim, log: float) -> float:
+    """A log-ratio as the claim has it: 0.24 times, or -76 %. What no float holds is the largest one."""
+    log = min(log, 700.0)
+    return math.exp(log) if claim.show == "times" else 100 * math.expm1(log)
+
+
+def _words(claim: Claim, change: Change, verdict: Verdict) -> str:
+    """The numbers as a sentence."""
+
+    def amount(log: float) -> str:
+        value = _in_unit(claim, log)
+        return f"{value:.3g} times" if claim.show == "times" else f"{value:+.3g} %"
+
+    how = f", {change.n} seeds" if change.n > 1 else (", one seed" if change.n else "")
+    subject = "Measured" if change.n else "Computed"
+    if change.low is None or change.high is None:
+        return f"{subject} {amount(change.log)} in {_label(claim)}{how}: too few for an interval."
+    numbers = amount(change.log)
+    if change.low != change.high or change.n:
+        span = "exact" if change.low == change.high else f"{amount(change.low)} to {amount(change.high)}"
+        numbers += f" ({span}{how})"
+    sentence = f"{subject} {numbers} in {_label(claim)}; claimed {claim.claimed}."
+    if verdict == "not shown" and claim.size is not None and not _meets(claim, change):
+        sentence += " The claimed size is left out."
+    return sentence
+
+
+def _label(claim: Claim) -> str:
+    return BY_KEY[claim.quantity].label if claim.quantity in BY_KEY else claim.quantity.replace("_", " ")
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"${_number(value)}" if unit == "$" else f"{_number(value)} {unit}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _scale(results: Results, arm: Arm) -> str:
+    """On what was measured: "124m (124M parameters), 16M tokens, NVIDIA H200"; "tiny ..., CPU"."""
+    group = next((group for group in results.groups if group.name == arm.group), None)
+    sizes = [trial.metrics["parameters"] for trial in arm.finished() if "parameters" in trial.metrics]
+    base = group.base if group else ""
+    if sizes:
+        tiny = "tiny, " if sizes[0] < TINY else ""
+        base = f"{base} ({tiny}{sizes[0] / 1e6:.3g}M parameters)"
+    gpu = results.machine.get("gpu") or {}
+    parts = [base, group.budget if group else "", str(gpu.get("name", "CPU"))]
+    return ", ".join(part for part in parts if part)
