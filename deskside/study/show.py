@@ -131,10 +131,10 @@ def _heading(study: Study, group: Group) -> str:
 
 def _terms(group: Group, seeds: int) -> list[str]:
     lines = [f"each arm: {group.budget}, {seeds} seed{'' if seeds == 1 else 's'}, base {group.base}"]
-    if group.factors and group.design == "full":
+    if len(group.factors) > 1 and group.design == "full":
         sizes = " x ".join(f"{factor.label} ({len(factor.levels)})" for factor in group.factors)
         lines.append(f"every combination of: {sizes}")
-    elif group.factors:
+    elif len(group.factors) > 1:
         lines.append("one factor at a time is changed")
     return lines
 

@@ -156,3 +156,16 @@ def test_precision_compares_every_recipe(name: str) -> None:
 
     recipes = {arm.config.precision.name for arm in arms_of(name, "loss").values()}
     assert recipes == set(RECIPES) - {"fp32"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", QUICK)
+def test_every_quick_arm_trains_here(name: str, tmp_path: Path) -> None:
+    """Two steps of each: no arm is refused by what it needs."""
+    from deskside.study.definition import budget, with_overrides
+    from deskside.train import pretrain
+
+    study = with_overrides(definition.load(name), {"data": {"path": str(tmp_path / "data")}})
+    for arm in expand(study, budget=budget(steps=2)).arms:
+        outcome = pretrain.start(arm.config, tmp_path / "runs", arm.id, arm.id, "a test", None)
+        assert (outcome.status, outcome.summary["steps"]) == ("finished", 2), arm.id
