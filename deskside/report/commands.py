@@ -1,10 +1,10 @@
-"""`deskside report RUN`: writes report.md, report.html and plots/*.png into the run directory."""
+"""`deskside report RUN|STUDY`: writes report.md, report.html and plots/*.png into the directory of a run or a study."""
 
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,25 +12,28 @@ from typing import Annotated
 import tyro
 
 from deskside.config.commandline import parse
-from deskside.errors import RunError
+from deskside.errors import RunError, UsageError
 from deskside.report import html, markdown
 from deskside.report.content import compose
 from deskside.report.document import Document
 from deskside.report.figures import draw
-from deskside.report.rundir import RunRecord, read_run
+from deskside.report.rundir import read_run
+from deskside.study import results as studies
 
 
 @dataclass
 class ReportOptions:
-    """Write the report of a run: report.md, report.html (one file) and plots/*.png.
+    """Write the report of a run or a study: report.md, report.html (one file) and plots/*.png.
 
     Example: deskside report runs/demo
     """
 
     run: Annotated[
         tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN", help="directory of the run, such as runs/demo"),
+        tyro.conf.arg(metavar="RUN|STUDY", help="its directory, such as runs/demo or studies/matrix16"),
     ]
+    claims: str = ""
+    """also write what a study says of published claims into this Markdown file"""
     json: bool = False
     """print the paths as JSON"""
 
@@ -38,38 +41,83 @@ class ReportOptions:
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code; raises UsageError and RunError."""
     options = parse(ReportOptions, argv, "deskside report")
-    record, page = _write(Path(options.run))
-    for sentence in record.missing:
+    folder = Path(options.run)
+    if options.claims and not is_study(folder):
+        raise UsageError(f"--claims: {folder} is no study; give the directory of one that tests claims")
+    page, missing = _write_study(folder, options.claims) if is_study(folder) else _write_run(folder)
+    for sentence in missing:
         print(sentence, file=sys.stderr)
     if options.json:
-        plots = sorted(str(path) for path in (record.path / "plots").glob("*.png"))
+        plots = sorted(str(path) for path in (folder / "plots").glob("*.png"))
         paths = {"report": str(page), "markdown": str(page.with_suffix(".md")), "plots": plots}
-        print(json.dumps({**paths, "missing": record.missing}))
+        data = (
+            {path.suffix[1:]: str(path) for path in sorted(folder.glob("results.*"))}
+            if is_study(folder)
+            else {}
+        )
+        print(json.dumps({**paths, **({"results": data} if data else {}), "missing": missing}))
     else:
         print(page)
     return 0
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write the report of a run and return the path of report.html.
+def is_study(folder: Path) -> bool:
+    """Whether a directory is that of a study and not of a run."""
+    return any((folder / name).is_file() for name in ("results.json", "study.json"))
 
-    Raises UsageError when `run_dir` is no run directory, RunError when it cannot be written.
+
+def write_report(folder: Path) -> Path:
+    """Write the report of a run or a study and return the path of report.html.
+
+    Raises UsageError when `folder` is neither, RunError when it cannot be written.
     """
-    return _write(run_dir)[1]
+    return (_write_study(folder) if is_study(folder) else _write_run(folder))[0]
 
 
-def _write(run_dir: Path) -> tuple[RunRecord, Path]:
-    record = read_run(run_dir)
-    page = run_dir / "report.html"
+def _write_run(folder: Path) -> tuple[Path, list[str]]:
+    record = read_run(folder)
+    with _told(folder):
+        figures, absent = draw(record, folder / "plots")
+        page = _write(compose(record, figures, absent), folder)
+    return page, record.missing
+
+
+def _write_study(folder: Path, claims: str = "") -> tuple[Path, list[str]]:
+    from deskside.report import study, study_figures  # a run's report needs none of it
+    from deskside.report.study_claims import claims_markdown
+    from deskside.study.outcome import JSON, PARQUET, write_parquet
+
+    results = studies.read(folder)
+    if claims and not results.claims:
+        raise UsageError(f"--claims: {folder} speaks to no claim; run `deskside study claims`")
+    table = folder / PARQUET
+    if not table.is_file() or table.stat().st_mtime < (folder / JSON).stat().st_mtime:
+        write_parquet(results, table)
+    with _told(folder):
+        figures, absent = study_figures.draw(results, folder / "plots")
+        page = _write(study.compose(results, folder, figures, absent), folder)
+    if claims:
+        with _told(Path(claims)):
+            _replace(Path(claims), claims_markdown(results))
+    return page, [sentence for sentences in absent.values() for sentence in sentences]
+
+
+def _write(document: Document, folder: Path) -> Path:
+    page = folder / "report.html"
+    _replace(page.with_suffix(".md"), markdown.render(document, folder))
+    _replace(page, html.render(document))
+    return page
+
+
+@contextlib.contextmanager
+def _told(where: Path) -> Iterator[None]:
+    """Raises RunError in one line when something cannot be written."""
     try:
-        figures, absent = draw(record, run_dir / "plots")
-        document: Document = compose(record, figures, absent)
-        _replace(run_dir / "report.md", markdown.render(document, run_dir))
-        _replace(page, html.render(document))
+        yield
     except OSError as error:
-        where = error.filename or run_dir
-        raise RunError(f"{where}: the report cannot be written: {error.strerror or error}") from None
-    return record, page
+        raise RunError(
+            f"{error.filename or where}: the report cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def _replace(path: Path, content: str) -> None:

@@ -5,6 +5,7 @@ It reads on a phone (wide tables and logs scroll inside their own box) and in a 
 
 import base64
 from html import escape
+from itertools import groupby
 
 from deskside.report.document import (
     Block,
@@ -19,10 +20,12 @@ from deskside.report.document import (
     clean,
 )
 
+WIDE = 5  # columns
 STYLE = """
 :root { color-scheme: light; }
-body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: #fff; color: #1a1a1a;
+body { margin: 0 auto; padding: 1rem; max-width: 72rem; background: #fff; color: #1a1a1a;
   font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }
+p, ul, pre, .sample { max-width: 60rem; box-sizing: border-box; }
 h1 { font-size: 1.5rem; line-height: 1.2; margin: 0.5rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; padding-bottom: 0.2rem; border-bottom: 1px solid #999; }
 .verdict { font-size: 1.1rem; font-weight: 600; padding: 0.7rem 0.9rem; background: #f0f0f0;
@@ -35,6 +38,8 @@ figcaption { color: #444; font-size: 0.85rem; }
 table { border-collapse: collapse; margin: 0.3rem 0; font-size: 0.92rem; overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid #ddd; }
 th { border-bottom-color: #777; }
+.wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: #fff; min-width: 7rem; }
+.wide td { min-width: 4.2rem; }
 td { font-variant-numeric: tabular-nums; }
 pre { margin: 0.4rem 0; padding: 0.6rem; background: #f5f5f5; border: 1px solid #ddd; font-size: 0.85rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -50,10 +55,9 @@ def render(document: Document) -> str:
     parts = [f"<h1>{_text(document.title)}</h1>", f'<p class="verdict">{_text(document.verdict)}</p>']
     for section in document.sections:
         parts.append(f"<h2>{_text(section.title)}</h2>")
-        figures = [block for block in section.blocks if isinstance(block, Figure)]
-        if figures:
-            parts.append('<div class="figures">' + "\n".join(_block(figure) for figure in figures) + "</div>")
-        parts += [_block(block) for block in section.blocks if not isinstance(block, Figure)]
+        for is_figure, run in groupby(section.blocks, key=lambda block: isinstance(block, Figure)):
+            inner = [_block(block) for block in run]
+            parts += ['<div class="figures">', *inner, "</div>"] if is_figure else inner
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -77,7 +81,9 @@ def _block(block: Block) -> str:
             rows = "".join(
                 "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in block.rows
             )
-            return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+            # A wide table scrolls under its first column; squeezed onto a phone it would be one word to the line.
+            wide = ' class="wide"' if len(block.head) > WIDE else ""
+            return f'<div class="scroll"><table{wide}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
         case Figure():
             data = base64.b64encode(block.path.read_bytes()).decode("ascii")
             image = f'<img alt="{_text(block.title)}" src="data:image/png;base64,{data}">'

@@ -1,0 +1,312 @@
+"""The report of made-up studies: its numbers are the results', whatever is missing or hostile in them."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.errors import RunError, UsageError
+from deskside.report import html, markdown, study, study_words
+from deskside.report.commands import run, write_report
+from deskside.report.study_claims import claims_markdown
+from deskside.study.compare import compare
+from deskside.study.results import Arm, ClaimResult, Comparison, Group, Results
+from tests.report.test_report import Page
+from tests.study import made
+
+HOSTILE = "<script>alert(1)</script> | `x` $\\frac{1}$ [a](http://b) \x07\ud800 \u4e2d"
+
+
+def pages(results: Results, folder: Path) -> tuple[str, str]:
+    """(the text of the HTML, the Markdown), each on one line and without pictures; the HTML is checked to be whole."""
+    document = study.compose(results, folder, {}, {})
+    page = Page(html.render(document))
+    assert not page.open
+    return tuple(" ".join(text.split()) for text in (" ".join(page.words), markdown.render(document, folder)))  # type: ignore[return-value]
+
+
+def save(results: Results, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results.to_json()))
+    return folder
+
+
+def pending(results: Results) -> Results:
+    arms = [
+        replace(arm, trials=[made.trial(t.seed, {}, "pending") for t in arm.trials]) for arm in results.arms
+    ]
+    return compare(replace(results, arms=arms, complete=False))
+
+
+def claims() -> list[ClaimResult]:
+    faster = ClaimResult(
+        "a",
+        "GQA trains 5 % faster",
+        "a guide",
+        "+5 %",
+        9.62,
+        9.03,
+        10.21,
+        "%",
+        3,
+        "124m",
+        "holds in direction",
+        "",
+    )
+    worse = ClaimResult(
+        "b", "MQA: perplexity 7x", "a guide | part 2", "7x", 1.03, 1.01, 1.05, "x", 3, "124m", "contradicted",
+        "The claim compares models of different sizes.",
+    )  # fmt: skip
+    less = replace(
+        faster, id="c", text="FP4: 70 % less memory", claimed="-70 %", verdict="needs other hardware"
+    )
+    return [faster, worse, replace(less, measured=None, low=None, high=None, n=0)]
+
+
+def row(text: str, beginning: str) -> list[str]:
+    """The cells of the Markdown table's row that begins so."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {beginning}"))
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_table_has_the_numbers_of_the_results(tmp_path: Path) -> None:
+    results = compare(made.results())
+    text = markdown.render(study.compose(results, tmp_path, {}, {}), tmp_path)
+    for place, arm in enumerate(results.arms, start=1):
+        cells = row(text, f"{place}. {arm.label}")
+        loss, speed, memory = (arm.estimates[key] for key in study_words.PRIMARY)
+        assert cells[2] == f"{loss.mean:.4f} ({loss.low:.4f} to {loss.high:.4f})"
+        assert cells[4] == f"{speed.mean:,.0f}" + (" (emulated)" if arm.emulated else "")
+        assert cells[6] == f"{memory.mean:.2f}"
+        assert cells[9] == f"{1000 * arm.estimates['joules_per_token'].mean:.3f}"
+        for at, key in ((3, "val_bpb"), (5, "tokens_per_second"), (7, "peak_memory_gib")):
+            found = next((c for c in arm.comparisons if c.metric == key), None)
+            if found is None:
+                assert cells[at] == "" and arm.id == arm.baseline
+            elif found.verdict == "no difference shown":
+                low, high = (float(x) for x in re.findall(r"[-+][0-9.]+|(?<= )0(?= )", cells[at]))
+                assert cells[at].startswith("no difference shown (")
+                assert (low, high) == pytest.approx(
+                    (100 * found.relative_low, 100 * found.relative_high), abs=0.06
+                )
+            elif found.verdict != "exact":
+                assert float(cells[at].split(" %")[0]) == pytest.approx(100 * found.relative, abs=0.06)
+    assert row(text, "6. medium")[1] == "2 of 3; 1 out of memory"
+    assert row(text, "8. medium")[1] == "2 of 3; 1 diverged"
+
+
+def test_sections_say_what_they_are_for(tmp_path: Path) -> None:
+    results = compare(made.results())
+    for text in pages(results, tmp_path):
+        assert "What do GQA and FP4 gain and cost?" in text
+        assert "4 minutes of training; compile, evaluation and checkpoints are not counted" in text
+        assert "one row of 2048 tokens does not fit in 5.1 GiB" in text
+        assert "gradient norm not finite at step 40" in text
+        assert "22 of 24 came to their end" in text
+        assert "Benjamini" in text and "favours the slower" in text and "Arms marked emulated" in text
+        assert "Every metric was measured in every finished arm." in text
+        assert "a card that was made up" in text
+        assert "no difference shown" in text
+        assert "deskside study" not in text  # it is complete
+
+
+def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> None:
+    results = compare(made.results())
+    text = markdown.render(study.compose(results, tmp_path, {}, {}), tmp_path)
+    assert results.interactions and results.fronts
+    for found in results.interactions:
+        names = " x ".join(f"{name} {found.levels[name]}" for name in (found.first, found.second))
+        lines = [line for line in text.splitlines() if line.startswith(f"| {names} |")]
+        assert len(lines) == 3 and any(f"| {found.n} | {found.verdict} |" in line for line in lines)
+    front = next(front for front in results.fronts if front.metrics == ["tokens_per_second", "val_bpb"])
+    cells = row(text, "speed, validation loss")
+    labels = {
+        f"{arm.label}{' (emulated)' if arm.emulated else ''}" for arm in results.arms if arm.id in front.arms
+    }
+    assert set(cells[1].split("; ")) == labels
+
+
+def test_one_seed_has_no_interval_and_says_so(tmp_path: Path) -> None:
+    text = pages(compare(made.results(seeds=1)), tmp_path)[1]
+    assert "too few seeds" in text and "With one seed there is no interval" in text
+    assert "no difference shown" not in text
+    assert re.search(r"\| 1\.\d{4} \| \+", text)  # a mean alone, without brackets
+
+
+def test_power_is_not_shown_where_it_was_not_measured(tmp_path: Path) -> None:
+    text = pages(compare(made.results(gpu=False)), tmp_path)[1]
+    assert "mJ per token" not in text
+    assert "Measured in no arm: reserved memory, power, energy." in text
+
+
+def test_a_metric_that_one_arm_lacks_is_not_zero(tmp_path: Path) -> None:
+    results = made.results()
+    first = results.arms[2]
+    stripped = [
+        replace(t, metrics={k: v for k, v in t.metrics.items() if k != "watts"}) for t in first.trials
+    ]
+    results = compare(
+        replace(results, arms=[*results.arms[:2], replace(first, trials=stripped), *results.arms[3:]])
+    )
+    text = markdown.render(study.compose(results, tmp_path, {}, {}), tmp_path)
+    assert row(text, "3. small")[8] == "not measured"
+    assert f"Lacking power, 1 arm: {first.label}." in " ".join(text.split())
+
+
+def one_arm(results: Results) -> Results:
+    return compare(replace(results, arms=results.arms[:1]))
+
+
+def no_arms(results: Results) -> Results:
+    return replace(results, arms=[], groups=results.groups)
+
+
+def two_groups(results: Results) -> Results:
+    second = [replace(a, id=f"b-{a.id}", baseline=f"b-{a.baseline}", group="b") for a in results.arms[:4]]
+    group = Group("b", "A second matrix", "774m", "full", "100M tokens", results.groups[0].factors[1:], [])
+    return compare(replace(results, groups=[*results.groups, group], arms=[*results.arms, *second]))
+
+
+@pytest.mark.parametrize("change", [pending, one_arm, no_arms, two_groups])
+def test_small_and_unfinished_studies(tmp_path: Path, change: Callable[[Results], Results]) -> None:
+    results = change(made.results())
+    words, text = pages(results, tmp_path)
+    if change is pending:
+        assert "Nothing to compare yet: no trial has come to its end (24 not run yet)." in words
+        assert "Not run yet: 24 trials." in words and f"deskside study {tmp_path} --resume" in words
+    if change is no_arms:
+        assert "none has begun" in words and "This group has no arms." in words
+    if change is two_groups:
+        assert "## A second matrix" in text and "every arm had 100M tokens." in text and "## main" in text
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    results = made.results()
+    arms = [
+        replace(arm, label=HOSTILE, trials=[replace(t, reason=HOSTILE, run=HOSTILE) for t in arm.trials])
+        for arm in results.arms
+    ]
+    results = compare(
+        replace(
+            results, name=HOSTILE, question=HOSTILE, arms=arms, notes=[HOSTILE], machine={HOSTILE: HOSTILE}
+        )
+    )
+    document = study.compose(results, tmp_path, {}, {})
+    page = Page(html.render(document))
+    assert not {tag for tag, _ in page.tags} & {"script", "a", "img", "link"}
+    assert "<script>alert(1)</script>" in " ".join(page.words)
+    text = markdown.render(document, tmp_path)
+    assert "<script>" not in text and "[a](" not in text and "\x07" not in text
+    heads = [line.count(" | ") for line in text.splitlines() if line.startswith("| 1. ")]
+    assert heads == [9]  # a bar in a name makes no new column
+
+
+def test_claims(tmp_path: Path) -> None:
+    results = replace(compare(made.results()), claims=claims())
+    for text in (*pages(results, tmp_path), " ".join(claims_markdown(results).split())):
+        assert "3 claims: 1 contradicted, 1 holds in direction, 1 needs other hardware." in text
+        assert "9.62 % (9.03 to 10.2)" in text and "1.03 x (1.01 to 1.05)" in text
+        assert "The claim compares models of different sizes." in text
+    whole = claims_markdown(results)
+    assert whole.startswith("# Claims, measured") and whole.endswith("\n")
+    assert (
+        whole.index("## Contradicted") < whole.index("## Holds in direction") < whole.index("## Needs other")
+    )
+    assert row(whole, "FP4: 70")[3:5] == ["not measured", ""]
+    assert "a card that was made up" in whole and "4 minutes of training" in whole
+    unexplained = replace(results, claims=[replace(claims()[1], explanation="")])
+    assert "no explanation has been written yet" in claims_markdown(unexplained)
+    assert "speaks to no claim" in claims_markdown(replace(results, claims=[]))
+
+
+def test_command_writes_everything_and_prints_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = made.results()
+    results = replace(compare(replace(results, arms=results.arms[:2])), claims=claims())
+    folder = save(results, tmp_path / "made")
+    target = tmp_path / "claims.md"
+    assert run([str(folder), "--json", "--claims", str(target)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert Path(told["report"]).is_file() and Path(told["markdown"]).is_file()
+    assert all(Path(path).is_file() for path in (*told["plots"], *told["results"].values()))
+    assert set(told["results"]) == {"json", "parquet"}
+    table = pq.read_table(folder / "results.parquet").to_pylist()
+    assert [r["val_bpb"] for r in table] == [t.metrics["val_bpb"] for arm in results.arms for t in arm.trials]
+    assert target.read_text("utf-8") == claims_markdown(results)
+    page = Page((folder / "report.html").read_text("utf-8"))
+    images = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]
+    assert len(images) == len(told["plots"]) and all(
+        src.startswith("data:image/png;base64,") for src in images
+    )
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "a", "iframe"}
+    linked = re.findall(r"!\[[^]]*\]\((plots/[^)]+)\)", (folder / "report.md").read_text("utf-8"))
+    assert {folder / link for link in linked} == {Path(path) for path in told["plots"]}
+
+
+def test_parquet_is_made_anew_only_when_it_is_older(tmp_path: Path) -> None:
+    folder = save(pending(made.results()), tmp_path / "made")
+    write_report(folder)
+    table = folder / "results.parquet"
+    first = table.stat().st_mtime_ns
+    write_report(folder)
+    assert table.stat().st_mtime_ns == first
+    save(compare(made.results()), folder)
+    (folder / "plots").write_text("in the way")
+    with pytest.raises(RunError, match="cannot be written"):
+        write_report(folder)
+    assert len([r for r in pq.read_table(table).to_pylist() if r["status"] == "finished"]) == 22
+
+
+def test_directories_that_are_no_study(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read"):
+        write_report(tmp_path)
+    (tmp_path / "results.json").unlink()
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"--claims: .* is no study"):
+        run([str(tmp_path), "--claims", str(tmp_path / "claims.md")])
+    folder = save(compare(made.results()), tmp_path / "made")
+    with pytest.raises(UsageError, match="speaks to no claim"):
+        run([str(folder), "--claims", str(tmp_path / "claims.md")])
+
+
+def compared(relative: float, low: float | None, high: float | None, verdict: str) -> Arm:
+    found = Comparison("val_bpb", "base", 3, 0.1, low, high, relative, low, high, "paired t", verdict)
+    return Arm("x", "x", "main", {}, "base", comparisons=[found])
+
+
+@given(st.floats(-0.9, 30), st.floats(0, 3), st.sampled_from(["lower", "higher", "no difference shown"]))
+def test_differences_are_rounded_and_not_changed(middle: float, reach: float, verdict: str) -> None:
+    low, high = middle - reach, middle + reach
+    text = study_words.difference(compared(middle, low, high, verdict), "val_bpb")
+    shown = [float(number.replace(",", "")) for number in re.findall(r"(?:[-+]|\b)[0-9][0-9,.]*", text)]
+    expected = [low, high] if verdict == "no difference shown" else [middle, low, high]
+    assert len(shown) == len(expected)
+    for seen, real in zip(shown, expected, strict=True):
+        assert math.isclose(seen, 100 * real, abs_tol=0.51 if abs(middle) >= 10 else 0.051)
+    assert text.startswith("no difference shown (") == (verdict == "no difference shown")
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ((0.0052, 0.0011, 0.0093, "higher"), "+0.52 % (+0.11 to +0.93 %)"),
+        ((-0.2, -0.201, -0.198, "lower"), "-20.0 % (-20.1 to -19.8 %)"),
+        ((0.001, -0.002, 0.004, "no difference shown"), "no difference shown (-0.20 to +0.40 %)"),
+        ((-0.1, -0.1, -0.1, "exact"), "-10.0 %, exactly"),
+        ((0.0, 0.0, 0.0, "exact"), "the same, exactly"),
+        ((0.03, None, None, "too few seeds"), "+3.00 %; too few seeds"),
+        ((math.nan, None, None, "higher"), ""),
+    ],
+)
+def test_differences_in_words(arguments: Any, expected: str) -> None:
+    assert study_words.difference(compared(*arguments), "val_bpb") == expected
