@@ -1,0 +1,85 @@
+"""What tabs share: showing a chart, saying that there is nothing, the list of what could not be read."""
+
+import streamlit as st
+
+from deskside.dashboard import cached, charts
+from deskside.dashboard.cached import Context
+from deskside.dashboard.selection import Selection
+from deskside.report import study_words as words
+from deskside.report.rundir import number
+
+COMMANDS = """deskside go --preset demo --hours 0.05     # three minutes on a CPU, from bundled text
+deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four sizes, on a CPU
+deskside train 124m --data.path DIR        # a run of its own"""
+
+
+def chart(figure: charts.go.Figure, key: str, told: str) -> None:
+    """A chart with the sentence that a screen reader says; its mode bar saves it as PNG."""
+    setup = {
+        **charts.MODE_BAR,
+        "toImageButtonOptions": {**charts.MODE_BAR["toImageButtonOptions"], "filename": key},
+    }
+    st.plotly_chart(figure, key=f"chart-{key}", config=setup, alt=told)
+
+
+def nothing(context: Context) -> None:
+    """Told in place of a tab that has nothing to show: what to run, or that the filters leave nothing."""
+    if context.selection is not None:
+        st.info("The filters in the sidebar leave no arm. Clear one of them.")
+        return
+    st.info(f"There is no study and no run below `{context.root}` yet. One of these makes some:")
+    st.code(COMMANDS, language="bash")
+    st.caption(
+        "This page finds them by itself while they are going on. Another directory: deskside dashboard DIR"
+    )
+
+
+def usable(context: Context) -> Selection | None:
+    """The selection when it has arms; else tells what to do and returns None."""
+    if context.selection is None or not context.selection.results.arms:
+        nothing(context)
+        return None
+    return context.selection
+
+
+def heading(selection: Selection) -> None:
+    """Which study, on what, how far."""
+    results = selection.results
+    told = [f"**{results.name}** on {selection.card}"]
+    if selection.left_out:
+        told.append(f"{len(results.arms)} of {len(selection.whole.arms)} arms shown")
+    if selection.folder is not None and not results.complete:
+        told.append("not complete")
+    st.caption(" · ".join(told))
+
+
+def problems(context: Context) -> list[tuple[str, str]]:
+    """(directory, reason) of everything that could not be read, or not whole."""
+    found = [(str(path), reason) for path, reason in context.found.problems]
+    for path in context.found.studies:
+        study = cached.study(path)
+        if study is not None and study.problem:
+            found.append((_shown(context, str(path)), study.problem))
+    for run in context.found.own_runs:
+        brief = cached.brief(run.path)
+        if brief.problems:
+            found.append((_shown(context, str(run.path)), "; ".join(brief.problems)))
+    return found
+
+
+def _shown(context: Context, path: str) -> str:
+    return path.removeprefix(f"{context.root}/")
+
+
+def memory_limit(selection: Selection) -> tuple[float, str] | None:
+    """The card's memory in GiB and its name, where the study says so."""
+    gpu = selection.results.machine.get("gpu")
+    size = number(gpu.get("memory_gib")) if isinstance(gpu, dict) else None
+    return None if size is None else (size, f"the card: {size:.0f} GiB")
+
+
+def seeds_told(selection: Selection, key: str) -> str:
+    """Behind how many seeds the intervals of a chart stand."""
+    if selection.folder is None:
+        return "One run each, so no interval."
+    return f"Measured; means with their intervals, {words.seeds(selection.results.arms, key)}."

@@ -1,0 +1,128 @@
+"""Drawings of what the techniques do. They explain; none of their numbers is a measurement."""
+
+import numpy as np
+import plotly.graph_objects as go
+
+from deskside.dashboard.charts import BLUE, GREY, ORANGE, SKY, VERMILION, layout
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, FP4
+BLOCK = 16  # values that share one scale in NVFP4
+BLOCKS = 8  # of the drawn network
+INPUT = 0.12  # what a block's input takes beside all that it keeps, as drawn
+
+
+def heads(queries: int, keys: int) -> go.Figure:
+    """Query heads above, the key-value heads that they read below, joined by lines."""
+    figure = go.Figure()
+    share = queries // keys
+    centres = [share * k + (share - 1) / 2 for k in range(keys)]
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for q in range(queries):
+        x += [q, centres[q // share], None]
+        y += [1, 0, None]
+    figure.add_scatter(x=x, y=y, mode="lines", line={"color": GREY, "width": 1.5}, hoverinfo="skip")
+    for at, row, symbol, colour, letter in (
+        (list(range(queries)), 1, "circle", SKY, "q"),
+        (centres, 0, "square", ORANGE, "kv"),
+    ):
+        figure.add_scatter(
+            x=at,
+            y=[row] * len(at),
+            mode="markers+text",
+            marker={"symbol": symbol, "size": 22, "color": colour, "line": {"color": "#333333", "width": 1}},
+            text=[letter] * len(at),
+            textfont={"size": 10, "color": "black"},
+            hoverinfo="skip",
+        )
+    layout(figure, 190, showlegend=False)
+    figure.update_layout(margin={"t": 28})
+    figure.update_xaxes(visible=False, range=[-0.8, queries - 0.2])
+    figure.update_yaxes(visible=False, range=[-0.4, 1.4])
+    return figure
+
+
+def fp4() -> go.Figure:
+    """A block of sixteen values and what is left of them in NVFP4: eight sizes, a sign, one scale."""
+    values = np.random.default_rng(4).normal(size=BLOCK)
+    scale = float(np.abs(values).max()) / E2M1[-1]
+    grid = np.array(sorted({s * v for v in E2M1 for s in (-1, 1)})) * scale
+    kept = grid[np.abs(values[:, None] - grid).argmin(1)]
+    figure = go.Figure()
+    for level in grid:
+        figure.add_hline(y=level, line={"color": GREY, "width": 0.8, "dash": "dot"})
+    at = list(range(1, BLOCK + 1))
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for place, before, after in zip(at, values, kept, strict=True):
+        x += [place, place, None]
+        y += [float(before), float(after), None]
+    figure.add_scatter(x=x, y=y, mode="lines", line={"color": VERMILION, "width": 2}, name="rounding error")
+    figure.add_scatter(
+        x=at,
+        y=values,
+        mode="markers",
+        name="value",
+        marker={"symbol": "circle-open", "size": 9, "color": BLUE, "line": {"width": 2}},
+    )
+    figure.add_scatter(
+        x=at, y=kept, mode="markers", name="in FP4", marker={"symbol": "square", "size": 8, "color": ORANGE}
+    )
+    layout(figure, 330)
+    figure.update_xaxes(title="place in the block", showgrid=False)
+    figure.update_yaxes(title="value, no unit", showgrid=False)
+    return figure
+
+
+def recomputation() -> go.Figure:
+    """Activations in memory through one forward and backward pass, kept and recomputed."""
+    steps = list(range(2 * BLOCKS + 1))
+    kept = [float(min(s, 2 * BLOCKS - s)) for s in steps]
+    again = [INPUT * min(s, 2 * BLOCKS - s) + (1.0 if s >= BLOCKS and s < 2 * BLOCKS else 0.0) for s in steps]
+    figure = go.Figure()
+    for y, name, dash, colour in (
+        (kept, "everything is kept", "solid", BLUE),
+        (again, "blocks are recomputed", "dash", VERMILION),
+    ):
+        figure.add_scatter(
+            x=steps,
+            y=y,
+            mode="lines",
+            name=name,
+            line={"shape": "hv", "dash": dash, "width": 3, "color": colour},
+        )
+    figure.add_vline(x=BLOCKS, line={"color": GREY, "width": 1})
+    figure.add_annotation(x=BLOCKS / 2, y=BLOCKS, text="forward", showarrow=False)
+    figure.add_annotation(x=1.5 * BLOCKS, y=BLOCKS, text="backward", showarrow=False)
+    layout(figure, 300)
+    figure.update_xaxes(title="time, blocks passed", showgrid=False)
+    figure.update_yaxes(title="activations held, in blocks", rangemode="tozero")
+    return figure
+
+
+def micro_batches(rows: int, micro: int) -> go.Figure:
+    """One optimiser step: the rows of the batch in passes of a micro-batch, and then the update."""
+    passes = rows // micro
+    figure = go.Figure()
+    for place in range(passes):
+        figure.add_shape(
+            type="rect", x0=place + 0.08, x1=place + 0.92, y0=0, y1=micro,
+            fillcolor=SKY, line={"color": "#333333", "width": 1},
+        )  # fmt: skip
+    figure.add_shape(
+        type="rect", x0=passes + 0.08, x1=passes + 0.92, y0=0, y1=rows, fillcolor=ORANGE,
+        line={"color": "#333333", "width": 1}, opacity=0.7,
+    )  # fmt: skip
+    figure.add_annotation(
+        x=passes + 0.5, y=rows / 2, text="update", textangle=-90, showarrow=False, font={"color": "black"}
+    )
+    layout(figure, 230, showlegend=False)
+    figure.update_layout(margin={"t": 28})
+    figure.update_xaxes(
+        title="passes through the model, then the update",
+        range=[0, passes + 1],
+        showticklabels=False,
+        showgrid=False,
+    )
+    figure.update_yaxes(title="rows in memory", range=[0, rows * 1.05])
+    return figure

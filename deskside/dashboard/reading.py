@@ -1,0 +1,276 @@
+"""What is known of a study or a run, read from its directory whatever state that is in.
+
+A study that cannot be read keeps its place in the list, with the reason. A run is read in two depths: its `Brief` (two
+small files and the last lines of metrics.jsonl, a fraction of a millisecond) for lists and tables, and everything
+(`report.rundir`) for whole curves.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deskside.errors import UsageError
+from deskside.report.rundir import mapping, number, objects, read_run, text
+from deskside.study import results as study_results
+from deskside.study.metrics import BY_KEY
+from deskside.study.results import Arm, Estimate, Factor, Group, Results, Trial
+
+TAIL_BYTES = 2**16  # about 150 steps
+RECENT_SECONDS = 120.0
+RUNS = "runs"  # group of the runs that are no part of a study
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study's directory. Either `results` or `problem` is there."""
+
+    path: Path
+    results: Results | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class Brief:
+    """A run in short.
+
+    metrics: keys of study/metrics.py, from its summary. rows: its newest steps. total_steps: as planned last.
+    written: when it last wrote, seconds since 1970.
+    """
+
+    path: Path
+    name: str
+    created: str
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[dict[str, Any]]
+    written: float
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return text(self.summary.get("status")) == "finished"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What its summary says, under the keys of study/metrics.py."""
+        known = {key: number(self.summary.get(key)) for key in BY_KEY}
+        return {key: value for key, value in known.items() if value is not None}
+
+    @property
+    def emulated(self) -> bool:
+        said = self.summary.get("emulated")
+        return said is True or mapping(self.plan.get("precision")).get("native") is False
+
+    @property
+    def precision(self) -> str:
+        return (
+            text(self.summary.get("precision"))
+            or text(mapping(self.plan.get("precision")).get("chosen"))
+            or text(mapping(self.config.get("precision")).get("name"))
+        )
+
+    @property
+    def card(self) -> str:
+        return card_words(self.environment)
+
+    @property
+    def total_steps(self) -> int | None:
+        revisions = objects(self.plan.get("revisions"))
+        if not revisions:
+            return None
+        step, remaining = number(revisions[-1].get("step")), number(revisions[-1].get("remaining"))
+        return None if step is None or remaining is None else int(step + remaining)
+
+
+def read_study(path: Path) -> Study | None:
+    """A study; None for a directory whose results.json is something else's."""
+    try:
+        return Study(path, study_results.read(path), "")
+    except UsageError as error:
+        if not (path / "study.json").exists() and not _claims_to_be_study(path / "results.json"):
+            return None
+        if not (path / "results.json").exists():
+            return Study(path, None, "no trial has ended yet (there is no results.json)")
+        return Study(path, None, str(error).removeprefix(f"{path / 'results.json'}: "))
+
+
+def _claims_to_be_study(path: Path) -> bool:
+    """By its first bytes, because a damaged file does not parse."""
+    try:
+        with path.open("rb") as file:
+            return b'"schema_version"' in file.read(TAIL_BYTES)
+    except OSError:
+        return True
+
+
+def read_brief(path: Path) -> Brief:
+    """A run in short. What is missing or damaged is told in `problems`, and nothing is raised for it."""
+    problems: list[str] = []
+    run = _object(path / "run.json", problems, needed=True)
+    summary = _object(path / "summary.json", problems)
+    rows, written = _tail(path / "metrics.jsonl", problems)
+    return Brief(
+        path=path,
+        name=text(run.get("name")) or path.name,
+        created=text(run.get("created")),
+        config=mapping(run.get("config")),
+        summary=summary,
+        plan=_object(path / "plan.json", problems),
+        environment=_object(path / "environment.json", problems),
+        rows=rows,
+        written=written,
+        problems=problems,
+    )
+
+
+def _object(path: Path, problems: list[str], needed: bool = False) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if needed:
+            problems.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{path.name} is no JSON object")
+        return {}
+    return value
+
+
+def _tail(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """The newest steps of metrics.jsonl. A last line without its end is being written; others must parse."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            start = max(0, status.st_size - TAIL_BYTES)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return [], 0.0
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return [], 0.0
+    rows: list[dict[str, Any]] = []
+    damaged = 0
+    for line in lines[1 if start else 0 : -1]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and number(row.get("step")) is not None:
+            rows.append(row)
+        elif line.strip():
+            damaged += 1
+    if damaged:
+        problems.append(f"{path.name}: {damaged} damaged lines were left out")
+    return rows, status.st_mtime
+
+
+def held_locks() -> frozenset[int]:
+    """Inodes of the files that some process holds a lock on, as Linux tells; empty where it does not.
+
+    The lock itself is never tried: a training run that starts in that moment would find it taken.
+    """
+    try:
+        lines = Path("/proc/locks").read_text("ascii").splitlines()
+    except OSError:
+        return frozenset()
+    places = (word for line in lines for word in line.split() if word.count(":") == 2)
+    return frozenset(int(inode) for inode in (place.rsplit(":", 1)[1] for place in places) if inode.isdigit())
+
+
+def is_live(path: Path, now: float, locks: frozenset[int]) -> bool:
+    """Whether a run is going on: its lock is held, or it has no summary and was written to in the last two minutes."""
+    try:
+        if (path / ".lock").stat().st_ino in locks:
+            return True
+    except OSError:
+        pass  # no lock file: older, copied from elsewhere, or not begun
+    if (path / "summary.json").exists():
+        return False
+    return now - last_written(path) < RECENT_SECONDS
+
+
+def last_written(path: Path) -> float:
+    """When a run last wrote one of its files, seconds since 1970; 0 where it has none."""
+    times = [0.0]
+    for name in ("metrics.jsonl", "events.log", "plan.json", "run.json"):
+        try:
+            times.append((path / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def read_curve(path: Path) -> list[dict[str, float | None]]:
+    """A run's curve as `Trial.curve` has it, in full. Raises UsageError where there is no run."""
+    keys = ("tokens", "seconds", "loss", "val_bpb")
+    return [{key: number(row.get(key)) for key in keys} for row in read_run(path).metrics]
+
+
+def as_results(briefs: Iterable[Brief], live: frozenset[Path], root: Path) -> Results:
+    """Runs that are no part of a study, in the shape of one: each is an arm of one trial, compared with nothing."""
+    arms: list[Arm] = []
+    for brief in briefs:
+        name = _relative(brief.path, root)
+        metrics = brief.metrics
+        status = "running" if brief.path in live else "finished" if brief.finished else "pending"
+        reason = "" if brief.finished or status == "running" else "not finished"
+        optimiser = text(mapping(brief.config.get("optim")).get("name"))
+        levels = {"precision": brief.precision, "optimizer": optimiser, "card": brief.card}
+        seed = number(brief.config.get("seed"))
+        trial = Trial(
+            seed=int(seed) if seed is not None else 0,
+            status=status,
+            reason="; ".join([*brief.problems, *([reason] if reason else [])]),
+            run=str(brief.path),
+            device=brief.card,
+            attempts=1,
+            started=brief.created,
+            metrics=metrics,
+        )
+        arms.append(
+            Arm(
+                id=name,
+                label=name.removeprefix("runs/"),
+                group=RUNS,
+                levels={key: value or "unknown" for key, value in levels.items()},
+                baseline=name,
+                emulated=brief.emulated,
+                trials=[trial],
+                estimates={key: Estimate(value, None, None, 1) for key, value in metrics.items()},
+            )
+        )
+    labels = {"precision": "precision", "optimizer": "optimiser", "card": "card"}
+    factors = [Factor(key, label, sorted({arm.levels[key] for arm in arms})) for key, label in labels.items()]
+    return Results(
+        name="runs outside of studies",
+        question="Each run is shown as it is; runs that differ in more than one thing prove nothing of either.",
+        created="",
+        updated="",
+        seeds=sorted({trial.seed for arm in arms for trial in arm.trials}),
+        memory_fraction=0.0,
+        machine={},
+        groups=[Group(RUNS, "runs outside of studies", "", "", "", factors, [])],
+        arms=arms,
+    )
+
+
+def _relative(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) and path != root else path.name
+
+
+def card_words(machine: Mapping[str, Any]) -> str:
+    """The card (or the CPU) of environment.json or of a study's machine; "unknown machine" where it is not said."""
+    gpu = machine.get("gpu")
+    name = text(gpu) or text(mapping(gpu).get("name"))
+    if name:
+        return name
+    return text(machine.get("cpu")) or text(machine.get("device")) or "unknown machine"

@@ -1,0 +1,84 @@
+"""What a person picked in the sidebar, applied to a study: the arms and trials that every tab then shows."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from deskside.study.compare import compare
+from deskside.study.results import Arm, Results
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The filters. None or a missing factor: everything."""
+
+    groups: frozenset[str] | None = None
+    levels: dict[str, frozenset[str]] = field(default_factory=dict)
+    statuses: frozenset[str] | None = None
+    seeds: frozenset[int] | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A study as the tabs show it. folder: None for the runs that are no part of a study; card: in words."""
+
+    folder: Path | None
+    results: Results
+    whole: Results
+    card: str
+
+    @property
+    def left_out(self) -> int:
+        """Arms that the filters hide."""
+        return len(self.whole.arms) - len(self.results.arms)
+
+
+def statuses(arm: Arm) -> set[str]:
+    """Every status of an arm's trials."""
+    return {trial.status for trial in arm.trials} or {"pending"}
+
+
+def select(results: Results, picked: Picked) -> Results:
+    """The study with the arms that match all filters.
+
+    Fewer seeds are a smaller study: everything that was estimated is estimated again from them, by study/compare.py.
+    """
+    if picked.seeds is not None and picked.seeds != frozenset(results.seeds):
+        arms = [
+            replace(
+                arm,
+                trials=[t for t in arm.trials if t.seed in picked.seeds],
+                estimates={},
+                comparisons=[],
+            )
+            for arm in results.arms
+        ]
+        seeds = [seed for seed in results.seeds if seed in picked.seeds]
+        results = compare(replace(results, seeds=seeds, arms=arms, interactions=[], fronts=[]))
+    shown = [arm for arm in results.arms if _matches(arm, picked)]
+    names = {arm.id for arm in shown}
+    fronts = [
+        replace(
+            front,
+            arms=[name for name in front.arms if name in names],
+            unclear=[name for name in front.unclear if name in names],
+        )
+        for front in results.fronts
+    ]
+    groups = [g for g in results.groups if picked.groups is None or g.name in picked.groups]
+    return replace(results, arms=shown, fronts=fronts, groups=groups)
+
+
+def _matches(arm: Arm, picked: Picked) -> bool:
+    if picked.groups is not None and arm.group not in picked.groups:
+        return False
+    if picked.statuses is not None and not statuses(arm) & picked.statuses:
+        return False
+    # A factor that an arm's group does not vary says nothing about it.
+    if any(
+        arm.levels.get(factor, next(iter(levels), "")) not in levels
+        for factor, levels in picked.levels.items()
+    ):
+        return False
+    whole = f"{arm.id} {arm.label}".casefold()
+    return all(word in whole for word in picked.words.casefold().split())

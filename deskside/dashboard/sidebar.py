@@ -1,0 +1,105 @@
+"""The sidebar: which study is looked at, and which of its arms. An empty filter means everything."""
+
+import time
+from pathlib import Path
+
+import streamlit as st
+
+from deskside.dashboard import cached
+from deskside.dashboard.reading import Study, card_words, held_locks, is_live
+from deskside.dashboard.scan import Found, FoundRun
+from deskside.dashboard.selection import Picked, Selection, statuses
+from deskside.report import study_words as words
+from deskside.study.results import Results
+
+
+def show(root: Path, found: Found) -> Selection | None:
+    """Draw the sidebar; returns what was picked, None when there is nothing to pick from."""
+    with st.sidebar:
+        st.title("deskside")
+        st.caption(f"studies and runs below `{root}`")
+        studies = [study for path in found.studies if (study := cached.study(path)) and study.results]
+        choices: list[Study | None] = sorted(studies, key=_updated, reverse=True)
+        if found.own_runs:
+            choices.append(None)
+        if not choices:
+            st.caption("Nothing was found yet.")
+            st.button("Look again")
+            return None
+        names = [_name(choice, root, len(found.own_runs)) for choice in choices]
+        place = names.index(st.selectbox("study", names, key="study"))
+        chosen = choices[place]
+        if chosen is not None and chosen.results is not None:
+            whole, folder = chosen.results, chosen.path
+        else:
+            whole, folder = cached.runs(found.own_runs, live_runs(found.own_runs), root), None
+        picked = _filters(whole, names[place])
+        results = cached.selected(whole, picked)
+        st.caption(
+            f"{len(results.arms)} of {words.several(len(whole.arms), 'arm' if folder else 'run')} shown"
+        )
+        st.button("Read again")
+    card = card_words(whole.machine) if folder else ", ".join(sorted({a.levels["card"] for a in whole.arms}))
+    return Selection(folder, results, whole, card)
+
+
+def live_runs(runs: tuple[FoundRun, ...]) -> frozenset[Path]:
+    """The directories of the runs that are going on now."""
+    now, locks = time.time(), held_locks()
+    return frozenset(run.path for run in runs if is_live(run.path, now, locks))
+
+
+def _updated(study: Study | None) -> str:
+    return study.results.updated if study and study.results else ""
+
+
+def _name(study: Study | None, root: Path, runs: int) -> str:
+    if study is None:
+        return f"runs outside of studies ({runs:,})"
+    path = study.path
+    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.resolve().name
+
+
+def _filters(whole: Results, study: str) -> Picked:
+    """The filters of a study; their state belongs to that study."""
+
+    def several(label: str, options: list[str], shown: dict[str, str] | None = None) -> frozenset[str] | None:
+        if len(options) < 2:
+            return None
+        names = shown or {}
+        return (
+            frozenset(
+                st.multiselect(
+                    label,
+                    options,
+                    placeholder="all",
+                    key=f"{study}: {label}",
+                    format_func=lambda option: names.get(option, option),
+                )
+            )
+            or None
+        )
+
+    search = st.text_input("arm contains", key=f"{study}: search", placeholder="words of its name")
+    titles = {group.name: words.group_title(group) for group in whole.groups}
+    groups = several("group", [group.name for group in whole.groups], titles)
+    levels: dict[str, frozenset[str]] = {}
+    factors: dict[str, tuple[str, list[str]]] = {}
+    for group in whole.groups:
+        for factor in group.factors if groups is None or group.name in groups else []:
+            label, known = factors.setdefault(factor.name, (factor.label, []))
+            known += [level for level in factor.levels if level not in known]
+    for name, (label, known) in factors.items():
+        chosen = several(label, known)
+        if chosen is not None:
+            levels[name] = chosen
+    present = sorted({status for arm in whole.arms for status in statuses(arm)})
+    status = several("status", present, {name: words.status(name) for name in present})
+    seeds = several("seed", [str(seed) for seed in whole.seeds]) if whole.machine else None
+    return Picked(
+        groups=groups,
+        levels=levels,
+        statuses=status,
+        seeds=None if seeds is None else frozenset(int(seed) for seed in seeds),
+        words=search,
+    )

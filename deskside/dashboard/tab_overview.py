@@ -1,0 +1,136 @@
+"""Overview: what is here, and what each technique does, drawn."""
+
+import streamlit as st
+
+from deskside.dashboard import pictures, sidebar
+from deskside.dashboard.cached import Context
+from deskside.dashboard.common import chart, nothing, problems
+from deskside.dashboard.selection import Selection
+from deskside.report import study_words as words
+
+QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
+
+
+def show(context: Context) -> None:
+    """The tab."""
+    if context.selection is None:
+        nothing(context)
+    else:
+        _here(context, context.selection)
+    _problems(context)
+    st.header("What each technique does")
+    st.caption("Drawings: none of their numbers was measured. What was measured here is in the other tabs.")
+    first, second = st.columns(2)
+    with first:
+        _heads()
+        _recomputation()
+    with second:
+        _fp4()
+        _micro_batches()
+
+
+def _here(context: Context, selection: Selection) -> None:
+    live = sidebar.live_runs(context.found.runs)
+    for column, (label, count) in zip(
+        st.columns(3),
+        (
+            ("studies", len(context.found.studies)),
+            ("runs", len(context.found.runs)),
+            ("running now", len(live)),
+        ),
+        strict=True,
+    ):
+        column.metric(label, f"{count:,}")
+    results = selection.whole
+    st.header(results.name)
+    st.write(results.question)
+    if selection.folder is None:
+        return
+    trials = [trial for arm in results.arms for trial in arm.trials]
+    counts = {
+        status: sum(t.status == status for t in trials) for status in dict.fromkeys(t.status for t in trials)
+    }
+    ended = ", ".join(f"{count} {words.status(status)}" for status, count in counts.items())
+    told = [
+        f"On {selection.card}; {words.several(len(results.arms), 'arm')}, "
+        f"{words.several(len(results.seeds), 'seed')}; trials: {ended or 'none yet'}.",
+        *(
+            f"{words.group_title(group)}: {group.budget} per trial, based on {group.base}."
+            for group in results.groups
+        ),
+        *results.notes,
+    ]
+    if not results.complete:
+        told.append(f"It is not complete; it goes on with: deskside study --resume --out {selection.folder}")
+    st.markdown("\n".join(f"- {line}" for line in told))
+
+
+def _problems(context: Context) -> None:
+    found = problems(context)
+    if not found:
+        return
+    with st.expander(
+        f"{words.several(len(found), 'directory')} could not be read whole".replace(
+            "directorys", "directories"
+        )
+    ):
+        st.dataframe(
+            [{"directory": path, "why": reason} for path, reason in found], hide_index=True, width="stretch"
+        )
+
+
+def _heads() -> None:
+    st.subheader("Grouped-query attention")
+    st.write(
+        "Several query heads share one key-value head. Fewer keys and values are computed, and kept while text is "
+        "generated; too few cost quality. MHA: one each. MQA: one for all."
+    )
+    keys = st.select_slider("key-value heads", [16, 8, 4, 2, 1], value=4, key="overview-heads")
+    chart(pictures.heads(QUERY_HEADS, keys), "gqa", f"{QUERY_HEADS} query heads share {keys} key-value heads")
+    size = 2 * keys * HEAD_DIM * 2
+    st.caption(
+        f"With heads of {HEAD_DIM} in BF16, a layer keeps {size:,} bytes per token of text: "
+        f"{keys / QUERY_HEADS:.0%} of what MHA keeps."
+    )
+
+
+def _recomputation() -> None:
+    st.subheader("Recomputation")
+    st.write(
+        "The backward pass needs what the forward pass computed. Instead of keeping all of it, each block keeps its "
+        "input and is computed once more when its turn comes: less memory for about a third more arithmetic."
+    )
+    chart(
+        pictures.recomputation(),
+        "recomputation",
+        f"{pictures.BLOCKS} blocks: kept, memory peaks at {pictures.BLOCKS} blocks; recomputed, at about two",
+    )
+
+
+def _fp4() -> None:
+    st.subheader("Four-bit products (NVFP4)")
+    st.write(
+        "A number is a sign and one of eight sizes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Sixteen neighbours share one FP8 "
+        "scale, and a tensor one more. Products in it are fast on cards that have them; elsewhere they are emulated, "
+        "which shows what they do to quality and nothing of their speed."
+    )
+    chart(
+        pictures.fp4(),
+        "fp4",
+        "sixteen values and the nearest FP4 value of each; the largest ones lie on the coarsest grid",
+    )
+    st.caption("Dotted lines: all values that FP4 has at this block's scale.")
+
+
+def _micro_batches() -> None:
+    st.subheader("Micro-batches")
+    st.write(
+        "A step's batch goes through the model in passes whose gradients are summed. The result is that of one large "
+        "pass; memory is that of a small one. The largest micro-batch that fits is usually the fastest."
+    )
+    micro = st.select_slider("rows per pass", [16, 8, 4, 2, 1], value=4, key="overview-micro")
+    chart(
+        pictures.micro_batches(BATCH_ROWS, micro),
+        "micro-batches",
+        f"a batch of {BATCH_ROWS} rows in {BATCH_ROWS // micro} passes of {micro}",
+    )

@@ -1,0 +1,133 @@
+"""Results: everything as tables that can be sorted, filtered and taken away as CSV."""
+
+import streamlit as st
+
+from deskside.dashboard import tables
+from deskside.dashboard.cached import Context
+from deskside.dashboard.common import heading, problems, usable
+from deskside.dashboard.selection import Selection
+from deskside.report import study_words as words
+
+MOST_COLUMNS_STYLED = 200_000  # cells; a larger table is shown without its number formats
+
+
+def show(context: Context) -> None:
+    """The tab."""
+    selection = usable(context)
+    if selection is not None:
+        heading(selection)
+        _tables(selection)
+        _interactions(selection)
+        _claims(selection)
+        _pictures(selection)
+    found = problems(context)
+    if found:
+        st.header("Not read, or not whole")
+        rows = [{"directory": path, "why": reason} for path, reason in found]
+        st.dataframe(rows, hide_index=True, width="stretch")
+
+
+def _tables(selection: Selection) -> None:
+    results = selection.results
+    st.header("Results")
+    kind = st.radio(
+        "rows", ["arms", "trials"], horizontal=True, key="results-rows", label_visibility="collapsed"
+    )
+    frame = tables.shown_arms(results) if kind == "arms" else tables.shown_trials(results)
+    formats = {column: form for column, form in tables.formats().items() if column in frame.columns}
+    shown = (
+        frame.style.format(formats, na_rep=words.NOT_MEASURED) if frame.size <= MOST_COLUMNS_STYLED else frame
+    )
+    st.dataframe(shown, hide_index=True, width="stretch", height=min(640, 40 + 35 * max(1, len(frame))))
+    st.caption(
+        "A click on a heading sorts. Means over the finished trials; measured, and an emulated arm's speed is not its "
+        "format's. The sidebar filters; the files hold what is shown, with all digits and every interval."
+    )
+    stem = selection.folder.resolve().name if selection.folder else "runs"
+    first, second = st.columns(2)
+    first.download_button(
+        "Arms as CSV",
+        tables.arms(results).to_csv(index=False),
+        f"{stem}-arms.csv",
+        "text/csv",
+        width="stretch",
+    )
+    second.download_button(
+        "Trials as CSV",
+        tables.trials(results).to_csv(index=False),
+        f"{stem}-trials.csv",
+        "text/csv",
+        width="stretch",
+    )
+
+
+def _interactions(selection: Selection) -> None:
+    if not selection.results.interactions:
+        return
+    st.header("Do the options act independently?")
+    rows = []
+    for found in selection.results.interactions:
+        decimals = words.digits(found.effect)
+        interval = (
+            f" ({words.percent(found.low, decimals)} to {words.percent(found.high, decimals)})"
+            if found.low is not None and found.high is not None
+            else ""
+        )
+        rows.append(
+            {
+                "group": found.group,
+                "options": f"{found.first} and {found.second}",
+                "in": words.metric(found.metric).label,
+                "both together, beside their product": words.percent(found.effect, decimals) + interval,
+                "seeds": found.n,
+                "verdict": found.verdict,
+            }
+        )
+    st.dataframe(rows, hide_index=True, width="stretch")
+
+
+def _claims(selection: Selection) -> None:
+    if not selection.results.claims:
+        return
+    st.header("Claims")
+    rows = []
+    for claim in selection.results.claims:
+        interval = (
+            "" if claim.low is None or claim.high is None else f" ({claim.low:.3g} to {claim.high:.3g})"
+        )
+        measured = (
+            words.NOT_MEASURED if claim.measured is None else f"{claim.measured:.3g}{interval} {claim.unit}"
+        )
+        rows.append(
+            {
+                "claim": claim.text,
+                "claimed": claim.claimed,
+                "measured here": measured,
+                "verdict": claim.verdict,
+                "seeds": claim.n,
+                "scale": claim.scale,
+                "why": claim.explanation,
+                "source": claim.source,
+            }
+        )
+    st.dataframe(rows, hide_index=True, width="stretch")
+
+
+def _pictures(selection: Selection) -> None:
+    """The report's plots, which are drawn for print: black and white."""
+    if selection.folder is None:
+        return
+    plots = sorted((selection.folder / "plots").glob("*.png"))
+    st.header("Pictures")
+    if not plots:
+        st.caption(
+            f"The camera above a chart saves it as PNG. Pictures for print: deskside report {selection.folder}"
+        )
+        return
+    st.caption("The camera above a chart saves it as PNG. These are the report's, for print.")
+    with st.expander(f"{words.several(len(plots), 'picture')} of the report"):
+        for plot in plots:
+            st.image(str(plot), width="content")
+            st.download_button(
+                f"{plot.name}", plot.read_bytes(), plot.name, "image/png", key=f"plot-{plot.name}"
+            )

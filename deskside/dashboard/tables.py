@@ -1,0 +1,142 @@
+"""The study as tables: what the Results tab shows, and what its CSV files hold.
+
+The CSV files carry the stored numbers in full, under the keys of study/metrics.py. What was not measured is empty.
+"""
+
+from typing import Any
+
+import pandas as pd
+
+from deskside.report import study_words as words
+from deskside.study.metrics import METRICS
+from deskside.study.results import Arm, Results
+
+NOT_MEASURED = words.NOT_MEASURED
+
+
+def trials(results: Results) -> pd.DataFrame:
+    """One row per trial; the same columns as results.parquet names them: metrics by key, stored unit."""
+    factors = factor_names(results)
+    rows: list[dict[str, Any]] = []
+    for arm in results.arms:
+        for trial in arm.trials:
+            rows.append(
+                {
+                    "study": results.name,
+                    "group": arm.group,
+                    "arm": arm.id,
+                    **{f"factor_{name}": arm.levels.get(name, "") for name in factors},
+                    "seed": trial.seed,
+                    "status": trial.status,
+                    "reason": trial.reason,
+                    "emulated": arm.emulated,
+                    "device": trial.device,
+                    "run": trial.run,
+                    **{metric.key: trial.metrics.get(metric.key) for metric in METRICS},
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def arms(results: Results) -> pd.DataFrame:
+    """One row per arm: means with their intervals, and relative differences against its baseline."""
+    factors = factor_names(results)
+    rows: list[dict[str, Any]] = []
+    for arm in results.arms:
+        row: dict[str, Any] = {
+            "study": results.name,
+            "group": arm.group,
+            "arm": arm.id,
+            **{f"factor_{name}": arm.levels.get(name, "") for name in factors},
+            "status": arm.status,
+            "trials": len(arm.trials),
+            "finished": len(arm.finished()),
+            "emulated": arm.emulated,
+            "baseline": arm.baseline,
+        }
+        for metric in METRICS:
+            found = words.known(arm, metric.key)
+            row[metric.key] = found.mean if found else None
+            row[f"{metric.key}_low"] = found.low if found else None
+            row[f"{metric.key}_high"] = found.high if found else None
+            against = words.comparison(arm, metric.key)
+            row[f"{metric.key}_relative"] = against.relative if against else None
+            row[f"{metric.key}_relative_low"] = against.relative_low if against else None
+            row[f"{metric.key}_relative_high"] = against.relative_high if against else None
+            row[f"{metric.key}_verdict"] = against.verdict if against else ""
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def shown_arms(results: Results) -> pd.DataFrame:
+    """The arms for the eye: a column per measured metric in its shown unit, one per factor. Numbers sort as such."""
+    labels = {factor.name: factor.label for group in results.groups for factor in group.factors}
+    measured = [metric for metric in METRICS if words.measured(results.arms, metric.key)]
+    rows = []
+    for arm in results.arms:
+        row: dict[str, Any] = {"arm": arm.label, "status": words.state(arm)}
+        for metric in measured:
+            found = words.known(arm, metric.key)
+            row[words.unit(metric)] = found.mean * metric.scale if found else None
+        row |= {labels.get(name, name): arm.levels.get(name, "") for name in factor_names(results)}
+        row["products"] = "emulated" if arm.emulated else "native"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def shown_trials(results: Results) -> pd.DataFrame:
+    """The trials for the eye."""
+    measured = [
+        metric for metric in METRICS if any(metric.key in t.metrics for a in results.arms for t in a.trials)
+    ]
+    rows = []
+    for arm in results.arms:
+        for trial in arm.trials:
+            row: dict[str, Any] = {
+                "arm": arm.label,
+                "seed": trial.seed,
+                "status": words.status(trial.status),
+            }
+            for metric in measured:
+                value = trial.metrics.get(metric.key)
+                row[words.unit(metric)] = None if value is None else value * metric.scale
+            row["why"] = trial.reason
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def formats() -> dict[str, str]:
+    """Column heading -> how its numbers are written."""
+    return {words.unit(metric): f"{{:,.{metric.digits}f}}" for metric in METRICS}
+
+
+def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
+    """Arms against their baselines in words, for a few metrics; empty where nothing was compared."""
+    rows = []
+    for arm in results.arms:
+        if any(words.comparison(arm, key) for key in keys):
+            base = results.arm(arm.baseline)
+            rows.append(
+                {
+                    "arm": arm.label,
+                    "against": base.label if base else arm.baseline,
+                    **{words.metric(key).label: words.difference(arm, key) for key in keys},
+                    "products": "emulated" if arm.emulated else "native",
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def factor_names(results: Results) -> list[str]:
+    """Every factor of the study, in its order."""
+    return list(dict.fromkeys(factor.name for group in results.groups for factor in group.factors))
+
+
+def not_measured(arms_: list[Arm], key: str) -> str:
+    """Which arms lack a metric and why, as a sentence; empty when all have it."""
+    without = [arm for arm in arms_ if words.known(arm, key) is None]
+    if not without:
+        return ""
+    told = [f"{arm.label} ({words.state(arm)})" for arm in without[:6]]
+    more = f" and {len(without) - 6} more" if len(without) > 6 else ""
+    return f"Not measured: {'; '.join(told)}{more}."

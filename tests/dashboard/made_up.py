@@ -1,0 +1,130 @@
+"""Made-up directories for tests and benchmarks of the dashboard: studies, runs, broken and half-written ones."""
+
+import fcntl
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from deskside.study.compare import compare
+from deskside.study.results import ClaimResult, Results
+from tests.study import made
+
+
+def study(folder: Path, name: str = "made", **changes: Any) -> Results:
+    """A study with known effects, compared, as the runner leaves it."""
+    whole = compare(replace(made.results(), name=name))
+    whole = replace(whole, claims=[CLAIM], **changes)
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(whole.to_json()))
+    (folder / "study.json").write_text("{}")
+    return whole
+
+
+CLAIM = ClaimResult(
+    id="gqa-speed",
+    text="GQA 4:1 trains 5 % faster",
+    source="a guide",
+    claimed="+5 %",
+    measured=0.1,
+    low=0.09,
+    high=0.11,
+    unit="",
+    n=3,
+    scale="25 M",
+    verdict="holds in direction",
+    explanation="",
+)
+
+
+def run(
+    folder: Path, steps: int = 60, of: int = 60, seed: int = 1, finished: bool = True, **summary: Any
+) -> None:
+    """A run directory as training leaves it; unfinished ones have no summary."""
+    folder.mkdir(parents=True)
+    config = {"seed": seed, "optim": {"name": "muon"}, "precision": {"name": "bf16"}}
+    run_json = {
+        "schema_version": 1,
+        "name": folder.name,
+        "created": "2026-11-21T00:00:00+00:00",
+        "config": config,
+    }
+    (folder / "run.json").write_text(json.dumps(run_json))
+    machine = {"device": "cuda", "gpu": {"name": "a card that was made up", "memory_gib": 32.0}}
+    (folder / "environment.json").write_text(json.dumps(machine))
+    plan = {
+        "initial": {"steps": of, "tokens": of * 65536, "seconds": of * 0.5, "memory_gib": 8.0},
+        "precision": {"chosen": "bf16", "native": True},
+        "revisions": [{"step": 0, "progress": 0.0, "remaining": of, "step_seconds": 0.5}],
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    rows = [row(step) for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    if finished:
+        outcome = {
+            "schema_version": 1,
+            "status": "finished",
+            "val_bpb": 1.1 + 0.01 * seed,
+            "val_loss": 3.4,
+            "steps": steps,
+            "tokens": steps * 65536,
+            "seconds": steps * 0.5,
+            "tokens_per_second": 131072.0,
+            "mfu": 0.42,
+            "peak_memory_gib": 8.4,
+            "parameters": 124_000_000,
+            "precision": "bf16",
+            "emulated": False,
+            "predicted": {"tokens_per_second": {"plan": [90000, 120000, 150000], "measured": 131072.0}},
+            **summary,
+        }
+        (folder / "summary.json").write_text(json.dumps(outcome))
+
+
+def row(step: int) -> dict[str, Any]:
+    """A step as metrics.jsonl has it."""
+    return {
+        "step": step,
+        "tokens": step * 65536,
+        "seconds": step * 0.5,
+        "loss": 3.0 + 8.0 / (step + 1),
+        "val_bpb": 1.0 + 1.0 / step if step % 20 == 0 else None,
+        "tokens_per_second": 131072.0 + step % 7 * 300,
+        "memory_gib": 8.4,
+        "watts": 310.0,
+        "celsius": 64.0,
+    }
+
+
+def broken(root: Path) -> None:
+    """Directories in every bad state that a kill, a full disk or a person's hand leaves."""
+    (root / "studies/broken").mkdir(parents=True)
+    (root / "studies/broken/study.json").write_text("{}")
+    (root / "studies/broken/results.json").write_text('{"schema_version": 1, "name": "brok')
+    (root / "studies/odd").mkdir()
+    (root / "studies/odd/results.json").write_text('{"schema_version": 1, "groups": 3}')
+    (root / "studies/begun").mkdir()
+    (root / "studies/begun/study.json").write_text("{}")
+    (root / "elsewhere").mkdir()
+    (root / "elsewhere/results.json").write_text('{"scores": [1, 2]}')
+    run(root / "runs/half", steps=12, finished=False)
+    with (root / "runs/half/metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "tok')
+    old = 1_700_000_000
+    for name in ("metrics.jsonl", "plan.json", "run.json"):
+        os.utime(root / "runs/half" / name, (old, old))
+    run(root / "runs/garbage")
+    (root / "runs/garbage/run.json").write_text("{not json")
+    (root / "runs/garbage/summary.json").write_bytes(b"\xff\xfe[]")
+    (root / "runs/garbage/plan.json").write_text("[1, 2]")
+    os.utime(root / "runs/garbage/metrics.jsonl", (old, old))
+    (root / "runs/nothing").mkdir()
+
+
+def running(folder: Path, steps: int = 40) -> IO[str]:
+    """A run that goes on: its lock is held until the file that is returned is closed."""
+    run(folder, steps=steps, of=200, finished=False)
+    lock = (folder / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
