@@ -41,6 +41,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "chat": ("deskside.serve.commands", "run_chat", "talk to a run or a Hugging Face model in the terminal"),
     "export": ("deskside.serve.commands", "run_export", "write a run as a Hugging Face model"),
     "report": ("deskside.report.commands", "run", "report.md, report.html and plots of a run"),
+    "dashboard": (
+        "deskside.dashboard.command",
+        "run",
+        "look at studies and runs in a browser, also while they go on",
+    ),
 }
 
 NARROWEST = 30  # columns that help is laid out for
@@ -203,4 +208,5 @@ def _failed(error: Exception, code: int, debug: bool) -> int:
 
 
 def _list() -> str:
-    return "\n".join(f"  {name:<7} {what}" for name, (_, _, what) in COMMANDS.items())
+    width = max(len(name) for name in COMMANDS)
+    return "\n".join(f"  {name:<{width}} {what}" for name, (_, _, what) in COMMANDS.items())
