@@ -1,28 +1,39 @@
 """From logits to the next token.
 
-Everything here is a pure function: randomness enters as one uniform number per row (`u_B`), so the same numbers give
-the same tokens, whatever else stands in the batch. A draw inverts the cumulative distribution over the candidates in
-falling order of probability.
-
 The filters are applied one after another, each on what the one before left, renormalised:
 
-    temperature  logits / temperature; 0 is greedy and ignores every filter
-    top_k        the k most probable tokens
-    top_p        the smallest set of most probable tokens that holds at least this probability
-                 (nucleus sampling, Holtzman et al., 2020, arXiv:1904.09751)
-    min_p        tokens with at least this share of the best token's probability
-                 (Nguyen et al., 2024, arXiv:2407.01082)
+    repetition_penalty  a token that prompt or answer hold already: its logit is divided by the penalty where it is
+                        positive, else multiplied (Keskar et al. 2019, arXiv 1909.05858, as in transformers)
+    temperature         logits / temperature; 0 is greedy and ignores the filters below
+    top_k               the k most probable tokens
+    top_p               the smallest set of most probable tokens that holds at least this probability
+                        (nucleus sampling, Holtzman et al. 2020, arXiv 1904.09751)
+    min_p               tokens with at least this share of the best token's probability
+                        (Nguyen et al. 2024, arXiv 2407.01082)
 
 Equal logits are ordered by token id, so top_k keeps exactly k.
+
+A token is drawn by a race: each candidate gets an exponential random number over its probability, and the smallest
+wins, which happens with the candidate's probability (the Gumbel-max trick, Maddison et al. 2014, arXiv 1411.0030).
+The numbers are a function of the row's stream, its count of tokens and the token (noise.py). So the winner depends on
+the order in which candidates are looked at as little as on the rest of the batch, and the whole vocabulary is only
+sorted where a filter needs it.
+
+Every row has settings of its own, as tensors: a step runs on the device without asking what they are. What must be
+known before is how many candidates have to be ranked (`width_of`).
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from deskside.engine import noise
 from deskside.errors import UsageError
+
+GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2  # widths besides a number of best tokens
+WIDTHS = (64, 256, 1024, 4096)
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not 1e-30 <= self.temperature < float("inf"):
@@ -46,64 +58,183 @@ class Sampling:
                 raise UsageError(
                     f"{name}: {share} must be above 0 and at most 1; leave it out to switch it off"
                 )
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UsageError(
+                f"repetition_penalty: {self.repetition_penalty} must be above 0; 1 switches it off"
+            )
 
 
 GREEDY = Sampling(temperature=0.0)
 
 
-def candidates(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that may be drawn and their probabilities: (p_BV, token_BV), most probable first.
+@dataclass(frozen=True)
+class Settings:
+    """The samplings of rows, one value each. top_k int64, stream int64, the others float32."""
 
-    Probabilities are float32 and sum to one in each row; a token that a filter removed has probability 0. Temperature 0
-    leaves the whole probability on the best token.
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+    penalty_B: Tensor
+    stream_B: Tensor
+
+    @staticmethod
+    def of(samplings: Sequence[Sampling], streams: Sequence[int], device: torch.device | str) -> "Settings":
+        """A filter that is off gets a value that keeps everything. Copies to a GPU without waiting for it."""
+        floats = [
+            [s.temperature, 2.0 if s.top_p is None else s.top_p, s.min_p or 0.0, s.repetition_penalty]
+            for s in samplings
+        ]
+        whole = [
+            [1 << 40 if s.top_k is None else s.top_k, key] for s, key in zip(samplings, streams, strict=True)
+        ]
+        temperature, top_p, min_p, penalty = (
+            torch.tensor(floats, dtype=torch.float32).view(-1, 4).to(device, non_blocking=True).unbind(1)
+        )
+        top_k, stream = (
+            torch.tensor(whole, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True).unbind(1)
+        )
+        return Settings(temperature, top_k, top_p, min_p, penalty, stream)
+
+    def __getitem__(self, rows: Tensor) -> "Settings":
+        return Settings(*(column[rows] for column in self.columns()))
+
+    def put(self, rows: Tensor, other: "Settings") -> None:
+        """Overwrite some rows."""
+        for mine, new in zip(self.columns(), other.columns(), strict=True):
+            mine[rows] = new
+
+    def repeated(self, times: int) -> "Settings":
+        """Every row `times` times, one after the other."""
+        return Settings(*(column.repeat_interleave(times) for column in self.columns()))
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """In the order of the fields."""
+        return (
+            self.temperature_B,
+            self.top_k_B,
+            self.top_p_B,
+            self.min_p_B,
+            self.penalty_B,
+            self.stream_B,
+        )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """token: int64. Two natural logarithms of its probability, float32:
+
+    logprob: by the model at the row's temperature (1 where it is greedy), over the whole vocabulary, before penalty
+        and filters. It is what a policy gradient needs: filters are no part of the policy.
+    sampled_logprob: by the distribution that the token was drawn from; 0 where it is greedy.
+    """
+
+    token_B: Tensor
+    logprob_B: Tensor
+    sampled_logprob_B: Tensor
+
+
+def width_of(samplings: Iterable[Sampling], vocabulary: int) -> int:
+    """How many candidates must be ranked to draw for rows with these settings.
+
+    A number of the most probable ones; ALL; or UNRANKED and GREEDY_ONLY, which rank none.
+    """
+    drawn = [s for s in samplings if s.temperature > 0]
+    if not drawn:
+        return GREEDY_ONLY
+    if all(s.top_k is None and s.top_p is None for s in drawn):
+        return UNRANKED
+    most = max(vocabulary if s.top_k is None else s.top_k for s in drawn)
+    return next((width for width in WIDTHS if most <= width < vocabulary), ALL)
+
+
+def candidates(logits_BV: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens that may be drawn, and the tokens: (log_p_BW, token_BW).
+
+    log_p is float32, its exponentials sum to one in each row, and it is -inf where a filter removed the token.
+    Most probable first, except where width is UNRANKED: then all tokens by number. Not for GREEDY_ONLY.
+    """
+    V = logits_BV.shape[1]
+    greedy_B1 = (settings.temperature_B == 0)[:, None]
+    scaled_BV = _scaled(logits_BV, settings)
+    if width == UNRANKED:
+        token_BW = torch.arange(V, device=logits_BV.device).expand_as(scaled_BV)
+        scaled_BW = scaled_BV
+        first_BW = token_BW == logits_BV.argmax(-1, keepdim=True)
+        best_B1 = torch.zeros_like(scaled_BV[:, :1])  # the largest logit has been taken off
+        keep_BW = scaled_BW >= best_B1 + settings.min_p_B.log()[:, None]
+    else:
+        token_BW = ranked(logits_BV, V if width == ALL else width)
+        scaled_BW = scaled_BV.gather(1, token_BW)
+        rank_W = torch.arange(token_BW.shape[1], device=logits_BV.device)
+        first_BW = (rank_W == 0).expand_as(token_BW)
+        keep_BW = rank_W < settings.top_k_B[:, None]
+        p_BW = scaled_BW.masked_fill(~keep_BW, -torch.inf).softmax(-1, dtype=torch.float64)
+        # A token stays while the tokens before it hold less than top_p; the first always stays.
+        keep_BW = keep_BW & (p_BW.cumsum(-1) - p_BW < settings.top_p_B[:, None])
+        keep_BW = keep_BW & (scaled_BW >= scaled_BW[:, :1] + settings.min_p_B.log()[:, None])
+    keep_BW = torch.where(greedy_B1, first_BW, keep_BW | first_BW)
+    return scaled_BW.masked_fill(~keep_BW, -torch.inf).log_softmax(-1), token_BW
+
+
+def draw(
+    logits_BV: Tensor,
+    settings: Settings,
+    width: int,
+    count_B: Tensor,
+    seen_BV: Tensor | None = None,
+) -> Drawn:
+    """The next token of each row. count_B: int64, how many tokens its stream has given; seen_BV: bool, see `penalise`.
+
+    width: of these settings by `width_of`, or a wider one.
     """
     logits_BV = logits_BV.float()
-    if sampling.temperature > 0:
-        # The largest logit is taken off first, so that a tiny temperature cannot overflow.
-        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / sampling.temperature
-    sorted_BV, token_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-    keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)
-    if sampling.temperature == 0:
-        keep_BV[:, 1:] = False
+    penalised_BV = logits_BV if seen_BV is None else penalise(logits_BV, seen_BV, settings.penalty_B)
+    if width == GREEDY_ONLY:
+        token_B = penalised_BV.argmax(-1)
+        sampled_B = torch.zeros_like(token_B, dtype=torch.float32)
     else:
-        if sampling.top_k is not None:
-            keep_BV[:, sampling.top_k :] = False
-        if sampling.top_p is not None:
-            p_BV = _probabilities(sorted_BV, keep_BV)
-            # A token stays while the tokens before it hold less than top_p; the first always stays.
-            before_BV = p_BV.double().cumsum(-1) - p_BV.double()
-            keep_BV &= before_BV < sampling.top_p
-        if sampling.min_p is not None:
-            p_BV = _probabilities(sorted_BV, keep_BV)
-            keep_BV &= p_BV >= sampling.min_p * p_BV[:, :1]
-    return _probabilities(sorted_BV, keep_BV), token_BV
+        log_p_BW, token_BW = candidates(penalised_BV, settings, width)
+        winner_B1 = race(log_p_BW, settings.stream_B, count_B, noise.DRAW, token_BW)[:, None]
+        token_B = token_BW.gather(1, winner_B1)[:, 0]
+        sampled_B = log_p_BW.gather(1, winner_B1)[:, 0]
+    return Drawn(token_B, raw_logprobs(logits_BV, settings, token_B), sampled_B)
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, u_B: Tensor) -> Tensor:
-    """The next token of each row, int64 token_B, from logits_BV and one uniform number in [0, 1) per row."""
-    if sampling.temperature == 0:
-        return logits_BV.argmax(-1)
-    p_BV, token_BV = candidates(logits_BV, sampling)
-    cumulative_BV = p_BV.double().cumsum(-1)
-    drawn_B1 = u_B.to(cumulative_BV)[:, None] * cumulative_BV[:, -1:]
-    index_B1 = torch.searchsorted(cumulative_BV, drawn_B1, right=True)
-    # Rounding could carry a draw past the last candidate, onto a removed token.
-    last_B1 = (p_BV > 0).sum(-1, keepdim=True) - 1
-    return token_BV.gather(-1, torch.minimum(index_B1, last_B1))[:, 0]
+def raw_logprobs(logits_BV: Tensor, settings: Settings, token_B: Tensor) -> Tensor:
+    """`Drawn.logprob` of given tokens, float32."""
+    scaled_BV = _scaled(logits_BV.float(), settings)
+    return scaled_BV.gather(1, token_B[:, None])[:, 0] - scaled_BV.logsumexp(-1)
 
 
-class Uniforms:
-    """One stream of uniform numbers per row: row i depends only on (seed, i), not on the rows beside it."""
-
-    def __init__(self, seed: int, rows: int) -> None:
-        if seed < 0:
-            raise UsageError(f"seed: {seed} must be 0 or more")
-        self._streams = [np.random.default_rng((seed, row)) for row in range(rows)]
-
-    def draw(self, rows: list[int]) -> Tensor:
-        """The next number of each given row: u_B, float64, on the CPU."""
-        return torch.tensor([self._streams[row].random() for row in rows], dtype=torch.float64)
+def race(log_p_BW: Tensor, stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor) -> Tensor:
+    """Which candidate wins, int64 (B,). log_p needs no normalisation; -inf never wins."""
+    return (log_p_BW - noise.exponentials(stream_B, count_B, purpose, token_BW).log()).argmax(-1)
 
 
-def _probabilities(sorted_BV: Tensor, keep_BV: Tensor) -> Tensor:
-    return sorted_BV.masked_fill(~keep_BV, -torch.inf).softmax(-1)
+def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
+    """The repetition penalty on the tokens that a row has seen."""
+    penalty_B1 = penalty_B[:, None]
+    changed_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    return torch.where(seen_BV, changed_BV, logits_BV)
+
+
+def ranked(logits_BV: Tensor, width: int) -> Tensor:
+    """Tokens of the `width` largest logits, largest first, equal ones by token id: int64 (B, width).
+
+    Value and token are one integer, because torch's topk leaves the order of equal values open, and bfloat16 has many.
+    """
+    V = logits_BV.shape[1]
+    bits_BV = (logits_BV.float() + 0.0).view(torch.int32)  # + 0.0: there is one zero
+    rising_BV = (bits_BV ^ ((bits_BV >> 31) & 0x7FFFFFFF)).long()
+    key_BV = (rising_BV << 32) | torch.arange(V - 1, -1, -1, device=logits_BV.device)
+    best_BW = key_BV.sort(descending=True)[0] if width >= V else key_BV.topk(width)[0]
+    return V - 1 - (best_BW & 0xFFFFFFFF)
+
+
+def _scaled(logits_BV: Tensor, settings: Settings) -> Tensor:
+    """Logits over the temperature. The largest is taken off first, so that a tiny temperature cannot overflow."""
+    temperature_B1 = settings.temperature_B[:, None]
+    return (logits_BV - logits_BV.amax(-1, keepdim=True)) / torch.where(
+        temperature_B1 > 0, temperature_B1, 1.0
+    )

@@ -6,6 +6,8 @@ called alike, and differ in nothing that torch.compile looks at except their win
 block in activation checkpointing, and compiles the block, from outside.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from deskside.config.model import ModelConfig
@@ -144,6 +146,27 @@ class Block(nn.Module):
     ) -> tuple[Tensor, ...]:
         """(residual, delta), and the router's statistics (2, E) in a model with experts."""
         return self.mlp(*self.attn(residual_BTD, delta_BTD, rotation, context))
+
+    def forward_cached(
+        self,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor,
+        rotation: Rotation | None,
+        cache: KVCache,
+        number: int,
+        places: Places,
+        context: AttentionContext | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(residual, delta) of tokens that follow what the cache holds; `number` is the layer's."""
+        pair = self.attn.forward_cached(residual_BTD, delta_BTD, rotation, cache, number, places, context)
+        residual_BTD, delta_BTD, *_ = self.mlp(*pair)
+        return residual_BTD, delta_BTD
+
+
+CachedBlock = Callable[
+    [Block, Tensor, Tensor, Rotation | None, KVCache, int, Places, AttentionContext | None],
+    tuple[Tensor, Tensor],
+]
 
 
 def hidden_norm(config: ModelConfig) -> Norm:

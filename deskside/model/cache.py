@@ -33,7 +33,7 @@ class KVCache:
     """k, v: (layers, pages, K, S, C); table_BN: int64; lengths_B: int64, tokens that each row holds.
 
     `bound` is an upper bound of the lengths that is known without asking the device. In a `managed` cache the engine
-    has seen to it that there is room: positions beyond `limit` are padding, and are clamped.
+    has seen to it that there is room: positions beyond `limit` or a row's count are padding, and are clamped.
     """
 
     def __init__(
@@ -66,11 +66,10 @@ class KVCache:
 
         Raises UsageError when they do not fit, unless the cache is managed.
         """
-        position_BT = self.lengths_B[:, None] + torch.arange(tokens, device=self.lengths_B.device)
+        count_T = torch.arange(tokens, device=self.lengths_B.device)
+        position_BT = self.lengths_B[:, None] + count_T
         size = self.k.shape[3]
-        if self.managed:
-            position_BT = position_BT.clamp(max=self.limit - 1)
-        else:
+        if not self.managed:
             if self.bound + tokens > self.limit:
                 raise UsageError(
                     f"the key-value cache holds {self.limit} tokens, and {self.bound} + {tokens} were asked for; "
@@ -78,10 +77,15 @@ class KVCache:
                 )
             self.fresh = self.bound == 0
             self.bound += tokens
+            page_BT = self.table_BN.gather(1, position_BT // size)
+            return Places(position_BT, page_BT, position_BT % size)
+        last_B = self.lengths_B.new_full((), self.limit - 1)
+        if counts_B is not None:  # padding stands at the last token's position: there it sees something
+            last_B = torch.minimum(last_B, self.lengths_B + counts_B - 1)
+        position_BT = torch.minimum(position_BT, last_B[..., None])
         page_BT = self.table_BN.gather(1, position_BT // size)
-        if self.managed and counts_B is not None:
-            real_BT = torch.arange(tokens, device=position_BT.device) < counts_B[:, None]
-            page_BT = torch.where(real_BT, page_BT, SPARE)
+        if counts_B is not None:
+            page_BT = torch.where(count_T < counts_B[:, None], page_BT, SPARE)
         return Places(position_BT, page_BT, position_BT % size)
 
     def write(self, layer: int, places: Places, k_BTKC: Tensor, v_BTKC: Tensor) -> None:

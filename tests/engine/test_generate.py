@@ -7,7 +7,8 @@ import torch
 
 from deskside.config.model import ModelConfig
 from deskside.engine.generate import Result, events, generate
-from deskside.engine.sampling import GREEDY, Sampling, Uniforms, choose
+from deskside.engine.noise import stream_of
+from deskside.engine.sampling import ALL, GREEDY, Sampling, Settings, draw
 from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
 
@@ -47,12 +48,21 @@ def make(**other: Any) -> Transformer:
 
 @torch.no_grad()
 def plain(
-    model: Transformer, prompt: list[int], new: int, sampling: Sampling = GREEDY, row: int = 0, seed: int = 0
+    model: Transformer,
+    prompt: list[int],
+    new: int,
+    sampling: Sampling = GREEDY,
+    row: int = 0,
+    seed: int = 0,
 ) -> list[int]:
-    tokens, numbers = list(prompt), Uniforms(seed, row + 1)
-    for _ in range(min(new, model.config.max_position_embeddings - len(prompt))):
-        logits_BV = model(torch.tensor([tokens]))[:, -1]
-        tokens.append(int(choose(logits_BV, sampling, numbers.draw([row]))[0]))
+    tokens, device = list(prompt), model.embed.weight.device
+    settings = Settings.of([sampling], [stream_of(seed, row)], device)
+    for count in range(min(new, model.config.max_position_embeddings - len(prompt))):
+        logits_BV = model(torch.tensor([tokens], device=device))[:, -1]
+        seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+        seen_BV[0, tokens] = True
+        count_B = torch.tensor([count], device=device)
+        tokens.append(int(draw(logits_BV, settings, ALL, count_B, seen_BV).token_B[0]))
     return tokens[len(prompt) :]
 
 

@@ -2,13 +2,35 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from scipy import stats
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from deskside.engine.sampling import Sampling, Uniforms, candidates, choose
+from deskside.engine.noise import stream_of
+from deskside.engine.sampling import (
+    ALL,
+    GREEDY,
+    GREEDY_ONLY,
+    UNRANKED,
+    Sampling,
+    Settings,
+    candidates,
+    draw,
+    penalise,
+    ranked,
+    width_of,
+)
 from deskside.errors import UsageError
 
 LOGITS = st.lists(
@@ -59,9 +81,14 @@ def boundary(logits: list[float], sampling: Sampling) -> bool:
     return False
 
 
-def distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    p_BV, token_BV = candidates(torch.tensor([logits]), sampling)
-    return {int(t): float(p) for t, p in zip(token_BV[0], p_BV[0], strict=True) if p > 0}
+def settings_of(sampling: Sampling, rows: int = 1, seed: int = 0) -> Settings:
+    return Settings.of([sampling] * rows, [stream_of(seed, row) for row in range(rows)], "cpu")
+
+
+def distribution(logits: list[float], sampling: Sampling, width: int = ALL) -> dict[int, float]:
+    log_p_BW, token_BW = candidates(torch.tensor([logits]), settings_of(sampling), width)
+    pairs = zip(token_BW[0], log_p_BW[0].exp(), strict=True)
+    return {int(t): float(p) for t, p in pairs if p > 0}
 
 
 @given(LOGITS, SAMPLING)
@@ -77,52 +104,139 @@ def test_filters_equal_brute_force(logits: list[float], sampling: Sampling) -> N
         assert ours[token] == pytest.approx(share, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "warper"),
-    [
-        (Sampling(top_k=7), TopKLogitsWarper(7)),
-        (Sampling(top_p=0.7), TopPLogitsWarper(0.7)),
-        (Sampling(min_p=0.08), MinPLogitsWarper(0.08)),
-    ],
-)
-def test_each_filter_equals_transformers(sampling: Sampling, warper: object) -> None:
-    logits_BV = torch.randn(16, 300, generator=torch.Generator().manual_seed(3)) * 2
-    expected_BV = warper(None, logits_BV.clone()).softmax(-1)  # type: ignore[operator]
-    p_BV, token_BV = candidates(logits_BV, sampling)
-    torch.testing.assert_close(torch.zeros_like(p_BV).scatter(1, token_BV, p_BV), expected_BV)
-
-
-@given(LOGITS, SAMPLING, st.floats(0, 1, exclude_max=True))
+@given(LOGITS, SAMPLING)
 @settings(max_examples=200, deadline=None)
-def test_a_draw_is_always_a_candidate(logits: list[float], sampling: Sampling, u: float) -> None:
-    token = int(choose(torch.tensor([logits]), sampling, torch.tensor([u], dtype=torch.float64))[0])
-    assert token in distribution(logits, sampling)
+def test_every_width_that_is_wide_enough_gives_the_same(logits: list[float], sampling: Sampling) -> None:
+    """Rows are computed with the width that the widest row of their batch needs."""
+    assume(not boundary(logits, sampling))
+    wanted = distribution(logits, sampling)
+    need = width_of([sampling], len(logits))
+    if sampling.temperature == 0 or (sampling.top_k is None and sampling.top_p is None):
+        assert need in (UNRANKED, GREEDY_ONLY)
+        assert distribution(logits, sampling, UNRANKED) == pytest.approx(wanted, abs=1e-6)
+    if sampling.temperature == 0:
+        assert distribution(logits, sampling, 1) == wanted
+    elif sampling.top_k is not None and sampling.top_k < len(logits):
+        assert distribution(logits, sampling, sampling.top_k) == pytest.approx(wanted, abs=1e-6)
 
 
-def test_draws_invert_the_cumulative_distribution() -> None:
-    """A fine grid of uniforms must hit each token in proportion to its probability."""
-    logits, sampling, grid = [0.5, 2.0, -1.0, 1.0, 0.5], Sampling(temperature=0.9, top_k=4), 20_000
-    u_B = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
-    tokens_B = choose(torch.tensor([logits]).expand(grid, -1), sampling, u_B)
-    for token, share in brute_force(logits, sampling).items():
-        assert int((tokens_B == token).sum()) / grid == pytest.approx(share, abs=1 / grid + 1e-6)
+def test_width_of() -> None:
+    plain, greedy = Sampling(0.7, min_p=0.1), GREEDY
+    assert width_of([greedy], 50_000) == GREEDY_ONLY
+    assert width_of([greedy, plain], 50_000) == UNRANKED
+    assert width_of([greedy, Sampling(top_k=50)], 50_000) == 64
+    assert width_of([Sampling(top_k=50), Sampling(top_k=65, top_p=0.9)], 50_000) == 256
+    assert width_of([Sampling(top_k=50)], 64) == ALL
+    assert width_of([Sampling(top_p=0.9), plain], 50_000) == ALL
+    assert width_of([Sampling(top_k=50), plain], 50_000) == ALL
+
+
+TRANSFORMERS = [
+    (Sampling(top_k=7), [TopKLogitsWarper(7)]),
+    (Sampling(top_p=0.7), [TopPLogitsWarper(0.7)]),
+    (Sampling(min_p=0.08), [MinPLogitsWarper(0.08)]),
+    (
+        Sampling(0.7, 40, 0.9, 0.02),
+        [TemperatureLogitsWarper(0.7), TopKLogitsWarper(40), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
+    ),
+    (
+        Sampling(1.3, 40, 0.9, repetition_penalty=1.4),
+        [
+            RepetitionPenaltyLogitsProcessor(1.4),
+            TemperatureLogitsWarper(1.3),
+            TopKLogitsWarper(40),
+            TopPLogitsWarper(0.9),
+        ],
+    ),
+    (Sampling(repetition_penalty=0.6), [RepetitionPenaltyLogitsProcessor(0.6)]),
+]
+
+
+@pytest.mark.parametrize(("sampling", "warpers"), TRANSFORMERS)
+def test_filters_equal_transformers(sampling: Sampling, warpers: list[object]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits_BV = torch.randn(16, 300, generator=generator) * 2
+    text_BT = torch.randint(0, 300, (16, 40), generator=generator)
+    expected_BV = LogitsProcessorList(warpers)(text_BT, logits_BV.clone()).softmax(-1)  # type: ignore[arg-type]
+    seen_BV = torch.zeros(16, 300, dtype=torch.bool).scatter_(1, text_BT, True)
+    rows = settings_of(sampling, 16)
+    penalised_BV = penalise(logits_BV, seen_BV, rows.penalty_B)
+    for width in {width_of([sampling], 300), ALL}:
+        log_p_BW, token_BW = candidates(penalised_BV, rows, width)
+        ours_BV = torch.zeros(16, 300).scatter(1, token_BW, log_p_BW.exp())
+        torch.testing.assert_close(ours_BV, expected_BV)
+
+
+def test_greedy_takes_the_penalty_as_transformers_does() -> None:
+    logits_BV = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    text_BT = logits_BV.topk(3).indices
+    expected = RepetitionPenaltyLogitsProcessor(2.5)(text_BT, logits_BV.clone()).argmax(-1)
+    seen_BV = torch.zeros(8, 50, dtype=torch.bool).scatter_(1, text_BT, True)
+    rows = settings_of(Sampling(0.0, repetition_penalty=2.5), 8)
+    for width in (GREEDY_ONLY, UNRANKED, ALL, 8):
+        drawn = draw(logits_BV, rows, width, torch.zeros(8, dtype=torch.int64), seen_BV)
+        assert torch.equal(drawn.token_B, expected)
+        assert torch.equal(drawn.sampled_logprob_B, torch.zeros(8))
+
+
+def test_ranking_keeps_token_order_among_equals() -> None:
+    logits_BV = torch.tensor([[0.0, -0.0, 3.0, -torch.inf, 3.0, -1.0]])
+    for width in (6, 4):
+        assert ranked(logits_BV, width)[0].tolist() == [2, 4, 0, 1, 5, 3][:width]
+    random_BV = torch.randn(5, 2000).bfloat16()
+    order_BV = random_BV.float().argsort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ranked(random_BV, 2000), order_BV)
+    assert torch.equal(ranked(random_BV, 700), order_BV[:, :700])
+
+
+@given(LOGITS, SAMPLING, st.integers(0, 2**40))
+@settings(max_examples=200, deadline=None)
+def test_a_draw_is_always_a_candidate(logits: list[float], sampling: Sampling, seed: int) -> None:
+    drawn = draw(torch.tensor([logits]), settings_of(sampling, seed=seed), ALL, torch.tensor([seed % 7]))
+    assert int(drawn.token_B[0]) in distribution(logits, sampling)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.9, top_k=4), Sampling(1.5), Sampling(0.8, min_p=0.1)])
+def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+    """Chi-square over many draws of one stream."""
+    logits, n = [0.5, 2.0, -1.0, 1.0, 0.5], 20_000
+    rows = Settings.of([sampling] * n, [stream_of(8)] * n, "cpu")
+    logits_BV = torch.tensor([logits]).expand(n, -1)
+    width = width_of([sampling], 5)
+    drawn = draw(logits_BV, rows, width, torch.arange(n))
+    wanted = brute_force(logits, sampling)
+    counts = np.bincount(drawn.token_B.numpy(), minlength=5)
+    assert counts.sum() == n and set(np.flatnonzero(counts)) <= set(wanted)
+    found = [counts[token] for token in wanted]
+    assert stats.chisquare(found, [n * share for share in wanted.values()]).pvalue > 0.01
+    # The same tokens, whichever way the candidates were looked at.
+    assert torch.equal(drawn.token_B, draw(logits_BV, rows, ALL, torch.arange(n)).token_B)
+
+
+def test_log_probabilities_of_what_was_drawn() -> None:
+    logits_BV = torch.randn(30, 80, generator=torch.Generator().manual_seed(5)) * 3
+    sampling = Sampling(0.6, top_k=9, top_p=0.8, repetition_penalty=1.2)
+    seen_BV = torch.rand(30, 80) < 0.2
+    rows = settings_of(sampling, 30)
+    drawn = draw(logits_BV, rows, 64, torch.zeros(30, dtype=torch.int64), seen_BV)
+    raw_BV = (logits_BV.double() / 0.6).log_softmax(-1)
+    log_p_BW, token_BW = candidates(penalise(logits_BV, seen_BV, rows.penalty_B), rows, ALL)
+    filtered_BV = torch.full((30, 80), -torch.inf).scatter(1, token_BW, log_p_BW)
+    at = drawn.token_B[:, None]
+    torch.testing.assert_close(drawn.logprob_B.double(), raw_BV.gather(1, at)[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(drawn.sampled_logprob_B, filtered_BV.gather(1, at)[:, 0], atol=1e-6, rtol=1e-5)
+    greedy = draw(logits_BV, settings_of(GREEDY, 30), GREEDY_ONLY, torch.zeros(30, dtype=torch.int64))
+    torch.testing.assert_close(greedy.logprob_B, logits_BV.log_softmax(-1).amax(-1))
 
 
 def test_extreme_values() -> None:
-    u_B = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    cold = Sampling(temperature=1e-30)
-    assert int(choose(torch.tensor([[3.0, 5.0, 4.999]]), cold, u_B)[0]) == 1
-    forbidden = torch.tensor([[-torch.inf, 1.0, -torch.inf]])
-    assert int(choose(forbidden, Sampling(), u_B)[0]) == 1
-    assert int(choose(torch.tensor([[9.0, 9.0]]), Sampling(temperature=0), u_B)[0]) == 0
-
-
-def test_a_rows_numbers_do_not_depend_on_its_neighbours() -> None:
-    wide, narrow = Uniforms(5, 8), Uniforms(5, 3)
-    assert wide.draw(list(range(8)))[2] == narrow.draw([2])[0]
-    assert wide.draw([2])[0] == narrow.draw([2])[0]
-    assert len(set(Uniforms(5, 50).draw(list(range(50))).tolist())) == 50
-    assert Uniforms(6, 1).draw([0])[0] != Uniforms(5, 1).draw([0])[0]
+    zero = torch.zeros(1, dtype=torch.int64)
+    for width in (UNRANKED, ALL):
+        cold = draw(torch.tensor([[3.0, 5.0, 4.999]]), settings_of(Sampling(temperature=1e-30)), width, zero)
+        assert int(cold.token_B[0]) == 1
+        forbidden = torch.tensor([[-torch.inf, 1.0, -torch.inf]])
+        assert int(draw(forbidden, settings_of(Sampling()), width, zero).token_B[0]) == 1
+        assert int(draw(torch.tensor([[9.0, 9.0]]), settings_of(GREEDY), width, zero).token_B[0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -134,6 +248,8 @@ def test_a_rows_numbers_do_not_depend_on_its_neighbours() -> None:
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"min_p": -1.0},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.nan},
     ],
 )
 def test_values_out_of_range_are_named(values: dict[str, float]) -> None:

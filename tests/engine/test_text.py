@@ -2,12 +2,14 @@
 
 from functools import cache
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from deskside.data.tokenizer import SPECIAL_TOKENS, train
 from deskside.engine.text import REPLACEMENT, TextStream
+from deskside.errors import UsageError
 
 
 @cache
@@ -20,6 +22,7 @@ def tokenizer() -> Tokenizer:
 @settings(max_examples=200, deadline=None)
 def test_text_comes_in_whole_characters(text: str) -> None:
     text = text.replace(REPLACEMENT, "")
+    assume(not any(special in text for special in SPECIAL_TOKENS))  # which show as nothing
     stream = TextStream(tokenizer())
     tokens = tokenizer().encode(text, add_special_tokens=False).ids
     pieces = [stream.push(token) for token in tokens]
@@ -49,3 +52,30 @@ def test_special_tokens_are_silent() -> None:
     ids = [tokenizer().token_to_id(name) for name in SPECIAL_TOKENS]
     a = tokenizer().token_to_id("a")
     assert [stream.push(token) for token in [a, *ids, a]] == ["a", "", "", "", "a"]
+
+
+@given(st.text("abc\U0001f600", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_text_ends_before_the_stop_string_that_is_complete_first(text: str, stops: list[str]) -> None:
+    stream = TextStream(tokenizer(), stops)
+    said = ""
+    for token in tokenizer().encode(text, add_special_tokens=False).ids:
+        said += stream.push(token)
+        if stream.stopped:
+            break
+    said += stream.finish()
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    seen = text[: min(ends, default=len(text))]  # every letter is a token
+    assert said == text[: min((seen.find(stop) for stop in stops if stop in seen), default=len(text))]
+    assert stream.stopped == bool(ends)
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    stream = TextStream(tokenizer(), ["abc", "b!"])
+    ids = {c: tokenizer().token_to_id(c) for c in "abc!d"}
+    assert [stream.push(ids[c]) for c in "aabd"] == ["", "a", "", "abd"]
+    assert [stream.push(ids[c]) for c in "dab"] == ["d", "", ""]
+    assert [stream.push(ids["!"]), stream.stopped, stream.push(ids["d"])] == ["a", True, ""]
+    assert stream.finish() == ""
+    with pytest.raises(UsageError, match="empty"):
+        TextStream(tokenizer(), ["x", ""])

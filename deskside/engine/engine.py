@@ -1,0 +1,430 @@
+"""Generation for many requests at once: rows join and leave between steps (Orca, Yu et al. 2022, OSDI).
+
+A step lets waiting requests in, computes a bounded part of the prompts that are not in the cache yet, then one new
+token for every row whose prompt is. A long prompt is therefore computed in parts, between which the other rows go on.
+
+Memory: keys and values lie in pages (model/cache.py, pages.py). A row gets all pages that it can need when it is let
+in, so that nothing that runs ever has to stop for want of memory. Requests wait in their order until there is room.
+Full pages are shared: a prompt that begins like one that was computed before goes on from there, and the samples of one
+request wait for the first of them to compute the pages that they have in common.
+
+What a row gets depends on its prompt, settings and seed, and not on its neighbours, as far as arithmetic allows: matrix
+products may round differently for another number of rows or another cut of the prompt, and where two tokens are nearly
+equal, that can decide between them. Random numbers, filters and the spans of attention are the row's own.
+
+On a GPU the host is one step ahead: it queues a step before it has read the tokens of the one before. A row that ended
+there has then computed one token in vain, which is dropped. An engine belongs to one thread.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from deskside.engine import steps
+from deskside.engine.graphs import Graphs, bucket
+from deskside.engine.noise import stream_of
+from deskside.engine.pages import Key, Pages, keys_of
+from deskside.engine.requests import Answer, Event, Reason, Request, check_prompt
+from deskside.engine.sampling import Settings, width_of
+from deskside.engine.speculate import speculate
+from deskside.engine.steps import Forward, Slots
+from deskside.engine.text import TextStream
+from deskside.errors import UsageError
+from deskside.kernels.decode import in_kernel
+from deskside.model.transformer import Transformer
+
+PAGE_SIZE = 32  # tokens
+PREFILL_TOKENS = 4096  # of prompts in one step, padding included
+PAD_TO = 16  # prompts in one step are padded to a multiple of this
+
+
+@dataclass(eq=False)
+class _Row:
+    """One sample of a request, from its submission to its end."""
+
+    number: int  # of the request
+    sample: int
+    request: Request
+    end: int  # tokens that it may have in all
+    keys: list[Key]  # of the prompt's full pages
+    stream: TextStream | None
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    done: int = 0  # tokens of the prompt that are in the cache, or queued to be
+    learned: int = 0  # pages whose content is known to others
+    tokens: list[int] = field(default_factory=list)
+    flying: int = 0  # steps that are queued, and whose tokens the host has not seen
+    ended: bool = False
+
+    @property
+    def prompted(self) -> bool:
+        """Whether the whole prompt is in the cache."""
+        return self.done == len(self.request.prompt)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a further token is certainly allowed, each queued step giving one or more."""
+        return len(self.request.prompt) + len(self.tokens) + self.flying < self.end
+
+
+@dataclass
+class _Flight:
+    """A queued step: the rows whose tokens it brings, None for a lane that brings nothing, and where they arrive."""
+
+    rows: Sequence[_Row | None]
+    packed: Tensor  # (lanes, 1 + 3 W) on the host
+    arrived: torch.cuda.Event | None
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    max_batch: rows that run at once. max_tokens: tokens of prompts and answers that the cache holds for all of them.
+    tokenizer: makes text of tokens (Event.text), and is needed for stop strings. draft: a smaller model with the same
+    tokenizer, which proposes `drafts` tokens a step (speculate.py). graphs: None captures CUDA graphs where the step
+    allows it: on CUDA, without experts (whose products may need the host), attention in the kernel.
+    Raises UsageError for sizes that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        max_batch: int = 16,
+        max_tokens: int = 32768,
+        tokenizer: Tokenizer | None = None,
+        draft: Transformer | None = None,
+        drafts: int = 4,
+        page_size: int = PAGE_SIZE,
+        prefill_tokens: int = PREFILL_TOKENS,
+        graphs: bool | None = None,
+    ):
+        for name, value in (("max_batch", max_batch), ("page_size", page_size), ("drafts", drafts)):
+            if value < 1:
+                raise UsageError(f"{name}: {value} must be at least 1")
+        if max_tokens < page_size or prefill_tokens < 1:
+            raise UsageError(
+                f"max_tokens: {max_tokens}, in {prefill_tokens} at once: must hold a page of {page_size} tokens"
+            )
+        self.limit = model.config.max_position_embeddings
+        if draft is not None:
+            if draft.config.vocab_size != model.config.vocab_size:
+                raise UsageError(
+                    f"draft: its vocabulary has {draft.config.vocab_size} tokens and the model's "
+                    f"{model.config.vocab_size}; take a model with the same tokenizer"
+                )
+            self.limit = min(self.limit, draft.config.max_position_embeddings)
+        self.vocabulary = model.config.vocab_size
+        self.device = model.embed.weight.device
+        self.max_batch, self.page_size, self.prefill_tokens = max_batch, page_size, prefill_tokens
+        self.drafts = drafts if draft is not None else 0
+        self._tokenizer = tokenizer
+        per_row = -(-self.limit // page_size)
+        count = min(max_tokens // page_size, max_batch * per_row)
+        self._pages = Pages(count)
+        models = [model] if draft is None else [model, draft]
+        self._forwards = tuple(Forward(each, count, page_size, self.limit) for each in models)
+        self._slots = Slots(max_batch, per_row, self.vocabulary, self.device)
+        if graphs is None:
+            graphs = self.device.type == "cuda" and all(self._capturable(f) for f in self._forwards)
+        self._graphs = Graphs() if graphs else None
+        self._free = list(range(max_batch - 1, -1, -1))
+        self._waiting: deque[_Row] = deque()
+        self._running: list[_Row] = []
+        self._flights: deque[_Flight] = deque()
+        self._news: list[Event] = []
+        self._next = 0
+        self._lanes: tuple[list[int], Tensor] = ([], self._slots.lanes([]))
+
+    # What a caller does
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the key-value cache, in bytes; models and workspace apart."""
+        return sum(forward.nbytes for forward in self._forwards)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that a new request could have now, if no other waited."""
+        return self._pages.available * self.page_size
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits, runs or has to be told."""
+        return not (self._waiting or self._running or self._flights or self._news)
+
+    def submit(self, request: Request) -> int:
+        """Take a request in; returns its number, which its events carry.
+
+        Raises UsageError for a prompt that is empty, too long or no text of this model, for a request that would never
+        fit, and for stop strings without a tokenizer.
+        """
+        self._check(request)
+        number, self._next = self._next, self._next + 1
+        length = len(request.prompt)
+        end = min(self.limit, length + request.max_new_tokens)
+        keys = keys_of(request.prompt, self.page_size)
+        for sample in range(request.samples):
+            if length >= end:
+                self._news.append(Event(number, sample, None, "length"))
+                continue
+            stream = None
+            if self._tokenizer is not None:
+                stream = TextStream(self._tokenizer, request.stop_strings)
+            self._waiting.append(_Row(number, sample, request, end, keys, stream))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End what is left of a request; its samples end with the reason "cancelled". An ended one is left alone."""
+        for row in [*self._waiting, *self._running]:
+            if row.number == number:
+                self._news.append(self._close(row, "cancelled"))
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Compute, and tell what is new. Nothing left to do gives nothing."""
+        news, self._news = self._news, []
+        before = len(self._flights)
+        self._admit()
+        starting = [row for row in self._running if not row.prompted]
+        going = [row for row in self._running if row.prompted and row.wants_more]
+        if starting:
+            self._prefill(starting)
+        if going:
+            self._decode(going)
+        ahead = self.device.type == "cuda" and (starting or going)
+        for _ in range(before if ahead else len(self._flights)):
+            news.extend(self._land(self._flights.popleft()))
+        return news
+
+    def run(self, requests: Sequence[Request]) -> list[list[Answer]]:
+        """Answers to all of them, one for each sample. Only for an engine that has nothing else to do.
+
+        Raises as `submit`, before anything is computed.
+        """
+        if not self.idle:
+            raise UsageError("engine: run() would lose the events of other requests; use submit() and step()")
+        for request in requests:
+            self._check(request)
+        numbers = [self.submit(request) for request in requests]
+        answers = {
+            number: [Answer(len(request.prompt)) for _ in range(request.samples)]
+            for number, request in zip(numbers, requests, strict=True)
+        }
+        for event in self.events():
+            answers[event.request][event.sample].add(event)
+        return [answers[number] for number in numbers]
+
+    def events(self) -> Iterator[Event]:
+        """Steps until nothing is left."""
+        while not self.idle:
+            yield from self.step()
+
+    def weights_changed(self) -> None:
+        """Forget what was computed with other weights. Raises UsageError while something runs."""
+        if self._running or self._flights:
+            raise UsageError(
+                "engine: weights changed while answers are being written; let them end, or cancel"
+            )
+        self._pages.forget()
+
+    # What a step does
+
+    def _admit(self) -> None:
+        """Let rows in, in their order, while there are slots and pages."""
+        computing = {key for row in self._running if not row.prompted for key in row.keys[row.learned :]}
+        admitted: list[_Row] = []
+        later: list[_Row] = []
+        while self._waiting and self._free:
+            row = self._waiting.popleft()
+            length = len(row.request.prompt)
+            # The last token is computed in any case: its logits are wanted.
+            usable = row.keys[: (length - 1) // self.page_size]
+            known = self._pages.known(usable)
+            if known < len(usable) and usable[known] in computing:
+                later.append(row)  # until the row that computes this page is done with it
+                continue
+            taken = self._pages.take(usable[:known], -(-row.end // self.page_size) - known)
+            if taken is None:
+                later.append(row)
+                break
+            row.pages, row.slot = taken, self._free.pop()
+            row.done, row.learned = known * self.page_size, known
+            computing.update(row.keys[known:])
+            admitted.append(row)
+        self._waiting.extendleft(reversed(later))
+        if not admitted:
+            return
+        settings = Settings.of(
+            [row.request.sampling for row in admitted],
+            [stream_of(row.request.seed, row.request.first_sample + row.sample) for row in admitted],
+            self.device,
+        )
+        self._slots.fill(
+            [row.slot for row in admitted],
+            [row.pages for row in admitted],
+            [row.done for row in admitted],
+            settings,
+        )
+        for row in admitted:
+            if row.request.sampling.repetition_penalty != 1:
+                self._slots.see(row.slot, row.request.prompt)
+        self._running.extend(admitted)
+
+    def _prefill(self, starting: list[_Row]) -> None:
+        """A part of the prompts, in the order of the rows, within the bound on padded tokens."""
+        rows: list[_Row] = []
+        longest = 0
+        for row in starting:
+            length = min(len(row.request.prompt) - row.done, self.prefill_tokens)
+            padded = max(longest, -(-length // PAD_TO) * PAD_TO)
+            if rows and (len(rows) + 1) * padded > self.prefill_tokens:
+                break
+            rows.append(row)
+            longest = padded
+        parts = [row.request.prompt[row.done : row.done + longest][: self.prefill_tokens] for row in rows]
+        tokens = [list(part) + [0] * (longest - len(part)) for part in parts]
+        fresh = all(row.done == 0 for row in rows)
+        for row, part in zip(rows, parts, strict=True):
+            row.done += len(part)
+        output = steps.prefill(
+            self._forwards,
+            self._slots,
+            self._slots.lanes([row.slot for row in rows]),
+            torch.tensor(tokens, dtype=torch.int64).to(self.device, non_blocking=True),
+            self._slots.lanes([len(part) for part in parts]),
+            self._slots.lanes([int(row.prompted) for row in rows]),
+            max(row.done for row in rows),
+            fresh,
+            self._width(rows),
+            self._penalised(rows),
+        )
+        for row in rows:
+            self._learn(row, row.keys[: row.done // self.page_size])
+        self._launch([row if row.prompted else None for row in rows], output.packed())
+
+    def _decode(self, going: list[_Row]) -> None:
+        """One step of all rows whose prompt is in the cache."""
+        width, penalised = self._width(going), self._penalised(going)
+        most = 1 + self.drafts
+        reach = max(len(r.request.prompt) + len(r.tokens) + (r.flying + 1) * most for r in going)
+        bound = min(self.limit, reach)
+        slots = [row.slot for row in going]
+        if self.device.type == "cuda":
+            slots += [self._slots.nobody] * (bucket(len(slots)) - len(slots))
+        if slots != self._lanes[0]:
+            self._lanes = (slots, self._slots.lanes(slots))
+        lanes_B = self._lanes[1]
+        if self.drafts:
+            target, draft = self._forwards
+            whole = partial(speculate, target, draft, drafts=self.drafts)
+        else:
+            whole = partial(steps.decode, self._forwards[0])
+
+        def once(lanes_B: Tensor) -> Tensor:
+            read = self.limit if self._graphs is not None else bound
+            return whole(self._slots, lanes_B, bound=read, width=width, penalised=penalised).packed()
+
+        if self._graphs is not None:
+            packed = self._graphs.run((len(slots), width, penalised), lanes_B, once)
+        else:
+            packed = once(lanes_B)
+        self._launch(list(going), packed)
+
+    def _launch(self, rows: Sequence[_Row | None], packed: Tensor) -> None:
+        """Let what came out travel to the host."""
+        for row in rows:
+            if row is not None:
+                row.flying += 1
+        arrived = None
+        if packed.is_cuda:
+            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            packed = host
+        self._flights.append(_Flight(rows, packed, arrived))
+
+    def _land(self, flight: _Flight) -> Iterator[Event]:
+        """What a step's tokens mean for their rows. Lanes beyond the rows are nobody's."""
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        for row, (count, *values) in zip(flight.rows, flight.packed.tolist(), strict=False):
+            if row is None:
+                continue
+            row.flying -= 1
+            W = len(values) // 3
+            for i in range(int(count)):
+                if row.ended:
+                    break
+                yield self._take(row, int(values[i]), values[W + i], values[2 * W + i])
+
+    def _take(self, row: _Row, token: int, logprob: float, sampled_logprob: float) -> Event:
+        """A row's next token."""
+        request = row.request
+        if token in request.eos_tokens:
+            return self._close(row, "eos")
+        if token in request.stop_tokens:
+            return self._close(row, "stop")
+        row.tokens.append(token)
+        text = row.stream.push(token) if row.stream is not None else ""
+        reason: Reason | None = None
+        if row.stream is not None and row.stream.stopped:
+            reason = "stop"
+        elif len(request.prompt) + len(row.tokens) == row.end:
+            reason = "length"
+        if reason is not None:
+            text += self._close(row, reason).text
+        return Event(row.number, row.sample, token, reason, text, logprob, sampled_logprob)
+
+    def _close(self, row: _Row, reason: Reason) -> Event:
+        """End a row, and give back what it held."""
+        row.ended = True
+        text = row.stream.finish() if row.stream is not None else ""
+        if row.slot < 0:
+            self._waiting.remove(row)
+        else:
+            if row.prompted and row.tokens:
+                # The newest token is not in the cache.
+                self._learn(row, keys_of([*row.request.prompt, *row.tokens[:-1]], self.page_size))
+            self._pages.release(row.pages)
+            self._free.append(row.slot)
+            self._running.remove(row)
+        return Event(row.number, row.sample, None, reason, text)
+
+    # Small things
+
+    def _learn(self, row: _Row, keys: list[Key]) -> None:
+        """Pages of this row that are full now."""
+        for index in range(row.learned, len(keys)):
+            self._pages.learn(row.pages[index], keys[index])
+        row.learned = max(row.learned, len(keys))
+
+    def _width(self, rows: list[_Row]) -> int:
+        return width_of([row.request.sampling for row in rows], self.vocabulary)
+
+    @staticmethod
+    def _penalised(rows: list[_Row]) -> bool:
+        return any(row.request.sampling.repetition_penalty != 1 for row in rows)
+
+    def _capturable(self, forward: Forward) -> bool:
+        config = forward.model.config
+        queries = (1 + self.drafts) * (config.num_attention_heads // config.num_key_value_heads)
+        return not config.num_experts and in_kernel(queries, forward.cache.k[0])
+
+    def _check(self, request: Request) -> None:
+        check_prompt(request.prompt, self.vocabulary, self.limit)
+        length = len(request.prompt)
+        end = min(self.limit, length + request.max_new_tokens)
+        if -(-end // self.page_size) > self._pages.count:
+            raise UsageError(
+                f"prompt: {length} tokens and {end - length} new ones never fit the cache of "
+                f"{self._pages.count * self.page_size}; ask for fewer, or give the engine more max_tokens"
+            )
+        if request.stop_strings and self._tokenizer is None:
+            raise UsageError("stop: stop strings need an engine that has a tokenizer; give it one")

@@ -1,0 +1,119 @@
+"""One block of a decoding step, in few kernels.
+
+With one new token per row a kernel takes a few microseconds, whatever it does: the step is as long as its list of
+kernels. A block is written here in ten of them: add + norm, product, QK-norm + RoPE + write into the cache, attention
+and its join, product; add + norm, product, activation, product. The weights, and the numbers up to rounding, are those
+of `Block.forward_cached`, which takes over for the halves that are not covered.
+"""
+
+from torch import Tensor
+
+from deskside.kernels import fused
+from deskside.kernels.attention import AttentionContext
+from deskside.kernels.decode import into_cache, paged_attention
+from deskside.kernels.fused import QkvLayout
+from deskside.model.block import MLP, Attention, Block, Rotation
+from deskside.model.cache import KVCache, Places
+from deskside.model.transformer import Transformer
+from deskside.ops.composite import AddNormLinear
+from deskside.ops.norm import RMSNorm
+
+
+class FusedBlocks:
+    """`model.forward_cached(..., block=FusedBlocks(model))`, for steps of few tokens."""
+
+    def __init__(self, model: Transformer):
+        self._model = model
+
+    def __call__(
+        self,
+        block: Block,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor,
+        rotation: Rotation | None,
+        cache: KVCache,
+        number: int,
+        places: Places,
+        context: AttentionContext | None,
+    ) -> tuple[Tensor, Tensor]:
+        if covers_attention(block.attn):
+            residual_BTD, delta_BTD = self._attention(
+                block.attn, residual_BTD, delta_BTD, cache, number, places
+            )
+        else:
+            residual_BTD, delta_BTD = block.attn.forward_cached(
+                residual_BTD, delta_BTD, rotation, cache, number, places, context
+            )
+        if isinstance(block.mlp, MLP) and covers_mlp(block.mlp):
+            return self._mlp(block.mlp, residual_BTD, delta_BTD)
+        residual_BTD, delta_BTD, *_ = block.mlp(residual_BTD, delta_BTD)
+        return residual_BTD, delta_BTD
+
+    def _attention(
+        self,
+        half: Attention,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor,
+        cache: KVCache,
+        number: int,
+        places: Places,
+    ) -> tuple[Tensor, Tensor]:
+        B, T, _ = residual_BTD.shape
+        residual_ND, normed_ND = _add_norm(half.input, residual_BTD, delta_BTD)
+        (projection,) = half.input.projections
+        q_norm, k_norm = half.q_norm, half.k_norm
+        norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+        layout = QkvLayout(half.heads, half.kv_heads, half.head_dim, 0.0 if q_norm is None else q_norm.eps)
+        cos, sin = self._model.rope_cos, self._model.rope_sin
+        k, v = cache.k[number], cache.v[number]
+        q_NHC = into_cache(
+            projection(normed_ND),
+            norms,
+            None if cos is None or sin is None else (cos, sin),
+            layout,
+            k,
+            v,
+            places.position_BT.flatten(),
+            places.page_BT.flatten(),
+            places.place_BT.flatten(),
+        )
+        q_BTHC = q_NHC.view(B, T, half.heads, half.head_dim)
+        o_BTHC = paged_attention(q_BTHC, k, v, cache.table_BN, places.position_BT, cache.bound, half.window)
+        return residual_ND.view_as(residual_BTD), half.output(o_BTHC.flatten(2))
+
+    @staticmethod
+    def _mlp(half: MLP, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        residual_ND, normed_ND = _add_norm(half.input, residual_BTD, delta_BTD)
+        (projection,) = half.input.projections
+        hidden_NF = fused.gated(
+            projection(normed_ND),
+            half.output.activation,
+            len(projection.slices) == 2,  # type: ignore[arg-type]
+        )
+        assert isinstance(hidden_NF, Tensor)
+        return residual_ND.view_as(residual_BTD), half.output.projection(hidden_NF).view_as(residual_BTD)
+
+
+def covers_attention(half: Attention) -> bool:
+    """RMSNorm before one fused projection; channels in pairs."""
+    return _simple(half.input) and half.head_dim % 2 == 0
+
+
+def covers_mlp(half: MLP) -> bool:
+    """RMSNorm before one fused projection."""
+    return _simple(half.input)
+
+
+def _simple(operator: AddNormLinear) -> bool:
+    norm_first = isinstance(operator.norm, RMSNorm) and operator.position == "pre"
+    return norm_first and len(operator.projections) == 1
+
+
+def _add_norm(operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    assert isinstance(operator.norm, RMSNorm)
+    norm = operator.norm
+    residual_ND, normed_ND, _ = fused.add_norm(
+        residual_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), norm.weight, norm.eps
+    )
+    assert isinstance(normed_ND, Tensor)
+    return residual_ND, normed_ND

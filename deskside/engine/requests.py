@@ -1,0 +1,95 @@
+"""What is asked of the engine, and what it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from deskside.engine.sampling import GREEDY, Sampling
+from deskside.errors import UsageError
+
+Reason = Literal["eos", "stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    samples: continuations of the same prompt, which share its computation. Sample i of a request draws from the stream
+    of (seed, first_sample + i). eos_tokens and stop_tokens end a sample and are no part of it. stop_strings end it at
+    the token that completes one of them; that token is counted, but the text ends before the string. They need an
+    engine that has a tokenizer. Raises UsageError for values out of range.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    samples: int = 1
+    first_sample: int = 0
+    eos_tokens: frozenset[int] = frozenset()
+    stop_tokens: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens: {self.max_new_tokens} must be 0 or more")
+        if self.samples < 1:
+            raise UsageError(f"samples: {self.samples} must be at least 1")
+        if self.seed < 0 or self.first_sample < 0:
+            raise UsageError(f"seed: {self.seed}, {self.first_sample} must be 0 or more")
+        if "" in self.stop_strings:
+            raise UsageError("stop: an empty string would end every answer at once; leave it out")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A sample has a new token, or has ended for a reason, or both.
+
+    reason: "eos", an end-of-text token; "stop", another token or a string that was asked to stop at; "length",
+    max_new_tokens or the model's last position; "cancelled".
+    text: what became complete with this event, in whole characters; empty without a tokenizer.
+    logprob, sampled_logprob: of the token, see `sampling.Drawn`.
+    """
+
+    request: int
+    sample: int
+    token: int | None
+    reason: Reason | None
+    text: str = ""
+    logprob: float = 0.0
+    sampled_logprob: float = 0.0
+
+
+@dataclass
+class Answer:
+    """One sample, whole. `tokens` are the new ones, without the token that ended them; one logprob for each."""
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    reason: Reason | None = None
+
+    def add(self, event: Event) -> None:
+        """What an event says about this sample."""
+        if event.token is not None:
+            self.tokens.append(event.token)
+            self.logprobs.append(event.logprob)
+            self.sampled_logprobs.append(event.sampled_logprob)
+        self.text += event.text
+        self.reason = event.reason
+
+
+def check_prompt(prompt: Sequence[int], vocabulary: int, limit: int, name: str = "prompt") -> None:
+    """Raises UsageError for a prompt that is empty, longer than `limit`, or has tokens that the model has not."""
+    if not prompt:
+        raise UsageError(f"{name}: is empty; begin it with the end-of-text token")
+    if len(prompt) > limit:
+        raise UsageError(f"{name}: {len(prompt)} tokens do not fit the model's {limit} positions; shorten it")
+    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise UsageError(
+            f"{name}: token {wrong} is outside of the model's vocabulary of {vocabulary}; "
+            "use the tokenizer that the model was trained with"
+        )
