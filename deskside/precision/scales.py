@@ -5,6 +5,7 @@ where a tensor is cast owns a slot. During a step every cast notes its largest m
 them into the history and sets the next scales. A value beyond what was expected saturates.
 Before there is a history a tensor's scale is its own. That lasts for two steps: projections that write to the stream
 begin as zero, so what lies before them has its first gradient in the second step.
+More such steps, or BF16 ones before, change nothing that was seen: docs/precision.md, "The start of delayed scales".
 (Micikevicius et al. 2022, arXiv 2209.05433; the history of 16 and its maximum are transformer-engine's defaults.)
 """
 

@@ -20,6 +20,7 @@ from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.precision.apply import Applied, apply, not_covered
+from deskside.precision.backends import not_in_checkpoints
 from deskside.precision.selfcheck import check, check_head
 from deskside.precision.units import NONE, Units, units
 from deskside.train import parallel
@@ -87,6 +88,8 @@ def choose_recipe(
     if recipe_named(wanted).quantized and not result.native:
         why = f" ({result.reason.removeprefix('emulated: ')})" if result.reason else ""
         say(f"{wanted} is emulated on this device{why}: right numbers, at no more than BF16's speed")
+    if kept := not_in_checkpoints(config.backend, recipe_named(wanted)):
+        say(f"{config.backend} keeps {kept} to itself: a resumed run is not the same to the last bit")
     facts = {"chosen": wanted, "asked": name, "errors": dict(result.errors), "native": result.native}
     if recipe_named(wanted).quantized:
         facts["units"] = asdict(found if result.native else NONE)

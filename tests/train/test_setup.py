@@ -108,6 +108,29 @@ def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.Monk
     assert applied.shared.units == Units(fp4=True, mxfp8=faster)
 
 
+@pytest.mark.parametrize(
+    ("backend", "recipe", "said"),
+    [
+        ("deskside", "fp8-delayed", None),
+        ("torchao", "fp8-rowwise", None),
+        ("transformer-engine", "fp8-delayed", "the history of its scales"),
+        ("transformer-engine", "fp8-tensorwise", None),
+        ("transformer-engine", "nvfp4", "the state of its random numbers"),
+    ],
+)
+def test_what_a_library_does_not_hand_out_is_told(
+    backend: str, recipe: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch, NATIVE, NATIVE, Units())
+    setup.choose_recipe(config(recipe, precision={"backend": backend}), CARD, card.said.append)
+    if said is None:
+        assert not card.said
+    else:
+        assert card.said == [
+            f"{backend} keeps {said} to itself: a resumed run is not the same to the last bit"
+        ]
+
+
 def test_nothing_is_timed_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, NATIVE, NATIVE, Units(True, True))
     for asked in (config("bf16"), config("fp8", precision={"native": "never"})):

@@ -49,6 +49,16 @@ def load(name: str, recipe: Recipe, device: torch.device) -> Backend:
     )
 
 
+def not_in_checkpoints(name: str, recipe: Recipe) -> str | None:
+    """What a library keeps to itself that a resumed run would need to repeat the other to the last bit; else None."""
+    if name != "transformer-engine":
+        return None  # torchao's recipes have neither history nor random numbers
+    if any(o.rounding == "stochastic" for p in recipe.products for o in (p.left, p.right)):
+        return "the state of its random numbers"
+    delayed = any(o.scaling == "delayed" for p in recipe.products for o in (p.left, p.right))
+    return "the history of its scales" if delayed else None
+
+
 def counterpart(backend: str, known: Mapping[str, _T], recipe: Recipe) -> _T:
     """What a library has for a recipe. Raises UsageError that names the recipes it has."""
     if recipe.name not in known:
