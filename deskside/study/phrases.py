@@ -72,7 +72,7 @@ def phrase(comparison: Comparison, arm: Arm, results: Results, named: bool = Tru
         return f"{percent(abs(size), decimals)} {which}{than} ({_span(*ends, decimals)}, {seeds})"
     notes = f"{_span(low, high, digits(low, high), signed=True)}, {seeds}"
     if low > 0 or high < 0:
-        notes += f"; too little to stand among {_together(comparison, arm, results)} comparisons"
+        notes += f"; not enough for a verdict among {_together(comparison, arm, results)} comparisons"
     return f"no difference shown in {label}{against} ({notes})"
 
 

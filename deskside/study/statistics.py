@@ -4,10 +4,10 @@ The unit of the whole study is one number per seed: the mean of an arm, its diff
 seed, or a difference of such differences. Pairing by seed takes out what the seed does to both arms (data order,
 initial weights), and leaves numbers that are independent of each other, so that one sample is all that is needed.
 
-Why not a bootstrap. With three numbers the percentile bootstrap says 95 % and covers about 75 %; BCa is no better, the
+Why not a bootstrap. With three numbers the percentile bootstrap says 95 % and covers 74 %; BCa is no better, and the
 studentised bootstrap divides by zero in one resample of nine. Pooling the spread of all arms gives narrower intervals,
-but they cover the noisy arm, which is the one in doubt, far too rarely. Student's interval covers 93 to 97 % from two
-seeds on in everything that was tried. The table is in docs/statistics.md, and `python -m benchmarks.coverage` makes it.
+but they cover the noisy arm, which is the one in doubt, too rarely. Student's interval covers 93 to 97 % from two seeds
+on in everything that was tried. The table is in docs/statistics.md, and `python -m benchmarks.coverage` makes it.
 """
 
 import math

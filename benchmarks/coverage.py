@@ -1,0 +1,233 @@
+"""How often an interval of 95 % covers, and how wide it is, when it comes from a handful of seeds.
+
+    python -m benchmarks.coverage [--studies 4000] [--json FILE]
+
+Made-up studies with a known effect and known noise: a baseline and three other arms, one number per arm and seed, a
+shift that all arms of a seed share, and noise of these kinds:
+
+    Gaussian            of the same size in every arm
+    Student, 5 df       heavy tails
+    skewed              exponential, in every arm
+    one arm skewed      exponential and twice as large in one arm, which is the one that is looked at
+    one arm noisy       three times as large in one arm, which is the one that is looked at
+    baseline noisy      three times as large in the baseline
+
+For every method: the share of studies whose interval covers the effect of the arm that is looked at, and the median
+width. The last table counts differences that are called one where there is none.
+"""
+
+import argparse
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from deskside.study.pairs import log_ratio
+from deskside.study.statistics import LEVEL, shown
+
+SEEDS = (2, 3, 5, 10, 20)
+ARMS = 4  # with the baseline
+SPREAD = 0.004  # of the logarithm of a loss
+EFFECT = 0.01
+RESAMPLES = 999
+CHUNK = 250  # studies whose resamples are held at once
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+Ends = tuple[np.ndarray, np.ndarray]
+
+
+def gaussian(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.standard_normal(shape)
+
+
+def heavy(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.standard_t(5, shape) / math.sqrt(5 / 3)
+
+
+def skewed(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.exponential(1.0, shape) - 1.0
+
+
+def one_arm(noise: Draw, size: float, arm: int = 1) -> Draw:
+    """Gaussian noise in all arms but one. The shape is (studies, arms, seeds)."""
+
+    def drawn(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        values = draw.standard_normal(shape)
+        values[:, arm] = size * noise(draw, (shape[0], shape[2]))
+        return values
+
+    return drawn
+
+
+NOISES: dict[str, Draw] = {
+    "Gaussian": gaussian,
+    "Student, 5 df": heavy,
+    "skewed": skewed,
+    "one arm skewed": one_arm(skewed, 2.0),
+    "one arm noisy": one_arm(gaussian, 3.0),
+    "baseline noisy": one_arm(gaussian, 3.0, arm=0),
+}
+
+
+def losses(noise: Draw, studies: int, seeds: int, draw: np.random.Generator) -> np.ndarray:
+    """Losses of (studies, arms, seeds). Arm 0 is the baseline, the others are EFFECT (of the logarithm) worse."""
+    own = SPREAD * noise(draw, (studies, ARMS, seeds))
+    common = 2 * SPREAD * draw.standard_normal((studies, 1, seeds))
+    effect = np.array([0.0] + [EFFECT] * (ARMS - 1))[None, :, None]
+    return 1.3 * np.exp(own + common + effect)
+
+
+def student(values: np.ndarray) -> Ends:
+    """What a study uses."""
+    found = [log_ratio(study[1].tolist(), study[0].tolist()) for study in values]
+    return np.array([i.low for i in found]), np.array([i.high for i in found])
+
+
+def pooled(values: np.ndarray) -> Ends:
+    """Student's with one spread for all arms: the residuals of arms + seeds (two-way analysis of variance)."""
+    logs = np.log(values)
+    _, arms, seeds = logs.shape
+    rest = logs - logs.mean(2, keepdims=True) - logs.mean(1, keepdims=True) + logs.mean((1, 2), keepdims=True)
+    freedom = (arms - 1) * (seeds - 1)
+    half = stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(2 * (rest**2).sum((1, 2)) / freedom / seeds)
+    mean = (logs[:, 1] - logs[:, 0]).mean(1)
+    return mean - half, mean + half
+
+
+def moderated(values: np.ndarray) -> Ends:
+    """Between the two (Smyth 2004, with a prior of 4 degrees of freedom): an arm's own spread drawn to that of all."""
+    logs = np.log(values)
+    differences = logs[:, 1:] - logs[:, :1]
+    seeds, prior = logs.shape[2], 4
+    spreads = differences.var(2, ddof=1)
+    drawn = (prior * spreads.mean(1) + (seeds - 1) * spreads[:, 0]) / (prior + seeds - 1)
+    half = stats.t.ppf((1 + LEVEL) / 2, prior + seeds - 1) * np.sqrt(drawn / seeds)
+    mean = differences[:, 0].mean(1)
+    return mean - half, mean + half
+
+
+def resampled(method: str) -> Callable[[np.ndarray], Ends]:
+    """scipy's bootstrap of the mean of the paired differences: "percentile", "basic" or "BCa"."""
+
+    def ends(values: np.ndarray) -> Ends:
+        found = []
+        for start in range(0, len(values), CHUNK):
+            part = values[start : start + CHUNK]
+            logs = np.log(part[:, 1]) - np.log(part[:, 0])
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # BCa of two or three numbers warns that it cannot be computed
+                result = stats.bootstrap(
+                    (logs,), np.mean, axis=-1, vectorized=True, n_resamples=RESAMPLES, confidence_level=LEVEL,
+                    method=method, rng=np.random.default_rng(start),
+                )  # fmt: skip
+            found.append((result.confidence_interval.low, result.confidence_interval.high))
+        return np.concatenate([low for low, _ in found]), np.concatenate([high for _, high in found])
+
+    return ends
+
+
+def studentised(values: np.ndarray) -> Ends:
+    """Bootstrap-t (Efron 1979): resamples divided by their own spread. Without those that have none."""
+    logs = np.log(values[:, 1]) - np.log(values[:, 0])
+    seeds = logs.shape[1]
+    draw, low, high = np.random.default_rng(0), [], []
+    for sample in logs:
+        again = sample[draw.integers(0, seeds, (RESAMPLES, seeds))]
+        again = again[(again != again[:, :1]).any(1)]
+        t = (again.mean(1) - sample.mean()) / (again.std(1, ddof=1) / math.sqrt(seeds))
+        error = sample.std(ddof=1) / math.sqrt(seeds)
+        first, last = np.quantile(t, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        low.append(sample.mean() - last * error)
+        high.append(sample.mean() - first * error)
+    return np.array(low), np.array(high)
+
+
+METHODS: dict[str, Callable[[np.ndarray], Ends]] = {
+    "Student, paired (used)": student,
+    "percentile bootstrap": resampled("percentile"),
+    "basic bootstrap": resampled("basic"),
+    "BCa bootstrap": resampled("BCa"),
+    "studentised bootstrap": studentised,
+    "pooled over arms": pooled,
+    "moderated": moderated,
+}
+
+
+def coverage(method: str, noise: str, seeds: int, studies: int) -> tuple[float, float]:
+    """(share of intervals that cover, median width). An interval that could not be computed does not cover."""
+    values = losses(NOISES[noise], studies, seeds, np.random.default_rng(seeds))
+    low, high = METHODS[method](values)
+    covers = (low <= EFFECT) & (high >= EFFECT)
+    return float(covers.mean()), float(np.nanmedian(high - low)) if not np.isnan(low).all() else math.nan
+
+
+def false_calls(arms: int, real: int, seeds: int, studies: int) -> dict[str, float]:
+    """Of studies with `arms` arms beside the baseline, `real` of which differ by 5 spreads: how many calls are false.
+
+    any: share of studies with a false call; share: mean share of the calls that are false; power: of real differences
+    that are called, each of them for every interval without zero, and by the rule that a study goes by.
+    """
+    draw = np.random.default_rng(arms + seeds)
+    counts = {f"{what}, {how}": 0.0 for how in ("each alone", "used") for what in ("any", "share", "power")}
+    for _ in range(studies):
+        logs = SPREAD * draw.standard_normal((arms + 1, seeds))
+        logs[1 : real + 1] += 5 * SPREAD
+        p = [log_ratio(np.exp(row).tolist(), np.exp(logs[0]).tolist()).p or 0.0 for row in logs[1:]]
+        for how, called in (("each alone", [one < 1 - LEVEL for one in p]), ("used", shown(p))):
+            wrong = sum(called[real:])
+            counts[f"any, {how}"] += bool(wrong) / studies
+            counts[f"share, {how}"] += wrong / max(1, sum(called)) / studies
+            counts[f"power, {how}"] += sum(called[:real]) / max(1, real) / studies
+    return counts
+
+
+def main() -> None:
+    """Print both tables in Markdown."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser.add_argument("--studies", type=int, default=4000, help="made-up studies for each number")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    given = parser.parse_args()
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    print(
+        f"Coverage of intervals of 95 %, in %, at {', '.join(map(str, SEEDS))} seeds ({given.studies} studies each)\n"
+    )
+    print(f"| method | {' | '.join(NOISES)} |\n|---|{'---|' * len(NOISES)}")
+    for method in METHODS:
+        found[method] = {
+            noise: [coverage(method, noise, n, given.studies) for n in SEEDS] for noise in NOISES
+        }
+        cells = [" ".join(f"{100 * share:.0f}" for share, _ in numbers) for numbers in found[method].values()]
+        print(f"| {method} | {' | '.join(cells)} |", flush=True)
+    print(
+        "\nMedian width, Gaussian noise, in spreads (standard deviations) of one arm\n\n"
+        f"| method | {' | '.join(f'{n} seeds' for n in SEEDS)} |"
+    )
+    print(f"|---|{'--:|' * len(SEEDS)}")
+    for method, by_noise in found.items():
+        print(f"| {method} | {' | '.join(f'{width / SPREAD:.1f}' for _, width in by_noise['Gaussian'])} |")
+    print("\nDifferences that are called one, in %\n")
+    print("| arms | real | seeds | any false: each alone | used | false of those called: each alone | used "
+          "| real ones called: each alone | used |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|")  # fmt: skip
+    for arms, real, seeds in ((20, 0, 3), (20, 0, 5), (20, 10, 3), (20, 10, 5), (3, 1, 3), (3, 1, 5)):
+        row = false_calls(arms, real, seeds, max(1, given.studies // 4))
+        cells = [
+            f"{100 * row[f'{what}, {how}']:.0f}"
+            for what in ("any", "share")
+            for how in ("each alone", "used")
+        ]
+        cells += [f"{100 * row[f'power, {how}']:.0f}" if real else "" for how in ("each alone", "used")]
+        print(f"| {arms} | {real} | {seeds} | {' | '.join(cells)} |", flush=True)
+    if given.json is not None:
+        given.json.write_text(
+            json.dumps({"seeds": SEEDS, "studies": given.studies, "methods": found}, indent=1), "utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
