@@ -18,7 +18,6 @@ there has then computed one token in vain, which is dropped. An engine belongs t
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,6 +29,7 @@ from deskside.engine.graphs import Graphs, bucket
 from deskside.engine.noise import stream_of
 from deskside.engine.pages import Key, Pages, keys_of
 from deskside.engine.requests import Answer, Event, Reason, Request, check_prompt
+from deskside.engine.rows import Flight, Row
 from deskside.engine.sampling import Settings, width_of
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import Forward, Slots
@@ -41,44 +41,6 @@ from deskside.model.transformer import Transformer
 PAGE_SIZE = 32  # tokens
 PREFILL_TOKENS = 4096  # of prompts in one step, padding included
 PAD_TO = 16  # prompts in one step are padded to a multiple of this
-
-
-@dataclass(eq=False)
-class _Row:
-    """One sample of a request, from its submission to its end."""
-
-    number: int  # of the request
-    sample: int
-    request: Request
-    end: int  # tokens that it may have in all
-    keys: list[Key]  # of the prompt's full pages
-    stream: TextStream | None
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    done: int = 0  # tokens of the prompt that are in the cache, or queued to be
-    learned: int = 0  # pages whose content is known to others
-    tokens: list[int] = field(default_factory=list)
-    flying: int = 0  # steps that are queued, and whose tokens the host has not seen
-    ended: bool = False
-
-    @property
-    def prompted(self) -> bool:
-        """Whether the whole prompt is in the cache."""
-        return self.done == len(self.request.prompt)
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether a further token is certainly allowed, each queued step giving one or more."""
-        return len(self.request.prompt) + len(self.tokens) + self.flying < self.end
-
-
-@dataclass
-class _Flight:
-    """A queued step: the rows whose tokens it brings, None for a lane that brings nothing, and where they arrive."""
-
-    rows: Sequence[_Row | None]
-    packed: Tensor  # (lanes, 1 + 3 W) on the host
-    arrived: torch.cuda.Event | None
 
 
 class Engine:
@@ -133,10 +95,11 @@ class Engine:
         if graphs is None:
             graphs = self.device.type == "cuda" and all(self._capturable(f) for f in self._forwards)
         self._graphs = Graphs() if graphs else None
+        self._ahead = self.device.type == "cuda"  # queue a step before the last one's tokens are read
         self._free = list(range(max_batch - 1, -1, -1))
-        self._waiting: deque[_Row] = deque()
-        self._running: list[_Row] = []
-        self._flights: deque[_Flight] = deque()
+        self._waiting: deque[Row] = deque()
+        self._running: list[Row] = []
+        self._flights: deque[Flight] = deque()
         self._news: list[Event] = []
         self._next = 0
         self._lanes: tuple[list[int], Tensor] = ([], self._slots.lanes([]))
@@ -176,7 +139,7 @@ class Engine:
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, request.stop_strings)
-            self._waiting.append(_Row(number, sample, request, end, keys, stream))
+            self._waiting.append(Row(number, sample, request, end, keys, stream))
         return number
 
     def cancel(self, number: int) -> None:
@@ -197,7 +160,7 @@ class Engine:
             self._prefill(starting)
         if going:
             self._decode(going)
-        ahead = self.device.type == "cuda" and (starting or going)
+        ahead = self._ahead and (starting or going)
         for _ in range(before if ahead else len(self._flights)):
             news.extend(self._land(self._flights.popleft()))
         return news
@@ -238,8 +201,8 @@ class Engine:
     def _admit(self) -> None:
         """Let rows in, in their order, while there are slots and pages."""
         computing = {key for row in self._running if not row.prompted for key in row.keys[row.learned :]}
-        admitted: list[_Row] = []
-        later: list[_Row] = []
+        admitted: list[Row] = []
+        later: list[Row] = []
         while self._waiting and self._free:
             row = self._waiting.popleft()
             length = len(row.request.prompt)
@@ -276,9 +239,9 @@ class Engine:
                 self._slots.see(row.slot, row.request.prompt)
         self._running.extend(admitted)
 
-    def _prefill(self, starting: list[_Row]) -> None:
+    def _prefill(self, starting: list[Row]) -> None:
         """A part of the prompts, in the order of the rows, within the bound on padded tokens."""
-        rows: list[_Row] = []
+        rows: list[Row] = []
         longest = 0
         for row in starting:
             length = min(len(row.request.prompt) - row.done, self.prefill_tokens)
@@ -308,14 +271,14 @@ class Engine:
             self._learn(row, row.keys[: row.done // self.page_size])
         self._launch([row if row.prompted else None for row in rows], output.packed())
 
-    def _decode(self, going: list[_Row]) -> None:
+    def _decode(self, going: list[Row]) -> None:
         """One step of all rows whose prompt is in the cache."""
         width, penalised = self._width(going), self._penalised(going)
         most = 1 + self.drafts
         reach = max(len(r.request.prompt) + len(r.tokens) + (r.flying + 1) * most for r in going)
         bound = min(self.limit, reach)
         slots = [row.slot for row in going]
-        if self.device.type == "cuda":
+        if self._ahead:
             slots += [self._slots.nobody] * (bucket(len(slots)) - len(slots))
         if slots != self._lanes[0]:
             self._lanes = (slots, self._slots.lanes(slots))
@@ -336,7 +299,7 @@ class Engine:
             packed = once(lanes_B)
         self._launch(list(going), packed)
 
-    def _launch(self, rows: Sequence[_Row | None], packed: Tensor) -> None:
+    def _launch(self, rows: Sequence[Row | None], packed: Tensor) -> None:
         """Let what came out travel to the host."""
         for row in rows:
             if row is not None:
@@ -348,9 +311,9 @@ class Engine:
             arrived = torch.cuda.Event()
             arrived.record()
             packed = host
-        self._flights.append(_Flight(rows, packed, arrived))
+        self._flights.append(Flight(rows, packed, arrived))
 
-    def _land(self, flight: _Flight) -> Iterator[Event]:
+    def _land(self, flight: Flight) -> Iterator[Event]:
         """What a step's tokens mean for their rows. Lanes beyond the rows are nobody's."""
         if flight.arrived is not None:
             flight.arrived.synchronize()
@@ -364,7 +327,7 @@ class Engine:
                     break
                 yield self._take(row, int(values[i]), values[W + i], values[2 * W + i])
 
-    def _take(self, row: _Row, token: int, logprob: float, sampled_logprob: float) -> Event:
+    def _take(self, row: Row, token: int, logprob: float, sampled_logprob: float) -> Event:
         """A row's next token."""
         request = row.request
         if token in request.eos_tokens:
@@ -382,7 +345,7 @@ class Engine:
             text += self._close(row, reason).text
         return Event(row.number, row.sample, token, reason, text, logprob, sampled_logprob)
 
-    def _close(self, row: _Row, reason: Reason) -> Event:
+    def _close(self, row: Row, reason: Reason) -> Event:
         """End a row, and give back what it held."""
         row.ended = True
         text = row.stream.finish() if row.stream is not None else ""
@@ -399,17 +362,17 @@ class Engine:
 
     # Small things
 
-    def _learn(self, row: _Row, keys: list[Key]) -> None:
+    def _learn(self, row: Row, keys: list[Key]) -> None:
         """Pages of this row that are full now."""
         for index in range(row.learned, len(keys)):
             self._pages.learn(row.pages[index], keys[index])
         row.learned = max(row.learned, len(keys))
 
-    def _width(self, rows: list[_Row]) -> int:
+    def _width(self, rows: list[Row]) -> int:
         return width_of([row.request.sampling for row in rows], self.vocabulary)
 
     @staticmethod
-    def _penalised(rows: list[_Row]) -> bool:
+    def _penalised(rows: list[Row]) -> bool:
         return any(row.request.sampling.repetition_penalty != 1 for row in rows)
 
     def _capturable(self, forward: Forward) -> bool:

@@ -1,0 +1,49 @@
+"""What the host knows about a row, and about a step that is on its way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deskside.engine.pages import Key
+from deskside.engine.requests import Request
+from deskside.engine.text import TextStream
+
+
+@dataclass(eq=False)
+class Row:
+    """One sample of a request, from its submission to its end."""
+
+    number: int  # of the request
+    sample: int
+    request: Request
+    end: int  # tokens that it may have in all
+    keys: list[Key]  # of the prompt's full pages
+    stream: TextStream | None
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    done: int = 0  # tokens of the prompt that are in the cache, or queued to be
+    learned: int = 0  # pages whose content is known to others
+    tokens: list[int] = field(default_factory=list)
+    flying: int = 0  # steps that are queued, and whose tokens the host has not seen
+    ended: bool = False
+
+    @property
+    def prompted(self) -> bool:
+        """Whether the whole prompt is in the cache."""
+        return self.done == len(self.request.prompt)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a further token is certainly allowed, each queued step giving one or more."""
+        return len(self.request.prompt) + len(self.tokens) + self.flying < self.end
+
+
+@dataclass
+class Flight:
+    """A queued step: the rows whose tokens it brings, None for a lane that brings nothing, and where they arrive."""
+
+    rows: Sequence[Row | None]
+    packed: Tensor  # (lanes, 1 + 3 W) on the host
+    arrived: torch.cuda.Event | None

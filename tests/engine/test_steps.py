@@ -1,0 +1,117 @@
+"""What a GPU does differently, as far as it can run here: fused blocks, padded lanes, one step ahead."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.engine.engine import Engine
+from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
+from deskside.engine.graphs import bucket
+from deskside.engine.requests import Request
+from deskside.engine.sampling import GREEDY, Sampling
+from deskside.model.block import MLP, Block
+from deskside.model.transformer import Transformer
+from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
+
+FUSED = VARIANTS | {
+    "apart": {"fused_qkv": False, "fused_gate_up": False},
+    "bias": {"attention_bias": True, "mlp_bias": True},
+    "relu2": {"gated_mlp": False, "hidden_act": "relu2"},
+    "gelu": {"hidden_act": "gelu_new"},
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_blocks_equal_the_models(name: str) -> None:
+    model = make(**FUSED[name])
+    prompt, new = torch.arange(2 * 9).view(2, 9) * 5 % 97, torch.tensor([[3, 4], [60, 1]])
+    caches = [model.new_cache(2, 32) for _ in range(2)]
+    for cache in caches:
+        model.forward_cached(prompt, cache, torch.tensor([9, 6]))
+    expected = model.forward_cached(new, caches[0])
+    got = model.forward_cached(new, caches[1], block=FusedBlocks(model))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(caches[1].k, caches[0].k, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(caches[1].v, caches[0].v, atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_covered() -> None:
+    def covered(**changes: Any) -> tuple[bool, bool]:
+        block = make(**changes).layers[0]
+        assert isinstance(block, Block)
+        return covers_attention(block.attn), isinstance(block.mlp, MLP) and covers_mlp(block.mlp)
+
+    assert covered() == covered(**FUSED["bias"]) == covered(**FUSED["relu2"]) == (True, True)
+    assert covered(**FUSED["moe"]) == (True, False)
+    assert (
+        covered(**FUSED["apart"])
+        == covered(**FUSED["capped"])
+        == covered(**FUSED["learned"])
+        == (False, False)
+    )
+    assert covered(fused_gate_up=False) == (True, False)
+
+
+def as_on_a_gpu(model: Transformer, **options: Any) -> Engine:
+    engine = Engine(model, **options)
+    engine._ahead = True
+    for forward in engine._forwards:
+        forward._block = FusedBlocks(forward.model)
+    return engine
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_one_step_ahead_gives_the_same(drafted: bool) -> None:
+    """Rows end by length, by a token that the host learns about a step late, and by cancellation."""
+    model = make(num_hidden_layers=2)
+    draft = make(num_hidden_layers=1) if drafted else None
+    engine = as_on_a_gpu(model, max_batch=3, max_tokens=200, page_size=4, prefill_tokens=16, draft=draft)
+    free = engine.free_tokens
+    prompts = [*PROMPTS, [9, 9, 4], [33], [5, 17, 3, 8]]
+    alone = [plain(model, prompt, 14) for prompt in prompts]
+    eos = [tokens[4] if number % 2 else 96 for number, tokens in enumerate(alone)]
+    numbers = [
+        engine.submit(Request(tuple(prompt), 14, GREEDY, eos_tokens=frozenset({end})))
+        for prompt, end in zip(prompts, eos, strict=True)
+    ]
+    gone = engine.submit(Request((1, 2, 3), 40))
+    answers: dict[int, list[int]] = {number: [] for number in [*numbers, gone]}
+    reasons: dict[int, str] = {}
+    while not engine.idle:
+        for event in engine.step():
+            assert event.request not in reasons
+            if event.token is not None:
+                answers[event.request].append(event.token)
+            if event.reason is not None:
+                reasons[event.request] = event.reason
+        if len(answers[gone]) >= 5 and gone not in reasons:
+            engine.cancel(gone)
+    for number, tokens, end in zip(numbers, alone, eos, strict=True):
+        stop = tokens.index(end) if end in tokens else len(tokens)
+        assert answers[number] == tokens[:stop]
+        assert reasons[number] == ("eos" if end in tokens else "length")
+    assert reasons[gone] == "cancelled"
+    assert engine.free_tokens == free
+
+
+def test_a_slot_is_used_again_while_its_last_step_still_runs() -> None:
+    """One slot, and rows that end by a token: each next row is let in while a dropped step is on its way."""
+    model = make(num_hidden_layers=2)
+    engine = as_on_a_gpu(model, max_batch=1, max_tokens=64, page_size=4)
+    sampling = Sampling(0.9, repetition_penalty=1.2)
+    asked = []
+    for seed, prompt in enumerate(PROMPTS):
+        tokens = plain(model, prompt, 10, sampling, seed=seed)
+        asked.append(Request(tuple(prompt), 10, sampling, seed, eos_tokens=frozenset({tokens[5]})))
+    for request, (answer,) in zip(asked, engine.run(asked), strict=True):
+        tokens = plain(model, list(request.prompt), 10, sampling, seed=request.seed)
+        (end,) = request.eos_tokens
+        assert answer.tokens == tokens[: tokens.index(end)]
+
+
+def test_buckets_rise_and_hold_their_lanes() -> None:
+    sizes = [bucket(lanes) for lanes in range(1, 300)]
+    assert sizes == sorted(sizes)
+    assert all(lanes <= size <= max(2 * lanes, lanes + 31) for lanes, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 20
