@@ -20,7 +20,7 @@ from deskside.report.document import (
     clean,
 )
 
-WIDE = 5  # columns
+WIDE = 3  # columns
 STYLE = """
 :root { color-scheme: light; }
 body { margin: 0 auto; padding: 1rem; max-width: 72rem; background: #fff; color: #1a1a1a;
@@ -39,7 +39,7 @@ table { border-collapse: collapse; margin: 0.3rem 0; font-size: 0.92rem; overflo
 th, td { text-align: left; vertical-align: top; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid #ddd; }
 th { border-bottom-color: #777; }
 .wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: #fff; min-width: 7rem; }
-.wide td { min-width: 4.2rem; }
+.wide td { min-width: 5rem; }
 td { font-variant-numeric: tabular-nums; }
 pre { margin: 0.4rem 0; padding: 0.6rem; background: #f5f5f5; border: 1px solid #ddd; font-size: 0.85rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }

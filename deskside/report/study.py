@@ -1,11 +1,22 @@
 """What a study's report says, section by section, from its results. The statistics are the study's own."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from deskside.report import words
-from deskside.report.document import Block, Bullets, Code, Document, Figure, Paragraph, Section, Table
-from deskside.report.study_claims import claims_section
+from deskside.report.document import (
+    Block,
+    Bullets,
+    Code,
+    Details,
+    Document,
+    Figure,
+    Paragraph,
+    Section,
+    Table,
+)
+from deskside.report.study_claims import claims_section, counts
 from deskside.report.study_tables import (
     arms_table,
     finished,
@@ -16,10 +27,22 @@ from deskside.report.study_tables import (
     trials,
     unfinished,
 )
-from deskside.report.study_words import arms_of, group_title, several, status
+from deskside.report.study_words import (
+    NO_DIFFERENCE,
+    PRIMARY,
+    SPEED,
+    TOO_FEW,
+    arms_of,
+    comparison,
+    group_title,
+    metric,
+    several,
+    status,
+)
 from deskside.study.results import Group, Results
 from deskside.study.sentences import GOALS, insights
 
+SENTENCES = 4  # for each goal, before the rest is folded away
 TIMED = "of training"  # how a budget in time ends, in words
 METHODS = {
     "paired t": (
@@ -63,31 +86,77 @@ def verdict(results: Results) -> str:
     """The first things that the data says, and whether the study is whole."""
     done, all_ = finished(results.arms)
     if not done:
-        counts: dict[str, int] = {}
+        ended: dict[str, int] = {}
         for arm in results.arms:
             for trial in arm.trials:
-                counts[trial.status] = counts.get(trial.status, 0) + 1
-        how = ", ".join(f"{count} {status(name)}" for name, count in counts.items())
+                ended[trial.status] = ended.get(trial.status, 0) + 1
+        how = ", ".join(f"{count} {status(name)}" for name, count in ended.items())
         return f"Nothing to compare yet: no trial has come to its end ({how or 'none has begun'})."
-    first = insights(results, "quality")[:1] + insights(results, "speed")[:1]
     whole = (
         ""
         if results.complete
-        else f" The study is not complete: {done} of {all_} trials have come to their end."
+        else f"The study is not complete: {done} of {all_} trials have come to their end."
     )
-    return f"{' '.join(dict.fromkeys(first))}{whole}".strip() or f"{several(done, 'trial')} finished.{whole}"
+    best = insights(results, "quality")[:1] if len(results.groups) == 1 else []
+    judged = [counts(results)] if results.claims else []
+    return " ".join(line for line in (*judged, *best, tally(results), whole) if line)
+
+
+def tally(results: Results) -> str:
+    """How many arms are better or worse than their baselines in each of the three metrics that matter the most."""
+    told = []
+    for key in PRIMARY:
+        found: dict[str, int] = {}
+        for arm in results.arms:
+            if (c := comparison(arm, key)) is not None:
+                word = c.verdict
+                if word in ("lower", "higher", "exact"):
+                    sign = c.relative if metric(key).better == "higher" else -c.relative
+                    word = "better" if sign > 0 else "worse" if sign < 0 else "the same"
+                found[word] = found.get(word, 0) + 1
+        order = ("better", "worse", "the same", NO_DIFFERENCE, TOO_FEW)
+        if found:
+            told.append(
+                f"{metric(key).label}: {', '.join(f'{found[word]} {word}' for word in order if word in found)}"
+            )
+    arms = sum(any(comparison(arm, key) for key in PRIMARY) for arm in results.arms)
+    emulated = sum(arm.emulated for arm in results.arms if comparison(arm, SPEED))
+    note = f" ({emulated} of them emulated)" if emulated else ""
+    return f"{several(arms, 'arm')}{note} against their baselines: {'; '.join(told)}." if told else ""
 
 
 def said(results: Results) -> tuple[Block, ...]:
-    """What the data says for each goal, every sentence once."""
+    """What the data says: all of it for one group, the best of each of several, whose sections have the rest."""
+    if len(results.groups) == 1:
+        return tuple(_sentences(results)) or (Paragraph("Nothing yet: no trial has come to its end."),)
+    lines = [
+        f"{group_title(group)}: {sentence}"
+        for group in results.groups
+        for goal in ("quality", "speed")
+        for sentence in insights(_part(results, group), goal)[:1]
+    ]
+    return (Bullets(tuple(lines)),) if lines else (Paragraph("Nothing yet: no trial has come to its end."),)
+
+
+def _sentences(results: Results) -> list[Block]:
+    """What one group says for each goal, every sentence once, the less important ones folded away."""
     seen: set[str] = set()
     blocks: list[Block] = []
     for goal in GOALS:
         fresh = [sentence for sentence in insights(results, goal) if sentence not in seen]
         seen.update(fresh)
         if fresh:
-            blocks += [Paragraph(f"For {goal}:"), Bullets(tuple(fresh))]
-    return tuple(blocks) or (Paragraph("Nothing yet: no trial has come to its end."),)
+            blocks += [Paragraph(f"For {goal}:"), Bullets(tuple(fresh[:SENTENCES]))]
+        if fresh[SENTENCES:]:
+            blocks.append(
+                Details(f"{len(fresh) - SENTENCES} more for {goal}", (Bullets(tuple(fresh[SENTENCES:])),))
+            )
+    return blocks
+
+
+def _part(results: Results, group: Group) -> Results:
+    """The study as if it had this group alone."""
+    return replace(results, groups=[group], arms=arms_of(results, group))
 
 
 def method(results: Results) -> tuple[Block, ...]:
@@ -169,6 +238,7 @@ def _group(results: Results, group: Group, figures: list[Figure], absent: list[s
             "In brackets: intervals over seeds. Differences are against the baseline, paired by seed. Measured."
         ),
         *figures,
+        *(_sentences(_part(results, group)) if len(results.groups) > 1 else ()),
     ]
     if absent:
         blocks.append(Bullets(tuple(absent)))

@@ -70,32 +70,46 @@ def numbers(results: Results, group: Group) -> list[Block]:
 
 
 def interactions(results: Results) -> list[Block]:
-    """Whether factors act independently."""
+    """Whether factors act independently: what is shown to depend first, the rest folded away."""
     if not results.interactions:
-        return [Paragraph("No two factors of this study were varied together often enough to say.")]
-    several_groups = len(results.groups) > 1
-    rows = tuple(
-        (
-            *((_title(results, found.group),) if several_groups else ()),
-            f"{_factor(results, found, found.first)} x {_factor(results, found, found.second)}",
+        return [Paragraph("No two factors of this study were varied together in enough trials to say.")]
+    shown: list[tuple[str, ...]] = []
+    rest: list[tuple[str, ...]] = []
+    for found in results.interactions:
+        row = (
+            *((_title(results, found.group),) if len(results.groups) > 1 else ()),
+            f"{_factor(found, found.first)} x {_factor(found, found.second)}",
             metric(found.metric).label,
             relative(found.effect, number(found.low), number(found.high), found.verdict),
             str(found.n),
-            found.verdict,
         )
-        for found in results.interactions
+        depends = found.verdict in ("lower", "higher") or (found.verdict == "exact" and found.effect != 0)
+        (shown if depends else rest).append(row)
+    head = (
+        *(("group",) if len(results.groups) > 1 else ()),
+        "factors",
+        "metric",
+        "both beyond each alone",
+        "seeds",
     )
-    head = ("factors", "metric", "effect of both beyond each alone", "seeds", "verdict")
-    return [
+    blocks: list[Block] = [
         Paragraph(
             "An effect of zero: what one factor does is the same at every level of the other. "
-            "Relative, the difference of differences of logarithms."
-        ),
-        Table((("group", *head) if several_groups else head), rows),
+            "Relative, from the difference of differences of logarithms."
+        )
     ]
+    if shown:
+        blocks.append(Table(head, tuple(shown)))
+    else:
+        blocks.append(Paragraph("No two factors are shown to depend on each other."))
+    if rest:
+        blocks.append(
+            Details(f"Not shown to depend on each other ({len(rest)})", (Table(head, tuple(rest)),))
+        )
+    return blocks
 
 
-def _factor(results: Results, found: Interaction, name: str) -> str:
+def _factor(found: Interaction, name: str) -> str:
     level = found.levels.get(name)
     return f"{name.replace('_', ' ')} {level}" if level else name.replace("_", " ")
 

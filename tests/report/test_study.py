@@ -18,7 +18,9 @@ from deskside.report import html, markdown, study, study_words
 from deskside.report.commands import run, write_report
 from deskside.report.study_claims import claims_markdown
 from deskside.study.compare import compare
+from deskside.study.metrics import BY_KEY
 from deskside.study.results import Arm, ClaimResult, Comparison, Group, Results
+from deskside.study.sentences import GOALS, insights
 from tests.report.test_report import Page
 from tests.study import made
 
@@ -106,6 +108,12 @@ def test_table_has_the_numbers_of_the_results(tmp_path: Path) -> None:
 def test_sections_say_what_they_are_for(tmp_path: Path) -> None:
     results = compare(made.results())
     for text in pages(results, tmp_path):
+        told = "speed: 2 better, 4 worse; peak memory: 4 better, 2 the same."
+        assert (
+            "6 arms (4 of them emulated) against their baselines: validation loss:" in text and told in text
+        )
+        assert f"{insights(results, 'quality')[0]} 6 arms" in text
+        assert all(sentence in text for goal in GOALS for sentence in insights(results, goal))
         assert "What do GQA and FP4 gain and cost?" in text
         assert "4 minutes of training; compile, evaluation and checkpoints are not counted" in text
         assert "one row of 2048 tokens does not fit in 5.1 GiB" in text
@@ -124,8 +132,10 @@ def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> Non
     assert results.interactions and results.fronts
     for found in results.interactions:
         names = " x ".join(f"{name} {found.levels[name]}" for name in (found.first, found.second))
-        lines = [line for line in text.splitlines() if line.startswith(f"| {names} |")]
-        assert len(lines) == 3 and any(f"| {found.n} | {found.verdict} |" in line for line in lines)
+        cells = row(text, f"{names} | {BY_KEY[found.metric].label} |")
+        assert cells[2] == study_words.relative(found.effect, found.low, found.high, found.verdict)
+        assert cells[3] == str(found.n)
+    assert "No two factors are shown to depend on each other." in " ".join(text.split())
     front = next(front for front in results.fronts if front.metrics == ["tokens_per_second", "val_bpb"])
     cells = row(text, "speed, validation loss")
     labels = {
