@@ -40,6 +40,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "eval": ("deskside.serve.commands", "run_eval", "bits per byte of a run or a Hugging Face model"),
     "chat": ("deskside.serve.commands", "run_chat", "talk to a run or a Hugging Face model in the terminal"),
     "export": ("deskside.serve.commands", "run_export", "write a run as a Hugging Face model"),
+    "study": (
+        "deskside.cli_study",
+        "run",
+        "a matrix of configurations, run fairly and compared with error bars",
+    ),
     "report": ("deskside.report.commands", "run", "report.md, report.html and plots of a run"),
     "dashboard": (
         "deskside.dashboard.command",

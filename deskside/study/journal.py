@@ -1,0 +1,113 @@
+"""journal.jsonl: when each trial began and how it ended, one line per event, only ever appended to.
+
+It is what a resume goes by: a trial that began and has no end was running when the study died. A kill leaves at most
+one half-written last line, which is cut away when the journal is opened again.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from deskside.config import strict_json
+from deskside.errors import RunError
+from deskside.study.results import STATUSES
+from deskside.train.rundir import append_line
+
+FILE = "journal.jsonl"
+# A trial with one of these is done; the others are run by --resume.
+FINAL = tuple(status for status in STATUSES if status not in ("running", "pending"))
+Key = tuple[str, int]  # arm, seed
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the journal knows of a trial.
+
+    status: "running" for one that began and has no end. seconds: of its processes, those that a resume went on from
+    included; None where one of them has no end.
+    """
+
+    status: str = "pending"
+    reason: str = ""
+    attempts: int = 0
+    device: str = ""
+    started: str = ""
+    ended: str = ""
+    seconds: float | None = 0.0
+
+
+def replay(events: Iterable[Mapping[str, Any]]) -> dict[Key, Past]:
+    """Every trial's past from the journal's events in their order. Raises KeyError, TypeError or ValueError for what
+    is no event."""
+    past: dict[Key, Past] = {}
+    for event in events:
+        key = (str(event["arm"]), int(event["seed"]))
+        past[key] = after(past.get(key, Past()), event)
+    return past
+
+
+def after(before: Past, event: Mapping[str, Any]) -> Past:
+    """A trial's past once this has happened too."""
+    spent = before.seconds
+    if event["event"] == "started":
+        if not event["resumed"]:
+            spent = 0.0
+        elif before.status == "running":
+            spent = None  # nobody saw how long that process lived
+        attempts, device, time = before.attempts + 1, str(event["device"]), str(event["time"])
+        return Past("running", "", attempts, device, time, "", spent)
+    if event["event"] != "ended" or event["status"] not in STATUSES:
+        raise KeyError(f"{event['event']} {event.get('status', '')}")
+    lasted = event["seconds"]
+    spent = None if spent is None or lasted is None else spent + float(lasted)
+    status, reason, time = str(event["status"]), str(event["reason"]), str(event["time"])
+    return replace(before, status=status, reason=reason, ended=time, seconds=spent)
+
+
+class Journal:
+    """The file of one study. Raises RunError for a line that is damaged, and when the disk refuses a new one."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / FILE
+        self.past = replay_file(self.path)
+
+    def started(self, arm: str, seed: int, device: str, pid: int, resumed: bool) -> None:
+        """A trial's process has begun; `resumed`: it goes on from a checkpoint."""
+        self._append(arm, seed, "started", device=device, pid=pid, resumed=resumed)
+
+    def ended(self, arm: str, seed: int, status: str, reason: str, seconds: float | None) -> None:
+        """It has ended; seconds: of its process, None where nobody saw it end."""
+        self._append(arm, seed, "ended", status=status, reason=reason, seconds=seconds)
+
+    def of(self, arm: str, seed: int) -> Past:
+        """What is known of a trial."""
+        return self.past.get((arm, seed), Past())
+
+    def _append(self, arm: str, seed: int, event: str, **more: Any) -> None:
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        entry = {"time": time, "arm": arm, "seed": seed, "event": event, **more}
+        append_line(self.path, strict_json.dumps(entry))
+        self.past[arm, seed] = after(self.of(arm, seed), entry)
+
+
+def replay_file(path: Path) -> dict[Key, Past]:
+    """The past of every trial; a half-written last line is cut away."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    events = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            events.append(json.loads(line))
+            replay(events[-1:])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RunError(f"{path}: line {number} is damaged ({error}); delete that line") from None
+    return replay(events)
