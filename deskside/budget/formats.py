@@ -7,7 +7,8 @@
   against the vendor's, not measured yet.
 - FP8 is converted by the kernels that produce a tensor. What that costs in traffic is what published llmq runs in FP8
   and BF16 need per element, 12.3 against 8.39 (facts/measurements.csv). Nothing of deskside's own is measured yet.
-- NVFP4 needs the largest value of a tensor first: it is read twice and written once for each product it enters.
+- NVFP4 needs the largest value of a tensor first: it is read twice and written once for each product it enters. Its
+  recipes are priced alike: what four over six and MS-EDEN compute beyond that is not modelled.
 
 Copies of the weights are made once per optimiser step and stay until the next (`precision.weight_cache`).
 """

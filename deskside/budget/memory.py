@@ -237,18 +237,17 @@ def has_cache(work: Work) -> bool:
 def cached_weights(shape: Shape, work: Work) -> float:
     """Bytes of the converted weights that stay from step to step: blocks in the recipe's formats, kept blocks in BF16,
     and the head's W and W^T where it is in FP8."""
-    share = work.kept_blocks / shape.num_hidden_layers
-    each = (1 - share) * weight_copies(work.precision, work.native) + share * weight_copies(
-        "bf16", work.native
-    )
+    share = work.quantized_share(shape.num_hidden_layers)
+    each = share * weight_copies(work.precision, work.native)
+    each += (1 - share) * weight_copies("bf16", work.native)
     head = weight_copies("fp8", work.native) * shape.vocab_size * shape.hidden_size if work.fp8_head else 0.0
     return each * block_matrices(shape) + head
 
 
 def saved_per_value(shape: Shape, work: Work) -> float:
     """Bytes per value of what projections read, kept for their weight gradients: the mean over the blocks."""
-    share = work.kept_blocks / shape.num_hidden_layers
-    return share * SAVED_BF16 + (1 - share) * saved_bytes(work.precision)
+    share = work.quantized_share(shape.num_hidden_layers)
+    return (1 - share) * SAVED_BF16 + share * saved_bytes(work.precision)
 
 
 def bucket_bytes(shape: Shape, work: Work) -> int:

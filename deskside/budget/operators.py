@@ -170,7 +170,7 @@ def _products(
 ) -> Iterator[Operator]:
     """The projections of all blocks, by the rate they run at. A third of a step's FLOPs are the forward's, and all of
     what is recomputed."""
-    blocks = 1 - work.kept_blocks / shape.num_hidden_layers if quantized(work.precision) else 0.0
+    blocks = work.quantized_share(shape.num_hidden_layers) if quantized(work.precision) else 0.0
     forward, backward = kinds(work.precision)
     shares: dict[RunsAs, float] = {_plain(work): 1 - blocks}
     of_step: tuple[tuple[Kind, float], ...] = ((forward, 1 / 3), (backward, 2 / 3))
@@ -204,7 +204,7 @@ def _quantizing(
     """
     if not quantized(work.precision):
         return
-    blocks = 1 - work.kept_blocks / layers
+    blocks = work.quantized_share(layers)
     forward, backward = kinds(work.precision)
     if forward == "fp8":
         share = 1.0 if backward == "fp8" or recompute else 0.5  # of both passes, or of the forward alone

@@ -18,10 +18,12 @@ class Work:
     tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
     optimizer states are spread over the GPUs (FSDP), else every GPU holds them; loss_chunk_tokens: tokens whose logits
     exist at one time; native: formats below 16 bits that the tensor cores run, the others are emulated; kept_blocks:
-    that stay in BF16 when precision is quantised; fp8_head: the head's products are in FP8; copies: how
-    long BF16 copies of weights are kept, "pass": from forward to backward (autograd), "step": from pass to pass (the
-    cache, as formats below 16 bits always have it), "use": not at all; states: format of the optimizer
-    states; offload_optimizer: they lie on the host and are streamed through the GPU at each step.
+    that stay in BF16 when precision is quantised; kept_weights: share of the other blocks' weights that does so
+    too, where single projections are kept (what they read and write goes by their weights); fp8_head: the head's
+    products are in FP8; copies: how long BF16 copies of weights are kept, "pass": from forward to backward
+    (autograd), "step": from pass to pass (the cache, as formats below 16 bits always have it), "use": not at all;
+    states: format of the optimizer states; offload_optimizer: they lie on the host and are streamed through the GPU
+    at each step.
     """
 
     sequence_length: int
@@ -33,6 +35,7 @@ class Work:
     precision: Precision = "bf16"
     native: frozenset[LowKind] = ALL_NATIVE
     kept_blocks: int = 0
+    kept_weights: float = 0.0
     fp8_head: bool = False
     copies: CopiesKept = "pass"
     activation_checkpointing: Checkpointing = "none"
@@ -53,6 +56,10 @@ class Work:
             raise ValueError(
                 f"tokens: {self.tokens} is no multiple of {self.gpus} x {self.micro_tokens} micro-batch tokens"
             )
+
+    def quantized_share(self, layers: int) -> float:
+        """Of the weights of all blocks, those that are not kept in BF16 when precision is quantised."""
+        return (1 - self.kept_blocks / layers) * (1 - self.kept_weights)
 
     @property
     def by_hand(self) -> bool:

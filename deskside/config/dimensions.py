@@ -66,6 +66,23 @@ def check_dimensions(
             )
 
 
+def projections(model: ModelConfig) -> dict[tuple[str, ...], int]:
+    """The weights of a dense block: the projections that share one, and its size."""
+    D, F = model.hidden_size, model.intermediate_size
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    attention = {("q_proj",): q * D, ("k_proj",): kv * D, ("v_proj",): kv * D}
+    mlp = {("gate_proj",): F * D, ("up_proj",): F * D} if model.gated_mlp else {("up_proj",): F * D}
+    entering = [(attention, model.fused_qkv), (mlp, model.fused_gate_up)]
+    found: dict[tuple[str, ...], int] = {("o_proj",): D * q, ("down_proj",): D * F}
+    for weights, fused in entering:
+        names = [name for (name,) in weights]
+        if fused:
+            found[tuple(names)] = sum(weights.values())
+        else:
+            found |= {(name,): weights[name,] for name in names}
+    return found
+
+
 def _multiple(product: Product, unit: int) -> int:
     """What the summed dimension of a product must be a multiple of; 1 where it is not quantised."""
     if not product.quantized:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from deskside.config.base import Part
-from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions
+from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions, projections
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig, OptimConfig
 from deskside.config.parts import (
@@ -153,12 +153,4 @@ class RunConfig(Part):
 
     def _left_to_quantize(self) -> bool:
         """Whether `precision.keep` leaves a weight of a block to the recipe. Those that share one stay together."""
-        model = self.model
-        qkv, gate_up = (
-            ["q_proj", "k_proj", "v_proj"],
-            ["gate_proj", "up_proj"] if model.gated_mlp else ["up_proj"],
-        )
-        weights = [[name] for name in ("o_proj", "down_proj")]
-        weights += [qkv] if model.fused_qkv else [[name] for name in qkv]
-        weights += [gate_up] if model.fused_gate_up else [[name] for name in gate_up]
-        return any(not set(weight) & set(self.precision.keep) for weight in weights)
+        return any(not set(weight) & set(self.precision.keep) for weight in projections(self.model))

@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from deskside.budget.formats import LowKind, Precision
 from deskside.budget.work import Checkpointing, CopiesKept, OptimizerName, StateFormat
+from deskside.config.dimensions import projections
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
 
@@ -28,6 +29,7 @@ class FormatOptions(TypedDict):
 
     precision: Precision
     native: frozenset[LowKind]
+    kept_weights: float
     fp8_head: bool
     copies: CopiesKept
 
@@ -57,9 +59,19 @@ def format_options(
     return {
         "precision": precision,
         "native": frozenset() if asked.native == "never" else frozenset(native),
+        "kept_weights": kept_weights(config, precision),
         "fp8_head": recipe_of(config, precision).quantized and asked.head == "fp8",
         "copies": ("step" if asked.weight_cache else "use") if by_hand else "pass",
     }
+
+
+def kept_weights(config: RunConfig, precision: Precision) -> float:
+    """The share of a quantised block's weights that `precision.keep` leaves in BF16."""
+    if not config.precision.keep or not recipe_of(config, precision).quantized:
+        return 0.0
+    sizes = projections(config.model)
+    kept = sum(size for names, size in sizes.items() if set(names) & set(config.precision.keep))
+    return kept / sum(sizes.values())
 
 
 def kept_shares(config: RunConfig, precision: Precision) -> tuple[float, float]:

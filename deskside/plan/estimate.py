@@ -48,8 +48,8 @@ class StageSetting:
 @dataclass(frozen=True)
 class Setting:
     """A model, and how one optimiser step of it is done. micro_tokens: of one pass on one GPU; native: formats below 16
-    bits that the card's tensor cores run; kept: shares of the blocks, front and back, that stay in BF16; copies:
-    how long BF16 copies of weights are kept, as in `budget/work.py`."""
+    bits that the card's tensor cores run; kept: shares of the blocks, front and back, that stay in BF16; kept_weights,
+    copies: as in `budget/work.py`."""
 
     model: ModelConfig
     stages: tuple[StageSetting, ...]
@@ -60,6 +60,7 @@ class Setting:
     precision: Precision = "bf16"
     native: frozenset[LowKind] = frozenset()
     kept: tuple[float, float] = (0.0, 0.0)
+    kept_weights: float = 0.0
     fp8_head: bool = False
     copies: CopiesKept = "pass"
     activation_checkpointing: Checkpointing = "none"
@@ -126,6 +127,7 @@ class Setting:
                     precision=self.precision,
                     native=self.native,
                     kept_blocks=min(layers, sum(recipes.kept_blocks(share, layers) for share in self.kept)),
+                    kept_weights=self.kept_weights,
                     fp8_head=self.fp8_head,
                     copies="use" if self.sharded and self.copies == "step" else self.copies,
                     activation_checkpointing=self.activation_checkpointing,

@@ -168,11 +168,14 @@ def _cached(shape: ModelConfig, work: Work, instant: str) -> Told:
     low, plain_ = weight_copies(work.precision, work.native), weight_copies("bf16", work.native)
     words = [f"weights of the blocks x their copies' bytes in {work.precision}"]
     terms = [f"{plain(block_matrices(shape))} x {plain(low)}"]
-    if kept:
+    if kept or work.kept_weights:
         words = [
             f"weights of the blocks x (share in {work.precision} x its copies' bytes + share in BF16 x 2)"
         ]
         shares = f"{blocks - kept} / {blocks} x {plain(low)} + {kept} / {blocks} x {plain(plain_)}"
+        if work.kept_weights:
+            share = work.quantized_share(blocks)
+            shares = f"{plain(share)} x {plain(low)} + {plain(1 - share)} x {plain(plain_)}"
         terms = [f"{plain(block_matrices(shape))} x ({shares})"]
     if work.fp8_head:
         words.append("the head's copies in FP8")

@@ -116,7 +116,7 @@ def test_values_quantized_by_hand() -> None:
 
 
 def test_the_order_of_speeds() -> None:
-    def seconds(precision: Precision, native=ALL_NATIVE, **options: int) -> float:  # type: ignore[no-untyped-def]
+    def seconds(precision: Precision, native=ALL_NATIVE, **options: float) -> float:  # type: ignore[no-untyped-def]
         return sum(
             step_seconds(SHAPE, replace(WORK, precision=precision, native=native, **options), CARD).values()
         )
@@ -127,6 +127,8 @@ def test_the_order_of_speeds() -> None:
     assert seconds("nvfp4") < seconds("nvfp4", FP8_ONLY)
     assert seconds("fp8-nvfp4", FP8_ONLY) < seconds("nvfp4-eden", FP8_ONLY)
     assert seconds("fp8", kept_blocks=12) == pytest.approx(bf16)
+    assert seconds("fp8") < seconds("fp8", kept_weights=0.1) < seconds("fp8", kept_weights=0.5) < bf16
+    assert seconds("nvfp4-eden", kept_weights=1.0) == pytest.approx(bf16)
 
 
 def test_quantising_is_an_item_of_its_own_and_free_in_bf16() -> None:

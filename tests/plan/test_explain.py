@@ -53,6 +53,14 @@ def plans() -> dict[str, Plan]:
                 precision="fp8",
             )
         ),
+        "fp8, projections kept": make_plan(
+            made.request(
+                "tokens",
+                1e9,
+                given=made.given("d12", precision={"name": "fp8", "keep": ["o_proj"], "keep_last": 0.25}),
+                precision="fp8",
+            )
+        ),
         "fp8, recomputed": make_plan(
             made.request("tokens", 1e9, memory_gib=10.0, given=made.given("d16"), precision="fp8-rowwise")
         ),

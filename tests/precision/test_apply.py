@@ -13,7 +13,10 @@ from deskside.budget.scaling import Scaling
 from deskside.config import merge
 from deskside.config.dimensions import check_dimensions
 from deskside.config.model import ModelConfig
+from deskside.config.parts import BatchConfig, PrecisionConfig
 from deskside.config.recipes import RECIPES
+from deskside.config.run import RunConfig
+from deskside.config.work import kept_weights
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
@@ -94,6 +97,23 @@ def test_projections_that_stay_in_bf16(keep: tuple[str, ...], left: int, norm: s
     """One of a fused weight keeps the whole of it; by halves, and layer by layer where they do not cover the model."""
     applied = apply(fresh(norm=norm), everywhere("fp8-tensorwise"), fused=True, native=False, keep=keep)
     assert applied.quantized_layers == left
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("keep", [("o_proj",), ("k_proj", "up_proj"), ("down_proj", "gate_proj", "q_proj")])
+def test_what_the_planner_counts_as_kept_is_kept(keep: tuple[str, ...], fused: bool) -> None:
+    model = fresh(fused_qkv=fused, fused_gate_up=fused)
+    inside = [m for block in model.layers for m in block.modules() if isinstance(m, Linear)]
+    applied = apply(model, everywhere("fp8-tensorwise"), fused=fused, native=False, keep=keep)
+    low = sum(p.linear.weight.numel() for p in applied._plans if not p.plain)
+    whole = sum(m.weight.numel() for m in inside)
+    config = RunConfig(
+        model=model.config,
+        batch=BatchConfig(sequence_length=64, tokens=256),
+        precision=PrecisionConfig(name="fp8-tensorwise", keep=keep),
+    )
+    assert kept_weights(config, "fp8-tensorwise") == pytest.approx(1 - low / whole)
+    assert kept_weights(config, "bf16") == 0
 
 
 def test_the_router_and_the_head_stay() -> None:
