@@ -194,7 +194,7 @@ def _moe_step_seconds() -> Answer:
     gpu = gpus.find("rtx5090")
     assert gpu.fp4_flops is not None  # of the data sheet
     flops = flops_per_token(ModelConfig(**MOE), MOE_ROW) * MOE_STEP_ROWS * MOE_ROW
-    return _exact(flops / gpu.fp4_flops, "data sheet", "RTX 5090 at its FP4 rate")
+    return _exact(flops / gpu.fp4_flops, on="RTX 5090, all at its FP4 rate")
 
 
 def _moe_hours() -> Answer:

@@ -10,7 +10,8 @@ on that scale; a claim of "no change" accepts its tolerance on both sides. With 
     contradicted        it leaves out zero on the other side; for "no change", it lies beyond the tolerance
     not shown           it holds zero (for "no change", it reaches over the tolerance), there are too few seeds to give
                         one, no pair of trials was finished, or two peaks of memory are of different micro-batches
-    needs other hardware  the claim needs what this machine lacks, or it is about speed and an arm was emulated here
+    needs other hardware  the claim needs what this machine lacks (a claim about memory: a GPU), or it is about speed
+                        and an arm was emulated here
 
 "Not shown" is not "contradicted": an interval around zero does not show the other direction. Its explanation says when
 the claimed size is left out all the same.
@@ -186,6 +187,8 @@ def _lacking(results: Results, claim: Claim, *arms: Arm) -> str:
             missing = "" if need.casefold() in name.casefold() else f"an {need}"
         if missing:
             return f"It needs {missing}; this was {name}."
+    if claim.quantity in OF_MEMORY and not gpu:
+        return "It is about a GPU's memory; here it is what the process holds, torch and all."
     emulated = [arm.label for arm in arms if arm.emulated]
     if emulated and claim.quantity in OF_SPEED:
         return f"{emulated[0]} was emulated here, so its speed is not the format's."
@@ -260,19 +263,22 @@ def _in_unit(claim: Claim, log: float) -> float:
 def _words(claim: Claim, change: Change, verdict: Verdict) -> str:
     """The numbers as a sentence."""
 
-    def amount(log: float) -> str:
+    def number(log: float) -> str:
         value = _in_unit(claim, log)
-        return f"{value:.3g} times" if claim.show == "times" else f"{value:+.3g} %"
+        if claim.show == "times":
+            return f"{value:.3f}" if 0.1 < value < 10 else _number(value)
+        return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.3g}"
 
+    unit = "times" if claim.show == "times" else "%"
     how = f", {change.n} seeds" if change.n > 1 else (", one seed" if change.n else "")
-    subject = "Measured" if change.n else "Computed"
+    subject, amount = "Measured" if change.n else "Computed", f"{number(change.log)} {unit}"
     if change.low is None or change.high is None:
-        return f"{subject} {amount(change.log)} in {_label(claim)}{how}: too few for an interval."
-    numbers = amount(change.log)
-    if change.low != change.high or change.n:
-        span = "exact" if change.low == change.high else f"{amount(change.low)} to {amount(change.high)}"
-        numbers += f" ({span}{how})"
-    sentence = f"{subject} {numbers} in {_label(claim)}; claimed {claim.claimed}."
+        return f"{subject} {amount} in {_label(claim)}{how}: too few for an interval."
+    if change.low != change.high:
+        amount += f" ({number(change.low)} to {number(change.high)}{how})"
+    elif change.n:
+        amount += f" (exact{how})"
+    sentence = f"{subject} {amount} in {_label(claim)}; claimed {claim.claimed}."
     if verdict == "not shown" and claim.size is not None and not _meets(claim, change):
         sentence += " The claimed size is left out."
     return sentence

@@ -248,6 +248,26 @@ def test_memory_of_different_micro_batches_is_not_compared() -> None:
     assert found.verdict == "not shown" and "micro-batches" in found.explanation
 
 
+def test_the_memory_of_a_process_is_not_a_gpus() -> None:
+    results = study({"b": -0.5}, quantity="peak_memory_gib", machine=CPU)
+    found = judged(results, claim(quantity="peak_memory_gib"))
+    assert found.verdict == "needs other hardware" and found.measured is None
+
+
+def test_the_sentence_has_the_numbers_in_the_claims_unit() -> None:
+    exact = study({"b": math.log(1.5)}, noise=0.0)
+    told = judged(exact, claim(size=(0.84, 0.84), show="times")).explanation
+    assert told == "Measured 1.500 times (1.500 to 1.500, 3 seeds) in speed; claimed 1.84 times."
+    told = judged(study({"b": 4.0}, noise=0.3), claim()).explanation
+    assert told.startswith("Measured +6,270 % (") and "e+" not in told
+    scale = "tiny, 0.5M parameters"
+    small = replace(
+        exact, arms=[replace(a, trials=[replace(t, metrics={**t.metrics, "parameters": 5e5}) for t in a.trials])
+                     for a in exact.arms], machine=CPU,
+    )  # fmt: skip
+    assert judged(small, claim()).scale == f"124m ({scale}), 16M tokens, CPU"
+
+
 def test_memory_that_no_seed_changes_needs_no_interval() -> None:
     results = study({"b": math.log(0.97)}, quantity="peak_memory_gib")
     arms = [
@@ -335,7 +355,8 @@ def test_arms_of_a_claim_differ_in_what_it_names_alone() -> None:
             found = arms_of(results, one)
             assert found is not None
             arm, against = found
-            differ = {factor for factor in arm.levels if arm.levels[factor] != against.levels[factor]}
+            factors = arm.levels.keys() | against.levels.keys()
+            differ = {factor for factor in factors if arm.levels.get(factor) != against.levels.get(factor)}
             assert differ <= {*one.arm, *one.against}, one.id
 
 
