@@ -102,7 +102,7 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._news: list[Event] = []
         self._next = 0
-        self._lanes: tuple[list[int], Tensor] = ([], self._slots.lanes([]))
+        self._lanes: tuple[list[int], Tensor] = ([], self._slots.to_device([]))
 
     # What a caller does
 
@@ -252,28 +252,27 @@ class Engine:
             longest = padded
         parts = [row.request.prompt[row.done : row.done + longest][: self.prefill_tokens] for row in rows]
         tokens = [list(part) + [0] * (longest - len(part)) for part in parts]
-        fresh = all(row.done == 0 for row in rows)
+        fresh, how = all(row.done == 0 for row in rows), self._how(rows)
         for row, part in zip(rows, parts, strict=True):
             row.done += len(part)
         output = steps.prefill(
             self._forwards,
             self._slots,
-            self._slots.lanes([row.slot for row in rows]),
-            torch.tensor(tokens, dtype=torch.int64).to(self.device, non_blocking=True),
-            self._slots.lanes([len(part) for part in parts]),
-            self._slots.lanes([int(row.prompted) for row in rows]),
+            self._slots.to_device([row.slot for row in rows]),
+            self._slots.to_device(tokens),
+            self._slots.to_device([len(part) for part in parts]),
+            self._slots.to_device([int(row.prompted) for row in rows]),
             max(row.done for row in rows),
             fresh,
-            self._width(rows),
-            self._penalised(rows),
+            how,
         )
         for row in rows:
             self._learn(row, row.keys[: row.done // self.page_size])
-        self._launch([row if row.prompted else None for row in rows], output.packed())
+        self._launch([row if row.prompted else None for row in rows], output.packed(), how.logprobs)
 
     def _decode(self, going: list[Row]) -> None:
         """One step of all rows whose prompt is in the cache."""
-        width, penalised = self._width(going), self._penalised(going)
+        how = self._how(going)
         most = 1 + self.drafts
         reach = max(len(r.request.prompt) + len(r.tokens) + (r.flying + 1) * most for r in going)
         bound = min(self.limit, reach)
@@ -281,7 +280,7 @@ class Engine:
         if self._ahead:
             slots += [self._slots.nobody] * (bucket(len(slots)) - len(slots))
         if slots != self._lanes[0]:
-            self._lanes = (slots, self._slots.lanes(slots))
+            self._lanes = (slots, self._slots.to_device(slots))
         lanes_B = self._lanes[1]
         if self.drafts:
             target, draft = self._forwards
@@ -291,15 +290,15 @@ class Engine:
 
         def once(lanes_B: Tensor) -> Tensor:
             read = self.limit if self._graphs is not None else bound
-            return whole(self._slots, lanes_B, bound=read, width=width, penalised=penalised).packed()
+            return whole(self._slots, lanes_B, bound=read, how=how).packed()
 
         if self._graphs is not None:
-            packed = self._graphs.run((len(slots), width, penalised), lanes_B, once)
+            packed = self._graphs.run((len(slots), how), lanes_B, once)
         else:
             packed = once(lanes_B)
-        self._launch(list(going), packed)
+        self._launch(going, packed, how.logprobs)
 
-    def _launch(self, rows: Sequence[Row | None], packed: Tensor) -> None:
+    def _launch(self, rows: Sequence[Row | None], packed: Tensor, logprobs: bool) -> None:
         """Let what came out travel to the host."""
         for row in rows:
             if row is not None:
@@ -311,23 +310,22 @@ class Engine:
             arrived = torch.cuda.Event()
             arrived.record()
             packed = host
-        self._flights.append(Flight(rows, packed, arrived))
+        self._flights.append(Flight(rows, packed, logprobs, arrived))
 
     def _land(self, flight: Flight) -> Iterator[Event]:
         """What a step's tokens mean for their rows. Lanes beyond the rows are nobody's."""
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        for row, (count, *values) in zip(flight.rows, flight.packed.tolist(), strict=False):
+        for row, lane in zip(flight.rows, flight.packed.tolist(), strict=False):
             if row is None:
                 continue
             row.flying -= 1
-            W = len(values) // 3
-            for i in range(int(count)):
+            for token, logprob, sampled_logprob in steps.unpacked(lane, flight.logprobs):
                 if row.ended:
                     break
-                yield self._take(row, int(values[i]), values[W + i], values[2 * W + i])
+                yield self._take(row, token, logprob, sampled_logprob)
 
-    def _take(self, row: Row, token: int, logprob: float, sampled_logprob: float) -> Event:
+    def _take(self, row: Row, token: int, logprob: float | None, sampled_logprob: float | None) -> Event:
         """A row's next token."""
         request = row.request
         if token in request.eos_tokens:
@@ -343,6 +341,8 @@ class Engine:
             reason = "length"
         if reason is not None:
             text += self._close(row, reason).text
+        if not request.logprobs:
+            logprob = sampled_logprob = None
         return Event(row.number, row.sample, token, reason, text, logprob, sampled_logprob)
 
     def _close(self, row: Row, reason: Reason) -> Event:
@@ -368,12 +368,13 @@ class Engine:
             self._pages.learn(row.pages[index], keys[index])
         row.learned = max(row.learned, len(keys))
 
-    def _width(self, rows: list[Row]) -> int:
-        return width_of([row.request.sampling for row in rows], self.vocabulary)
-
-    @staticmethod
-    def _penalised(rows: list[Row]) -> bool:
-        return any(row.request.sampling.repetition_penalty != 1 for row in rows)
+    def _how(self, rows: list[Row]) -> steps.How:
+        samplings = [row.request.sampling for row in rows]
+        return steps.How(
+            width_of(samplings, self.vocabulary),
+            any(sampling.repetition_penalty != 1 for sampling in samplings),
+            any(row.request.logprobs for row in rows),
+        )
 
     def _capturable(self, forward: Forward) -> bool:
         config = forward.model.config

@@ -3,7 +3,7 @@
 With one new token per row a kernel takes a few microseconds, whatever it does: the step is as long as its list of
 kernels. A block is written here in ten of them: add + norm, product, QK-norm + RoPE + write into the cache, attention
 and its join, product; add + norm, product, activation, product. The weights, and the numbers up to rounding, are those
-of `Block.forward_cached`, which takes over for the halves that are not covered.
+of the model as it is written, which takes over for the halves that are not covered.
 """
 
 from torch import Tensor
@@ -12,20 +12,20 @@ from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.decode import into_cache, paged_attention
 from deskside.kernels.fused import QkvLayout
-from deskside.model.block import MLP, Attention, Block, Rotation
+from deskside.model.block import MLP, Attention, Block, CachedBlocks, Rotation
 from deskside.model.cache import KVCache, Places
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.norm import RMSNorm
 
 
-class FusedBlocks:
-    """`model.forward_cached(..., block=FusedBlocks(model))`, for steps of few tokens."""
+class FusedBlocks(CachedBlocks):
+    """`model.forward_cached(..., blocks=FusedBlocks(model))`, for steps of few tokens."""
 
     def __init__(self, model: Transformer):
         self._model = model
 
-    def __call__(
+    def block(
         self,
         block: Block,
         residual_BTD: Tensor,
@@ -48,6 +48,12 @@ class FusedBlocks:
             return self._mlp(block.mlp, residual_BTD, delta_BTD)
         residual_BTD, delta_BTD, *_ = block.mlp(residual_BTD, delta_BTD)
         return residual_BTD, delta_BTD
+
+    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
+        """The hidden states after the last norm."""
+        if isinstance(operator.norm, RMSNorm) and operator.position == "pre":
+            return _add_norm(operator, residual_BTD, delta_BTD)[1].view_as(residual_BTD)
+        return super().final(operator, residual_BTD, delta_BTD)
 
     def _attention(
         self,

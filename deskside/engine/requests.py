@@ -17,7 +17,7 @@ class Request:
     samples: continuations of the same prompt, which share its computation. Sample i of a request draws from the stream
     of (seed, first_sample + i). eos_tokens and stop_tokens end a sample and are no part of it. stop_strings end it at
     the token that completes one of them; that token is counted, but the text ends before the string. They need an
-    engine that has a tokenizer. Raises UsageError for values out of range.
+    engine that has a tokenizer. logprobs: events carry them. Raises UsageError for values out of range.
     """
 
     prompt: tuple[int, ...]
@@ -29,6 +29,7 @@ class Request:
     eos_tokens: frozenset[int] = frozenset()
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -48,7 +49,7 @@ class Event:
     reason: "eos", an end-of-text token; "stop", another token or a string that was asked to stop at; "length",
     max_new_tokens or the model's last position; "cancelled".
     text: what became complete with this event, in whole characters; empty without a tokenizer.
-    logprob, sampled_logprob: of the token, see `sampling.Drawn`.
+    logprob, sampled_logprob: of the token, see `sampling.Drawn`; None where the request does not want them.
     """
 
     request: int
@@ -56,13 +57,14 @@ class Event:
     token: int | None
     reason: Reason | None
     text: str = ""
-    logprob: float = 0.0
-    sampled_logprob: float = 0.0
+    logprob: float | None = None
+    sampled_logprob: float | None = None
 
 
 @dataclass
 class Answer:
-    """One sample, whole. `tokens` are the new ones, without the token that ended them; one logprob for each."""
+    """One sample, whole. `tokens` are the new ones, without the token that ended them; with one logprob of each
+    kind for each where the request wants them."""
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
@@ -75,8 +77,9 @@ class Answer:
         """What an event says about this sample."""
         if event.token is not None:
             self.tokens.append(event.token)
-            self.logprobs.append(event.logprob)
-            self.sampled_logprobs.append(event.sampled_logprob)
+            if event.logprob is not None and event.sampled_logprob is not None:
+                self.logprobs.append(event.logprob)
+                self.sampled_logprobs.append(event.sampled_logprob)
         self.text += event.text
         self.reason = event.reason
 

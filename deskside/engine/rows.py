@@ -45,5 +45,6 @@ class Flight:
     """A queued step: the rows whose tokens it brings, None for a lane that brings nothing, and where they arrive."""
 
     rows: Sequence[Row | None]
-    packed: Tensor  # (lanes, 1 + 3 W) on the host
+    packed: Tensor  # see `steps.Output`, on the host
+    logprobs: bool
     arrived: torch.cuda.Event | None

@@ -69,55 +69,62 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True)
 class Settings:
-    """The samplings of rows, one value each. top_k int64, stream int64, the others float32."""
+    """The samplings of rows. shares: (B, 4) float32, whole: (B, 2) int64; two tensors, so that rows are quickly taken
+    out and put in."""
 
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    min_p_B: Tensor
-    penalty_B: Tensor
-    stream_B: Tensor
+    shares: Tensor
+    whole: Tensor
 
     @staticmethod
     def of(samplings: Sequence[Sampling], streams: Sequence[int], device: torch.device | str) -> "Settings":
         """A filter that is off gets a value that keeps everything. Copies to a GPU without waiting for it."""
-        floats = [
+        shares = [
             [s.temperature, 2.0 if s.top_p is None else s.top_p, s.min_p or 0.0, s.repetition_penalty]
             for s in samplings
         ]
         whole = [
-            [1 << 40 if s.top_k is None else s.top_k, key] for s, key in zip(samplings, streams, strict=True)
+            [1 << 40 if s.top_k is None else s.top_k, stream]
+            for s, stream in zip(samplings, streams, strict=True)
         ]
-        temperature, top_p, min_p, penalty = (
-            torch.tensor(floats, dtype=torch.float32).view(-1, 4).to(device, non_blocking=True).unbind(1)
+        return Settings(
+            torch.tensor(shares, dtype=torch.float32).view(-1, 4).to(device, non_blocking=True),
+            torch.tensor(whole, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True),
         )
-        top_k, stream = (
-            torch.tensor(whole, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True).unbind(1)
-        )
-        return Settings(temperature, top_k, top_p, min_p, penalty, stream)
+
+    @property
+    def temperature_B(self) -> Tensor:
+        return self.shares[:, 0]
+
+    @property
+    def top_p_B(self) -> Tensor:
+        return self.shares[:, 1]
+
+    @property
+    def min_p_B(self) -> Tensor:
+        return self.shares[:, 2]
+
+    @property
+    def penalty_B(self) -> Tensor:
+        return self.shares[:, 3]
+
+    @property
+    def top_k_B(self) -> Tensor:
+        return self.whole[:, 0]
+
+    @property
+    def stream_B(self) -> Tensor:
+        return self.whole[:, 1]
 
     def __getitem__(self, rows: Tensor) -> "Settings":
-        return Settings(*(column[rows] for column in self.columns()))
+        return Settings(self.shares[rows], self.whole[rows])
 
     def put(self, rows: Tensor, other: "Settings") -> None:
         """Overwrite some rows."""
-        for mine, new in zip(self.columns(), other.columns(), strict=True):
-            mine[rows] = new
+        self.shares[rows], self.whole[rows] = other.shares, other.whole
 
     def repeated(self, times: int) -> "Settings":
         """Every row `times` times, one after the other."""
-        return Settings(*(column.repeat_interleave(times) for column in self.columns()))
-
-    def columns(self) -> tuple[Tensor, ...]:
-        """In the order of the fields."""
-        return (
-            self.temperature_B,
-            self.top_k_B,
-            self.top_p_B,
-            self.min_p_B,
-            self.penalty_B,
-            self.stream_B,
-        )
+        return Settings(self.shares.repeat_interleave(times, 0), self.whole.repeat_interleave(times, 0))
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,8 @@ class Drawn:
     """
 
     token_B: Tensor
-    logprob_B: Tensor
-    sampled_logprob_B: Tensor
+    logprob_B: Tensor | None  # None where it was not asked for
+    sampled_logprob_B: Tensor | None
 
 
 def width_of(samplings: Iterable[Sampling], vocabulary: int) -> int:
@@ -183,27 +190,28 @@ def draw(
     width: int,
     count_B: Tensor,
     seen_BV: Tensor | None = None,
+    logprobs: bool = True,
 ) -> Drawn:
     """The next token of each row. count_B: int64, how many tokens its stream has given; seen_BV: bool, see `penalise`.
 
     width: of these settings by `width_of`, or a wider one.
     """
-    logits_BV = logits_BV.float()
     penalised_BV = logits_BV if seen_BV is None else penalise(logits_BV, seen_BV, settings.penalty_B)
+    sampled_B = None
     if width == GREEDY_ONLY:
         token_B = penalised_BV.argmax(-1)
-        sampled_B = torch.zeros_like(token_B, dtype=torch.float32)
+        sampled_B = torch.zeros_like(token_B, dtype=torch.float32) if logprobs else None
     else:
         log_p_BW, token_BW = candidates(penalised_BV, settings, width)
         winner_B1 = race(log_p_BW, settings.stream_B, count_B, noise.DRAW, token_BW)[:, None]
         token_B = token_BW.gather(1, winner_B1)[:, 0]
-        sampled_B = log_p_BW.gather(1, winner_B1)[:, 0]
-    return Drawn(token_B, raw_logprobs(logits_BV, settings, token_B), sampled_B)
+        sampled_B = log_p_BW.gather(1, winner_B1)[:, 0] if logprobs else None
+    return Drawn(token_B, raw_logprobs(logits_BV, settings, token_B) if logprobs else None, sampled_B)
 
 
 def raw_logprobs(logits_BV: Tensor, settings: Settings, token_B: Tensor) -> Tensor:
     """`Drawn.logprob` of given tokens, float32."""
-    scaled_BV = _scaled(logits_BV.float(), settings)
+    scaled_BV = _scaled(logits_BV, settings)
     return scaled_BV.gather(1, token_B[:, None])[:, 0] - scaled_BV.logsumexp(-1)
 
 
@@ -213,7 +221,8 @@ def race(log_p_BW: Tensor, stream_B: Tensor, count_B: Tensor, purpose: int, toke
 
 
 def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
-    """The repetition penalty on the tokens that a row has seen."""
+    """The repetition penalty on the tokens that a row has seen; float32."""
+    logits_BV = logits_BV.float()
     penalty_B1 = penalty_B[:, None]
     changed_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     return torch.where(seen_BV, changed_BV, logits_BV)
@@ -234,7 +243,7 @@ def ranked(logits_BV: Tensor, width: int) -> Tensor:
 
 def _scaled(logits_BV: Tensor, settings: Settings) -> Tensor:
     """Logits over the temperature. The largest is taken off first, so that a tiny temperature cannot overflow."""
-    temperature_B1 = settings.temperature_B[:, None]
+    temperature_B1, logits_BV = settings.temperature_B[:, None], logits_BV.float()
     return (logits_BV - logits_BV.amax(-1, keepdim=True)) / torch.where(
         temperature_B1 > 0, temperature_B1, 1.0
     )

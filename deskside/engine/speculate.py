@@ -23,7 +23,7 @@ from deskside.engine.sampling import (
     race,
     raw_logprobs,
 )
-from deskside.engine.steps import Forward, Output, Slots
+from deskside.engine.steps import Forward, How, Output, Slots
 
 
 def speculate(
@@ -32,15 +32,13 @@ def speculate(
     slots: Slots,
     lanes_B: Tensor,
     bound: int,
-    width: int,
-    penalised: bool,
+    how: How,
     drafts: int,
 ) -> Output:
     """1 to `drafts` + 1 more tokens for each lane. `bound` includes them."""
-    table_BN, lengths_B = slots.table_SN[lanes_B], slots.lengths_S[lanes_B]
-    settings, count_B = slots.settings[lanes_B], slots.count_S[lanes_B]
-    seen_BV = slots.seen_SV[lanes_B] if penalised and slots.seen_SV is not None else None
-    newest_B = slots.token_S[lanes_B]
+    newest_B, lengths_B, count_B = slots.take(lanes_B)
+    table_BN, settings = slots.table_SN[lanes_B], slots.settings[lanes_B]
+    seen_BV, width = slots.seen_by(lanes_B, how), how.width
     B, n = len(newest_B), drafts
 
     fed, seen, q_of = [newest_B], [seen_BV], []
@@ -75,13 +73,15 @@ def speculate(
 
     place_T = torch.arange(T, device=newest_B.device)
     token_BT = torch.where(place_T < accepted_B[:, None], fed_BT.roll(-1, dims=1), last_B[:, None])
-    sampled_BT = p_BTV.gather(2, token_BT[..., None])[..., 0].log()
-    logprob_BT = raw_logprobs(flat_NV, each, token_BT.flatten()).view(B, T)
-    slots.advance(lanes_B, last_B, accepted_B + 1)
-    if penalised and slots.seen_SV is not None:
+    slots.put(lanes_B, last_B, lengths_B + accepted_B + 1, count_B + accepted_B + 1)
+    if how.penalised and slots.seen_SV is not None:
         real_BT = torch.where(place_T <= accepted_B[:, None], token_BT, last_B[:, None])
         slots.seen_SV[lanes_B[:, None], real_BT] = True
-    return Output(token_BT, logprob_BT, sampled_BT, accepted_B + 1)
+    if not how.logprobs:
+        return Output(token_BT, accepted_B + 1)
+    sampled_BT = p_BTV.gather(2, token_BT[..., None])[..., 0].log()
+    logprob_BT = raw_logprobs(flat_NV, each, token_BT.flatten()).view(B, T)
+    return Output(token_BT, accepted_B + 1, logprob_BT, sampled_BT)
 
 
 def probabilities(logits_BV: Tensor, settings: Settings, width: int, seen_BV: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ asks the device nothing, so the next step can be queued before the host has seen
 step can be captured in a CUDA graph.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.sampling import GREEDY, Drawn, Settings, draw
-from deskside.model.block import Block
+from deskside.model.block import AS_WRITTEN, CachedBlocks
 from deskside.model.cache import KVCache, pool
 from deskside.model.transformer import Transformer
 
@@ -28,7 +29,7 @@ class Forward:
         none = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.cache = KVCache(k, v, none, none[:, 0], limit, managed=True)
         # On a CPU the fused blocks are plain torch, and no faster.
-        self._block = FusedBlocks(model) if device.type == "cuda" else Block.forward_cached
+        self._blocks: CachedBlocks = FusedBlocks(model) if device.type == "cuda" else AS_WRITTEN
 
     @property
     def nbytes(self) -> int:
@@ -51,65 +52,87 @@ class Forward:
     def decode(self, tokens_BT: Tensor, table_BN: Tensor, lengths_B: Tensor, bound: int) -> Tensor:
         """The next tokens; logits (B, T, V)."""
         view = self.cache.rows(table_BN, lengths_B.clone(), bound)
-        return self.model.forward_cached(tokens_BT, view, block=self._block)
+        return self.model.forward_cached(tokens_BT, view, blocks=self._blocks)
+
+
+@dataclass(frozen=True)
+class How:
+    """What the host has decided about a step. width: see `sampling.width_of`; penalised: whether some row has a
+    repetition penalty; logprobs: whether some row wants them."""
+
+    width: int
+    penalised: bool
+    logprobs: bool
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a step gave each lane: W tokens at most, of which the first count_B are real, with their logprobs."""
+    """What a step gave each lane: W tokens at most, of which the first count_B are real (None: one, which is real),
+    and where they are wanted two logprobs for each."""
 
     token_BW: Tensor
-    logprob_BW: Tensor
-    sampled_logprob_BW: Tensor
-    count_B: Tensor
+    count_B: Tensor | None = None
+    logprob_BW: Tensor | None = None
+    sampled_logprob_BW: Tensor | None = None
 
     @staticmethod
     def of(drawn: Drawn) -> "Output":
         """One token for each lane."""
+        if drawn.logprob_B is None or drawn.sampled_logprob_B is None:
+            return Output(drawn.token_B[:, None])
         return Output(
-            drawn.token_B[:, None],
-            drawn.logprob_B[:, None],
-            drawn.sampled_logprob_B[:, None],
-            torch.ones_like(drawn.token_B),
+            drawn.token_B[:, None], None, drawn.logprob_B[:, None], drawn.sampled_logprob_B[:, None]
         )
 
     def packed(self) -> Tensor:
-        """(B, 1 + 3 W) float64, which holds every token exactly: one tensor is one copy to the host."""
-        parts = (self.count_B[:, None], self.token_BW, self.logprob_BW, self.sampled_logprob_BW)
-        return torch.cat([part.double() for part in parts], dim=1)
+        """(B, 2 or more): counts, tokens, logprobs, so that one copy brings all to the host. int64 without logprobs,
+        else float64, which holds every token exactly."""
+        count_B1 = torch.ones_like(self.token_BW[:, :1]) if self.count_B is None else self.count_B[:, None]
+        parts = [count_B1, self.token_BW, self.logprob_BW, self.sampled_logprob_BW]
+        given = [part for part in parts if part is not None]
+        return torch.cat(given if len(given) == 2 else [part.double() for part in given], dim=1)
+
+
+Values = tuple[int, float | None, float | None]
+
+
+def unpacked(packed: list[float], logprobs: bool) -> list[Values]:
+    """A lane of `Output.packed`: each real token with its logprobs."""
+    count, *values = packed
+    if not logprobs:
+        return [(int(token), None, None) for token in values[: int(count)]]
+    W = len(values) // 3
+    return [(int(values[i]), values[W + i], values[2 * W + i]) for i in range(int(count))]
 
 
 class Slots:
     """The rows' state on the device.
 
-    token: the newest one, not in the cache yet. lengths: tokens in the cache. count: new tokens so far. seen: tokens
-    that prompt and answer hold, kept from the first request on that has a repetition penalty.
+    state: (slots + 1, 3) int64, of each row the newest token, which is not in the cache yet, how many tokens are, and
+    how many new ones it has got. seen: tokens that prompt and answer hold, kept from the first request on that has a
+    repetition penalty.
     """
 
     def __init__(self, slots: int, pages_per_row: int, vocabulary: int, device: torch.device):
         self.nobody = slots
         self.vocabulary = vocabulary
         self.device = device
-        self.token_S, self.lengths_S, self.count_S = (
-            torch.zeros(slots + 1, dtype=torch.int64, device=device) for _ in range(3)
-        )
+        self.state_S3 = torch.zeros(slots + 1, 3, dtype=torch.int64, device=device)
         self.table_SN = torch.zeros(slots + 1, pages_per_row, dtype=torch.int64, device=device)
         self.settings = Settings.of([GREEDY] * (slots + 1), [0] * (slots + 1), device)
         self.seen_SV: Tensor | None = None
 
-    def lanes(self, slots: list[int]) -> Tensor:
-        """Slots as a tensor on the device. From here on nothing waits for the device: small copies of ordinary host
-        memory are taken over by the driver before the call returns."""
-        return torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)
+    def to_device(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """int64. Does not wait for the device: small copies of ordinary host memory are taken over by the driver
+        before the call returns."""
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def fill(self, slots: list[int], tables: list[list[int]], lengths: list[int], settings: Settings) -> None:
         """New rows: their pages, how many tokens these hold already, and how to draw."""
         N = self.table_SN.shape[1]
-        rows = self.lanes(slots)
-        table = [pages + [0] * (N - len(pages)) for pages in tables]
-        self.table_SN[rows] = torch.tensor(table, dtype=torch.int64).to(self.device, non_blocking=True)
-        self.lengths_S[rows] = torch.tensor(lengths, dtype=torch.int64).to(self.device, non_blocking=True)
-        self.count_S[rows] = 0
+        rows = self.to_device(slots)
+        self.table_SN[rows] = self.to_device([pages + [0] * (N - len(pages)) for pages in tables])
+        self.state_S3[rows] = self.to_device([[0, length, 0] for length in lengths])
         self.settings.put(rows, settings)
 
     def see(self, slot: int, prompt: tuple[int, ...]) -> None:
@@ -118,14 +141,21 @@ class Slots:
             shape = (self.nobody + 1, self.vocabulary)
             self.seen_SV = torch.zeros(shape, dtype=torch.bool, device=self.device)
         self.seen_SV[slot] = False
-        self.seen_SV[slot, self.lanes(list(prompt))] = True
+        self.seen_SV[slot, self.to_device(prompt)] = True
 
-    def advance(self, lanes_B: Tensor, token_B: Tensor, new_B: Tensor) -> None:
-        """Lanes have `new` more tokens in the cache and drawn, the newest is `token`."""
-        self.token_S[lanes_B] = token_B
-        self.lengths_S[lanes_B] += new_B
-        self.count_S[lanes_B] += new_B
-        self.lengths_S[self.nobody] = 0
+    def seen_by(self, lanes_B: Tensor, how: How) -> Tensor | None:
+        """(B, V) where a row of the step has a penalty."""
+        return self.seen_SV[lanes_B] if how.penalised and self.seen_SV is not None else None
+
+    def take(self, lanes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Newest tokens, lengths and counts."""
+        token_B, length_B, count_B = self.state_S3[lanes_B].unbind(1)
+        return token_B, length_B, count_B
+
+    def put(self, lanes_B: Tensor, token_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
+        """The same, as they are now. The slot that is nobody's stays at the beginning."""
+        self.state_S3[lanes_B] = torch.stack((token_B, length_B, count_B), dim=1)
+        self.state_S3[self.nobody] = 0
 
 
 def prefill(
@@ -137,42 +167,37 @@ def prefill(
     complete_B: Tensor,
     bound: int,
     fresh: bool,
-    width: int,
-    penalised: bool,
+    how: How,
 ) -> Output:
     """Parts of prompts. Rows whose prompt is complete with it get their first token; the others' output means nothing.
 
-    forwards: the model, and the one that drafts for it, whose logits are not used.
+    forwards: the model, and the one that drafts for it, whose logits are not used. complete_B: int64, 0 or 1.
     """
-    table_BN, lengths_B = slots.table_SN[lanes_B], slots.lengths_S[lanes_B]
+    _, length_B, drawn_B = slots.take(lanes_B)
+    table_BN = slots.table_SN[lanes_B]
     logits_BV, *_ = [
-        forward.prefill(tokens_BT, counts_B, table_BN, lengths_B, bound, fresh) for forward in forwards
+        forward.prefill(tokens_BT, counts_B, table_BN, length_B, bound, fresh) for forward in forwards
     ]
-    slots.lengths_S[lanes_B] += counts_B
-    drawn = _draw(slots, lanes_B, logits_BV, width, penalised)
-    slots.token_S[lanes_B] = drawn.token_B
-    slots.count_S[lanes_B] += complete_B
-    if penalised:
+    drawn = _draw(slots, lanes_B, logits_BV, drawn_B, how)
+    slots.put(lanes_B, drawn.token_B, length_B + counts_B, drawn_B + complete_B)
+    if how.penalised:
         assert slots.seen_SV is not None
         slots.seen_SV[lanes_B, drawn.token_B] |= complete_B.bool()
     return Output.of(drawn)
 
 
-def decode(
-    forward: Forward, slots: Slots, lanes_B: Tensor, bound: int, width: int, penalised: bool
-) -> Output:
+def decode(forward: Forward, slots: Slots, lanes_B: Tensor, bound: int, how: How) -> Output:
     """One more token for each lane."""
-    logits_BTV = forward.decode(
-        slots.token_S[lanes_B][:, None], slots.table_SN[lanes_B], slots.lengths_S[lanes_B], bound
-    )
-    drawn = _draw(slots, lanes_B, logits_BTV[:, 0], width, penalised)
-    slots.advance(lanes_B, drawn.token_B, torch.ones_like(drawn.token_B))
-    if penalised:
+    token_B, length_B, count_B = slots.take(lanes_B)
+    logits_BTV = forward.decode(token_B[:, None], slots.table_SN[lanes_B], length_B, bound)
+    drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, how)
+    slots.put(lanes_B, drawn.token_B, length_B + 1, count_B + 1)
+    if how.penalised:
         assert slots.seen_SV is not None
         slots.seen_SV[lanes_B, drawn.token_B] = True
     return Output.of(drawn)
 
 
-def _draw(slots: Slots, lanes_B: Tensor, logits_BV: Tensor, width: int, penalised: bool) -> Drawn:
-    seen_BV = slots.seen_SV[lanes_B] if penalised and slots.seen_SV is not None else None
-    return draw(logits_BV, slots.settings[lanes_B], width, slots.count_S[lanes_B], seen_BV)
+def _draw(slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, how: How) -> Drawn:
+    settings = slots.settings[lanes_B]
+    return draw(logits_BV, settings, how.width, count_B, slots.seen_by(lanes_B, how), how.logprobs)

@@ -6,8 +6,6 @@ called alike, and differ in nothing that torch.compile looks at except their win
 block in activation checkpointing, and compiles the block, from outside.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from deskside.config.model import ModelConfig
@@ -147,8 +145,13 @@ class Block(nn.Module):
         """(residual, delta), and the router's statistics (2, E) in a model with experts."""
         return self.mlp(*self.attn(residual_BTD, delta_BTD, rotation, context))
 
-    def forward_cached(
+
+class CachedBlocks:
+    """How the blocks compute with a cache: as the model is written. The engine has another way, with fewer kernels."""
+
+    def block(
         self,
+        block: Block,
         residual_BTD: Tensor,
         delta_BTD: Tensor,
         rotation: Rotation | None,
@@ -158,15 +161,16 @@ class Block(nn.Module):
         context: AttentionContext | None,
     ) -> tuple[Tensor, Tensor]:
         """(residual, delta) of tokens that follow what the cache holds; `number` is the layer's."""
-        pair = self.attn.forward_cached(residual_BTD, delta_BTD, rotation, cache, number, places, context)
-        residual_BTD, delta_BTD, *_ = self.mlp(*pair)
+        pair = block.attn.forward_cached(residual_BTD, delta_BTD, rotation, cache, number, places, context)
+        residual_BTD, delta_BTD, *_ = block.mlp(*pair)
         return residual_BTD, delta_BTD
 
+    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
+        """The hidden states after the last norm."""
+        return operator.add_norm(residual_BTD, delta_BTD)[1]
 
-CachedBlock = Callable[
-    [Block, Tensor, Tensor, Rotation | None, KVCache, int, Places, AttentionContext | None],
-    tuple[Tensor, Tensor],
-]
+
+AS_WRITTEN = CachedBlocks()
 
 
 def hidden_norm(config: ModelConfig) -> Norm:

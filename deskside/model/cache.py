@@ -79,10 +79,9 @@ class KVCache:
             self.bound += tokens
             page_BT = self.table_BN.gather(1, position_BT // size)
             return Places(position_BT, page_BT, position_BT % size)
-        last_B = self.lengths_B.new_full((), self.limit - 1)
+        position_BT = position_BT.clamp(max=self.limit - 1)
         if counts_B is not None:  # padding stands at the last token's position: there it sees something
-            last_B = torch.minimum(last_B, self.lengths_B + counts_B - 1)
-        position_BT = torch.minimum(position_BT, last_B[..., None])
+            position_BT = torch.minimum(position_BT, (self.lengths_B + counts_B - 1)[:, None])
         page_BT = self.table_BN.gather(1, position_BT // size)
         if counts_B is not None:
             page_BT = torch.where(count_T < counts_B[:, None], page_BT, SPARE)

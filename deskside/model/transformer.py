@@ -16,7 +16,7 @@ from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, token_losses
-from deskside.model.block import Block, CachedBlock, Rotation, hidden_norm
+from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, Rotation, hidden_norm
 from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.head import HeadLoss
@@ -183,13 +183,13 @@ class Transformer(nn.Module):
         cache: KVCache,
         counts_B: Tensor | None = None,
         logits_of: Literal["all", "last"] = "all",
-        block: CachedBlock = Block.forward_cached,
+        blocks: CachedBlocks = AS_WRITTEN,
     ) -> Tensor:
         """Append tokens to the cache at each row's length; logits (B, T, V), or (B, 1, V) of each row's last token.
 
         `counts_B`: how many of a row's T tokens are real where prompts are padded on the right (None: all). Logits of
-        padding mean nothing. `block`: another way to compute a block's `forward_cached`. Raises UsageError when the
-        cache or the positions are too short.
+        padding mean nothing. `blocks`: another way to compute them. Raises UsageError when the cache or the positions
+        are too short.
         """
         B, T = tokens_BT.shape
         if not cache.managed:
@@ -202,10 +202,10 @@ class Transformer(nn.Module):
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
             context = contexts.get(layer.attn.window)
-            residual_BTD, delta_BTD = block(
+            residual_BTD, delta_BTD = blocks.block(
                 layer, residual_BTD, delta_BTD, rotation, cache, number, places, context
             )
-        hidden_BTD = self.final.add_norm(residual_BTD, delta_BTD)[1]
+        hidden_BTD = blocks.final(self.final, residual_BTD, delta_BTD)
         cache.lengths_B += T if counts_B is None else counts_B
         if logits_of == "last":
             rows = torch.arange(tokens_BT.shape[0], device=tokens_BT.device)

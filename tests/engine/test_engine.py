@@ -197,7 +197,7 @@ def test_waiting_for_memory_and_never_fitting() -> None:
 
 
 def test_log_probabilities_come_with_the_tokens() -> None:
-    asked = request([5, 6, 7], 6, Sampling(0.7, top_k=3), samples=2)
+    asked = request([5, 6, 7], 6, Sampling(0.7, top_k=3), samples=2, logprobs=True)
     engine = Engine(model(), max_batch=2, max_tokens=64, **SMALL)
     for answer in engine.run([asked])[0]:
         tokens = torch.tensor([[5, 6, 7, *answer.tokens]])

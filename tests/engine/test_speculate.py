@@ -115,7 +115,7 @@ def test_fewer_steps_than_tokens_and_all_drafts_of_the_model_itself_are_taken() 
 def test_a_row_is_the_same_alone_and_in_company_and_log_probabilities_are_the_models() -> None:
     model, draft = pair("gqa")
     sampling = Sampling(0.9, top_k=20)
-    asked = [Request(tuple(prompt), 12, sampling, seed=4) for prompt in PROMPTS]
+    asked = [Request(tuple(prompt), 12, sampling, seed=4, logprobs=True) for prompt in PROMPTS]
     together = Engine(model, max_batch=4, max_tokens=256, draft=draft, drafts=3).run(asked)
     for request, (answer,) in zip(asked, together, strict=True):
         engine = Engine(model, max_batch=1, max_tokens=64, draft=draft, drafts=3)

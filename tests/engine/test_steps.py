@@ -30,7 +30,7 @@ def test_fused_blocks_equal_the_models(name: str) -> None:
     for cache in caches:
         model.forward_cached(prompt, cache, torch.tensor([9, 6]))
     expected = model.forward_cached(new, caches[0])
-    got = model.forward_cached(new, caches[1], block=FusedBlocks(model))
+    got = model.forward_cached(new, caches[1], blocks=FusedBlocks(model))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(caches[1].k, caches[0].k, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(caches[1].v, caches[0].v, atol=1e-5, rtol=1e-4)
@@ -57,7 +57,7 @@ def as_on_a_gpu(model: Transformer, **options: Any) -> Engine:
     engine = Engine(model, **options)
     engine._ahead = True
     for forward in engine._forwards:
-        forward._block = FusedBlocks(forward.model)
+        forward._blocks = FusedBlocks(forward.model)
     return engine
 
 
