@@ -1,9 +1,18 @@
-"""Generation with the cache on the card: the tokens of the plain loop in float32, none that is worse in bfloat16."""
+"""Generation on the card: tokens of the plain loop in float32, none that is worse in bfloat16; kernels and graphs."""
+
+from typing import Any
 
 import pytest
 import torch
 
+from deskside.engine.engine import Engine
+from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
+from deskside.engine.requests import Request
+from deskside.engine.sampling import GREEDY, Sampling
+from deskside.kernels.attention.reference import decode_attention
+from deskside.kernels.decode import gather, paged_attention
+from deskside.model.transformer import Transformer
 from deskside.precision.apply import apply
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
 from tests.gpu.card import DEVICE, NEEDS_CARD
@@ -11,15 +20,69 @@ from tests.gpu.card import DEVICE, NEEDS_CARD
 pytestmark = NEEDS_CARD
 
 NEW = 25
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "unranked": Sampling(0.8, min_p=0.01),
+    "top-k": Sampling(0.9, top_k=20, top_p=0.95),
+    "sorted": Sampling(0.9, top_p=0.9),
+    "penalty": Sampling(0.9, repetition_penalty=1.3),
+}
+
+
+def card_model(name: str = "gqa", **changes: Any) -> Transformer:
+    return make(**VARIANTS[name], **changes).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float32_equals_the_uncached_loop(name: str) -> None:
+    model = card_model(name)
+    results = generate(model, PROMPTS, max_new_tokens=NEW)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.tokens == plain(model, prompt, NEW)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_sampling_on_the_card_equals_the_uncached_loop(kind: str, graphs: bool) -> None:
+    """More prompts than rows, computed in parts, so that lanes and graphs change while rows run."""
+    model, sampling = card_model(), SAMPLINGS[kind]
+    engine = Engine(model, max_batch=3, max_tokens=256, page_size=16, prefill_tokens=16, graphs=graphs)
+    free = engine.free_tokens
+    asked = [Request(tuple(p), NEW, sampling, seed=4, first_sample=i) for i, p in enumerate(PROMPTS * 2)]
+    for row, (request, (answer,)) in enumerate(zip(asked, engine.run(asked), strict=True)):
+        assert answer.tokens == plain(model, list(request.prompt), NEW, sampling, row, seed=4)
+    assert engine.free_tokens == free
+    assert (engine._graphs is not None and len(engine._graphs._captured) > 0) == graphs
+
+
+def test_graphs_are_chosen_where_a_step_can_be_captured() -> None:
+    assert Engine(card_model())._graphs is not None
+    assert Engine(card_model("moe"))._graphs is None
+
+
+def test_rows_that_end_by_a_token_the_host_sees_late() -> None:
+    model = card_model()
+    alone = [plain(model, prompt, NEW) for prompt in PROMPTS]
+    asked = [
+        Request(tuple(prompt), NEW, eos_tokens=frozenset({tokens[6]}))
+        for prompt, tokens in zip(PROMPTS, alone, strict=True)
+    ]
+    engine = Engine(model, max_batch=2, max_tokens=256, page_size=16)
+    for tokens, (answer,) in zip(alone, engine.run(asked), strict=True):
+        assert answer.tokens == tokens[: tokens.index(tokens[6])]
+        assert answer.reason == "eos"
 
 
 @pytest.mark.parametrize("name", ["gqa", "window"])
-def test_float32_equals_the_uncached_loop(name: str) -> None:
-    model = make(**VARIANTS[name]).to(DEVICE)
-    results = generate(model, PROMPTS, max_new_tokens=NEW)
-    with torch.device(DEVICE):
-        for prompt, result in zip(PROMPTS, results, strict=True):
-            assert result.tokens == plain(model, prompt, NEW)
+def test_speculative_greedy_equals_plain(name: str) -> None:
+    model, draft = card_model(name), card_model(name, num_hidden_layers=1)
+    for proposer in (draft, model):
+        engine = Engine(model, max_batch=3, max_tokens=256, page_size=16, draft=proposer, drafts=3)
+        assert engine._graphs is not None
+        asked = [Request(tuple(prompt), NEW, logprobs=True) for prompt in PROMPTS]
+        for request, (answer,) in zip(asked, engine.run(asked), strict=True):
+            assert answer.tokens == plain(model, list(request.prompt), NEW)
+            assert len(answer.logprobs) == NEW and max(answer.logprobs) <= 0
 
 
 @pytest.mark.parametrize("name", ["gqa", "window"])
@@ -27,7 +90,7 @@ def test_float32_equals_the_uncached_loop(name: str) -> None:
 def test_bf16_takes_the_best_token_of_the_uncached_model(name: str) -> None:
     """Two tokens can be equal in bfloat16's eight bits. So the choice may differ from the uncached argmax, but where
     it does, the uncached logit must be as good up to rounding; and that must be rare."""
-    model = make(**VARIANTS[name]).to(DEVICE)
+    model = card_model(name)
     apply(model, "bf16")
     results = generate(model, PROMPTS, max_new_tokens=NEW)
     same, all_of_them = 0, 0
@@ -41,3 +104,52 @@ def test_bf16_takes_the_best_token_of_the_uncached_model(name: str) -> None:
         same += int((short_T == 0).sum())
         all_of_them += NEW
     assert same >= 0.9 * all_of_them
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "heads of 20"])
+@torch.no_grad()
+def test_fused_blocks_equal_the_models(name: str) -> None:
+    model = card_model(name) if name in VARIANTS else make(head_dim=20).to(DEVICE)
+    prompt = torch.arange(2 * 9, device=DEVICE).view(2, 9) * 5 % 97
+    new = torch.tensor([[3, 4], [60, 1]], device=DEVICE)
+    caches = [model.new_cache(2, 32) for _ in range(2)]
+    for cache in caches:
+        model.forward_cached(prompt, cache, torch.tensor([9, 6], device=DEVICE))
+    expected = model.forward_cached(new, caches[0])
+    got = model.forward_cached(new, caches[1], blocks=FusedBlocks(model))
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(caches[1].k, caches[0].k, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(caches[1].v, caches[0].v, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("H", "K", "C"), [(12, 3, 64), (32, 8, 128), (16, 1, 128), (6, 6, 80)])
+@pytest.mark.parametrize(("T", "window"), [(1, None), (1, 300), (4, None), (4, 40)])
+def test_the_kernel_equals_float64(
+    H: int, K: int, C: int, T: int, window: int | None, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+    last = torch.tensor([T - 1, 31, 255, 256, 1000, 2047], device=DEVICE)
+    B, width = len(last), 64
+    table = torch.randperm(B * width, generator=generator, device=DEVICE).view(B, width)
+    k, v, q = normal(B * width, K, 32, C), normal(B * width, K, 32, C), normal(B, T, H, C)
+    positions = last[:, None] - T + 1 + torch.arange(T, device=DEVICE)
+    got = paged_attention(q, k, v, table, positions, 2048, window)
+    keys, values = (gather(pool, table, 2048).double() for pool in (k, v))
+    truth = decode_attention(q.double(), keys, values, positions, window)
+    error = float((got.double() - truth).norm() / truth.norm())
+    assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+def test_long_prompts_over_the_cache_equal_one_pass() -> None:
+    """More queries than the kernel takes: parts of prompts behind what the cache holds already."""
+    model = make(max_position_embeddings=1024, num_hidden_layers=2).to(DEVICE)
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (700, 90, 333)]
+    engine = Engine(model, max_batch=3, max_tokens=2048, prefill_tokens=128)
+    for prompt, (answer,) in zip(prompts, engine.run([Request(tuple(p), 8) for p in prompts]), strict=True):
+        assert answer.tokens == plain(model, prompt, 8)

@@ -1,0 +1,366 @@
+"""Speed of generation: deskside's engine beside transformers' generate, same weights, prompts and lengths.
+
+    python -m benchmarks.decode [--preset 124m] [--batch 1,2,4,8,16,32,64] [--prompt 512] [--new 256]
+        [--peers dynamic,static,static-eager] [--peer-batch 1,16] [--temperature 0] [--top-k 50]
+        [--device auto] [--dtype bfloat16] [--runs 3] [--kernels] [--json FILE]
+
+The model has random weights: speed does not depend on them, and no answer ends early. It is exported as `deskside
+export` does, and transformers loads that. Each arm runs once or more for warming up (compiling, CUDA graphs), then
+--runs times with new prompts, of which the median counts. Prompts are random tokens, all of one length.
+
+    first    seconds from asking until every row has its first token (transformers: generate with one new token)
+    tok/s    new tokens of all rows per second of decoding: without the time to the first token
+    step     milliseconds from one token of a row to its next
+    light    bytes that a step must read (the weights it uses, and the keys and values of all rows) over the time that
+             a large copy takes for as many on this device; 100 % is the speed of light
+    x        deskside's tok/s over the best of transformers at this batch
+
+transformers: `dynamic` is what generate does by itself; `static` a static cache, with which it compiles the forward on
+a GPU; `static-eager` the same uncompiled. An arm that fails is a line with the reason. --kernels adds what the device
+does in one step of deskside. The JSON file is written after every arm.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.step_config import configuration
+from deskside.engine.engine import Engine
+from deskside.engine.requests import Request
+from deskside.engine.sampling import Sampling
+from deskside.errors import UsageError
+from deskside.export.hf import save_hf
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
+from deskside.probe import doctor_gemm
+
+PEERS = ("dynamic", "static", "static-eager")
+WARM_UP = 2
+PROFILED_STEPS = 20
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the runs of one arm."""
+
+    arm: str
+    batch: int
+    first_seconds: float
+    step_ms: float
+    tokens_per_second: float
+    of_copy_bandwidth: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every arm does. vocabulary: of the prompts' tokens."""
+
+    vocabulary: int
+    prompt: int
+    new: int
+    sampling: Sampling
+    device: torch.device
+
+    def prompts(self, batch: int, seed: int) -> Prompts:
+        """Random tokens; other ones for every seed, so that no prompt is in the cache already."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (batch, self.prompt)
+        rows: Prompts = torch.randint(0, self.vocabulary, shape, generator=generator).tolist()
+        return rows
+
+
+def deskside_arm(engine: Engine, work: Work) -> Callable[[Prompts], tuple[float, float]]:
+    """Seconds to the first token of all rows, and in all."""
+
+    def once(prompts: Prompts) -> tuple[float, float]:
+        _wait(work.device)
+        begin = time.perf_counter()
+        waiting = {
+            engine.submit(Request(tuple(prompt), work.new, work.sampling, first_sample=row))
+            for row, prompt in enumerate(prompts)
+        }
+        first, tokens = 0.0, 0
+        while not engine.idle:
+            events = engine.step()
+            tokens += sum(event.token is not None for event in events)
+            if waiting:
+                waiting -= {event.request for event in events}
+                first = time.perf_counter() - begin
+        assert tokens == len(prompts) * work.new, "a row ended early"
+        return first, time.perf_counter() - begin
+
+    return once
+
+
+def peer_arm(model: Any, kind: str, work: Work) -> Callable[[Prompts], tuple[float, float]]:
+    """The same of transformers' generate, by two calls: with one new token, and with all."""
+    options: dict[str, Any] = {
+        "do_sample": work.sampling.temperature > 0,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    if work.sampling.temperature > 0:
+        options |= {"temperature": work.sampling.temperature, "top_k": work.sampling.top_k or 0}
+    if kind != "dynamic":
+        options |= {"cache_implementation": "static", "disable_compile": kind == "static-eager"}
+
+    def once(prompts: Prompts) -> tuple[float, float]:
+        tokens_BT = torch.tensor(prompts, device=work.device)
+        mask_BT = torch.ones_like(tokens_BT)
+        seconds = []
+        for new in (1, work.new):
+            _wait(work.device)
+            begin = time.perf_counter()
+            made = model.generate(
+                tokens_BT, attention_mask=mask_BT, max_new_tokens=new, min_new_tokens=new, **options
+            )
+            _wait(work.device)
+            seconds.append(time.perf_counter() - begin)
+            assert made.shape[1] == work.prompt + new, "a row ended early"
+        return seconds[0], seconds[1]
+
+    return once
+
+
+def measure(
+    arm: str,
+    once: Callable[[Prompts], tuple[float, float]],
+    work: Work,
+    batch: int,
+    runs: int,
+    floor_seconds: float,
+) -> Speed:
+    """Warm up, run, and take medians. floor_seconds: of a step at the speed of a copy."""
+    taken = [once(work.prompts(batch, seed)) for seed in range(WARM_UP + runs)][WARM_UP:]
+    first = statistics.median(seconds for seconds, _ in taken)
+    steps = work.new - 1
+    step = statistics.median((total - begin) / steps for begin, total in taken)
+    return Speed(arm, batch, first, 1e3 * step, batch / step, floor_seconds / step, runs)
+
+
+def step_bytes(model: Transformer, work: Work, batch: int) -> float:
+    """Bytes that a step of decoding must read, at the middle of the answer."""
+    item = model.activation_dtype.itemsize
+    groups = model.num_params()
+    weights = sum(groups.values()) - groups["position"]
+    if not model.config.tie_word_embeddings:
+        weights -= groups["embedding"]  # of which a step reads a row each
+    used = weights
+    if (experts := model.config.num_experts) > 0:
+        # Each token reads its experts; with many tokens nearly all of them are read.
+        share = 1 - (1 - model.config.num_experts_per_tok / experts) ** batch
+        used = weights - groups["mlp"] * (1 - share)
+    length = work.prompt + work.new / 2
+    return used * item + batch * length * model.kv_bytes_per_token(model.activation_dtype)
+
+
+def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
+    """Device time of one step by kernel, longest first: milliseconds and calls a step."""
+    for row, prompt in enumerate(work.prompts(batch, 1000)):
+        engine.submit(Request(tuple(prompt), work.new, work.sampling, first_sample=row))
+    told: set[int] = set()
+    while len(told) < batch:  # until all prompts are in the cache
+        told |= {event.request for event in engine.step()}
+    for _ in range(3):
+        engine.step()
+    _wait(work.device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if work.device.type == "cuda":
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+    steps = max(1, min(PROFILED_STEPS, work.new - 10))
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            engine.step()
+        _wait(work.device)
+    for _ in engine.events():
+        pass
+    on_gpu = work.device.type == "cuda"
+    found = [
+        {
+            "kernel": event.key,
+            "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps,
+            "calls": event.count / steps,
+        }
+        for event in profile.key_averages()
+    ]
+    return sorted(found, key=lambda row: -row["ms"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when everything ran; 1 when an arm failed; 2 for wrong usage."""
+    try:
+        options = _options(argv)
+        work, model = _prepare(options)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    report: dict[str, Any] = {
+        "options": {k: str(v) for k, v in vars(options).items()},
+        "results": [],
+        "failed": [],
+    }
+    report |= {"device": _name(work.device), "torch": torch.__version__}
+    report["copy_bandwidth"] = float(doctor_gemm.copy(work.device.type)["speed"]["value"])
+
+    def keep(result: Speed | dict[str, str]) -> None:
+        report["results" if isinstance(result, Speed) else "failed"].append(
+            asdict(result) if isinstance(result, Speed) else result
+        )
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1))
+
+    def floor(batch: int) -> float:
+        return step_bytes(model, work, batch) / report["copy_bandwidth"]
+
+    def attempt(
+        name: str, batch: int, prepare: Callable[[], Callable[[Prompts], tuple[float, float]]]
+    ) -> None:
+        try:
+            keep(measure(name, prepare(), work, batch, options.runs, floor(batch)))
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            keep({"arm": name, "batch": str(batch), "why": (str(error).splitlines() or ["?"])[0][:200]})
+
+    longest = work.prompt + work.new
+    for batch in options.batch:
+        engine = Engine(model, max_batch=batch, max_tokens=batch * (longest + 32))
+        attempt("deskside", batch, lambda engine=engine: deskside_arm(engine, work))  # type: ignore[misc]
+        if options.kernels:
+            report.setdefault("kernels", {})[batch] = kernels(engine, work, batch)
+        del engine
+    if options.peers:
+        theirs = _peer(model, work.device)
+        for batch in options.peer_batch:
+            for kind in options.peers:
+                name = f"transformers {kind}"
+                attempt(name, batch, lambda kind=kind: peer_arm(theirs, kind, work))  # type: ignore[misc]
+    _print(report)
+    return 1 if report["failed"] else 0
+
+
+def _prepare(options: argparse.Namespace) -> tuple[Work, Transformer]:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(found if options.device == "auto" else options.device)
+    config = configuration({"preset": options.preset}).model
+    longest = options.prompt + options.new
+    if longest > config.max_position_embeddings:
+        config = config.model_copy(update={"max_position_embeddings": longest})
+    model = Transformer(config)
+    initialize(model, 0)
+    model = model.to(device).requires_grad_(False).eval()
+    for parameter in model.parameters():  # as `deskside chat` loads a model: norms stay float32
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(DTYPES[options.dtype])
+    sampling = Sampling(options.temperature, options.top_k if options.temperature > 0 else None)
+    return Work(config.vocab_size, options.prompt, options.new, sampling, device), model
+
+
+def _peer(model: Transformer, device: torch.device) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_hf(model, model.config, None, Path(folder) / "model", model.activation_dtype)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=model.activation_dtype)
+    return theirs.to(device).eval()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console()
+    best: dict[int, float] = {}
+    for row in report["results"]:
+        if row["arm"] != "deskside":
+            best[row["batch"]] = max(best.get(row["batch"], 0.0), row["tokens_per_second"])
+    table = Table(
+        title=f"Generation on {report['device']}; a copy runs at {report['copy_bandwidth'] / 1e9:,.0f} GB/s (measured)"
+    )
+    for name in ("arm", "batch", "first ms", "step ms", "tok/s", "light", "x"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for row in sorted(report["results"], key=lambda r: (r["batch"], r["arm"])):
+        ratio = best.get(row["batch"])
+        ours = row["arm"] == "deskside" and ratio is not None
+        table.add_row(
+            row["arm"],
+            str(row["batch"]),
+            f"{1e3 * row['first_seconds']:.1f}",
+            f"{row['step_ms']:.3f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['of_copy_bandwidth']:.0%}",
+            f"{row['tokens_per_second'] / ratio:.1f}" if ours and ratio else "",
+        )
+    console.print(table)
+    for row in report["failed"]:
+        console.print(f"{row['arm']}, batch {row['batch']}: failed: {row['why']}")
+    for batch, rows in report.get("kernels", {}).items():
+        console.print(f"One step of batch {batch}: {sum(row['ms'] for row in rows):.3f} ms in kernels")
+        for row in rows[:14]:
+            console.print(
+                f"  {row['ms']:8.4f} ms {row['calls']:7.1f} x  {row['kernel'][:54]}", highlight=False
+            )
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",") if part]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers of 1 and above, such as 1,16")
+    return numbers
+
+
+def _peers(text: str) -> list[str]:
+    names = [part for part in text.split(",") if part]
+    for name in names:
+        if name not in PEERS:
+            raise argparse.ArgumentTypeError(f"{name}: there is {', '.join(PEERS)}")
+    return names
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--preset", default="124m")
+    parser.add_argument("--batch", type=_numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--peers", type=_peers, default=list(PEERS))
+    parser.add_argument("--peer-batch", type=_numbers, default=[1, 16])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=50)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    if options.prompt < 1 or options.new < 2 or options.runs < 1:
+        raise UsageError("--prompt and --runs must be at least 1, --new at least 2")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

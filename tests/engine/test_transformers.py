@@ -1,0 +1,49 @@
+"""Greedy text equals that of transformers' generate on the exported model. Softcap has no form there: its oracle is the
+uncached loop of test_engine.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.engine.engine import Engine
+from deskside.engine.requests import Request
+from deskside.engine.sampling import Sampling
+from deskside.export.hf import save_hf
+from tests.export.test_hf_parity import CASES, random_model
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = (6, 1, 30, 13, 6)
+NEW = 20
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3", "qwen3 mqa", "qwen3 bias", "llama", "gpt2", "qwen3 window", "qwen3 moe", "qwen3 moe window"],
+)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_text_in_a_batch_of_unequal_lengths(case: str, penalty: float, tmp_path: Path) -> None:
+    model = random_model(**CASES[case])
+    save_hf(model, model.config, None, tmp_path / "hf")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    engine = Engine(model, max_batch=4, max_tokens=256, page_size=8, prefill_tokens=24)
+    asked = [
+        Request(tuple(p), NEW, Sampling(0.0, repetition_penalty=penalty))
+        for p in prompts(model.config.vocab_size)
+    ]
+    for request, (answer,) in zip(asked, engine.run(asked), strict=True):
+        text = theirs.generate(
+            torch.tensor([request.prompt]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            repetition_penalty=penalty,
+            pad_token_id=0,
+        )
+        assert [*request.prompt, *answer.tokens] == text[0].tolist()
