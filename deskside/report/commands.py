@@ -32,8 +32,10 @@ class ReportOptions:
         tyro.conf.Positional[str],
         tyro.conf.arg(metavar="RUN|STUDY", help="its directory, such as runs/demo or studies/matrix16"),
     ]
-    claims: str = ""
-    """also write what a study says of published claims into this Markdown file"""
+    claims: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="FILE", help="also write what a study says of published claims, as Markdown"),
+    ] = None
     json: bool = False
     """print the paths as JSON"""
 
@@ -82,7 +84,7 @@ def _write_run(folder: Path) -> tuple[Path, list[str]]:
     return page, record.missing
 
 
-def _write_study(folder: Path, claims: str = "") -> tuple[Path, list[str]]:
+def _write_study(folder: Path, claims: str | None = None) -> tuple[Path, list[str]]:
     from deskside.report import study, study_figures  # a run's report needs none of it
     from deskside.report.study_claims import claims_markdown
     from deskside.study.outcome import JSON, PARQUET, write_parquet

@@ -83,9 +83,9 @@ def shortened(text: str, longest: int) -> str:
 def wrapped(text: str, columns: int, lines: int) -> str:
     """Plain text for a plot over a few lines."""
     whole = " ".join(clean(text).split())
-    parts = textwrap.wrap(whole, columns) or [""]
-    if len(parts) > lines:
-        parts = textwrap.wrap(shortened(whole, columns * lines - 4), columns)[:lines]
+    longest = len(whole)
+    while len(parts := textwrap.wrap(shortened(whole, longest), columns)) > lines:
+        longest -= 1
     return "\n".join(parts).replace("$", r"\$")
 
 

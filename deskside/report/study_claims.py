@@ -4,36 +4,37 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deskside.report import markdown, words
-from deskside.report.document import Block, Bullets, Document, Paragraph, Section, Table
+from deskside.report.document import Block, Bullets, Details, Document, Paragraph, Section, Table
 from deskside.report.rundir import mapping, number, text
 from deskside.report.study_words import group_title, several
 from deskside.study.results import ClaimResult, Results
 
-# In the order in which a person wants to know them.
+# In the order in which a person wants to know them: verdict -> (how several are said to have it, what it means).
 VERDICTS = {
-    "contradicted": "the interval excludes what was claimed",
-    "holds": "direction and size are as claimed",
-    "holds in direction": "the direction is as claimed, the size is not",
-    "not shown": "the interval leaves it open, or there were too few seeds",
-    "needs other hardware": "this machine cannot say",
+    "contradicted": ("contradicted", "Shown to go the other way, or to be outside of what the claim allows"),
+    "holds": ("hold", "Shown in the claimed direction, and the interval meets the claimed size"),
+    "holds in direction": (
+        "hold in direction",
+        "Shown in the claimed direction, but not in the claimed size",
+    ),
+    "not shown": (
+        "not shown",
+        "The interval leaves it open, or there were too few seeds. That is no contradiction",
+    ),
+    "needs other hardware": ("need other hardware", "This machine cannot say"),
 }
+HEAD = ("claim", "source", "claimed", "measured or computed here", "seeds", "scale")
 
 
 def claims_section(results: Results) -> Section:
     """Counts, the table of all claims, and an explanation of each that is contradicted."""
-    explained = [
-        f"{claim.text}: {claim.explanation or 'no explanation has been written yet.'}"
-        for claim in results.claims
-        if claim.verdict == "contradicted"
-    ]
+    explained = [_explained(claim) for claim in results.claims if claim.verdict == "contradicted"]
     blocks: list[Block] = [Paragraph(counts(results)), _table(results.claims)]
     if explained:
         blocks += [Paragraph("Why some are contradicted:"), Bullets(tuple(explained))]
-    others = [
-        f"{c.text}: {c.explanation}" for c in results.claims if c.verdict != "contradicted" and c.explanation
-    ]
+    others = [_explained(c) for c in results.claims if c.verdict != "contradicted" and c.explanation]
     if others:
-        blocks += [Paragraph("Notes on the others:"), Bullets(tuple(others))]
+        blocks.append(Details(f"Notes on the others ({len(others)})", (Bullets(tuple(others)),)))
     return Section("Claims", tuple(blocks))
 
 
@@ -50,34 +51,29 @@ def claims_document(results: Results) -> Document:
         members = [claim for claim in results.claims if claim.verdict == verdict]
         if not members:
             continue
-        about = f"{VERDICTS[verdict].capitalize()}." if verdict in VERDICTS else ""
-        explained = tuple(
-            f"{claim.text} ({claim.source}): {claim.explanation or 'no explanation has been written yet.'}"
-            for claim in members
-            if claim.explanation or verdict == "contradicted"
-        )
-        blocks: list[Block] = [Paragraph(about)] if about else []
+        blocks: list[Block] = [Paragraph(f"{VERDICTS[verdict][1]}.")] if verdict in VERDICTS else []
         blocks.append(_table(members, verdicts=False))
-        if explained:
-            blocks.append(Bullets(explained))
+        told = [_explained(c) for c in members if c.explanation or verdict == "contradicted"]
+        if told:
+            blocks.append(Bullets(tuple(told)))
         sections.append(Section(verdict.capitalize(), tuple(blocks)))
     if not results.claims:
         sections.append(Section("Claims", (Paragraph("This study speaks to no claim."),)))
-    seeds = sorted({claim.n for claim in results.claims if claim.measured is not None})
-    told = [
-        "Each claim is one comparison of an arm with its baseline, paired by seed, with an interval.",
+    seeds = sorted({claim.n for claim in results.claims if claim.n})
+    span = " to ".join(dict.fromkeys((str(seeds[0]), str(seeds[-1])))) if seeds else ""
+    lines = [
+        "A measured claim is one comparison of two arms, paired by seed, with its interval. What a data sheet or "
+        "arithmetic answers has no seeds, and its scale says what it is: published, computed or modelled.",
         f"Study: {results.name}. {results.question}".strip(),
         *(
             f"{group_title(g)}: base {g.base}, every arm had {g.budget or 'a budget that is not recorded'}."
             for g in results.groups
         ),
-        f"Seeds for each comparison: {' to '.join(dict.fromkeys((str(seeds[0]), str(seeds[-1]))))}."
-        if seeds
-        else "",
+        *([f"Seeds in a comparison: {span}."] if span else []),
         *results.notes,
     ]
     sections += [
-        Section("How this was measured", (Bullets(tuple(line for line in told if line)),)),
+        Section("How this was measured", (Bullets(tuple(lines)),)),
         Section(
             "Machine", (Table(("what", "value", "source"), tuple(words.facts(results.machine, "measured"))),)
         ),
@@ -88,7 +84,11 @@ def claims_document(results: Results) -> Document:
 def counts(results: Results) -> str:
     """Of 32 claims: 3 contradicted, 10 hold, ... on which card."""
     found = {verdict: sum(c.verdict == verdict for c in results.claims) for verdict in VERDICTS}
-    told = ", ".join(f"{count} {verdict}" for verdict, count in found.items() if count)
+    told = ", ".join(
+        f"{count} {verdict if count == 1 else VERDICTS[verdict][0]}"
+        for verdict, count in found.items()
+        if count
+    )
     gpu = results.machine.get("gpu")
     card = text(mapping(gpu).get("name")) or text(gpu) or text(results.machine.get("device"))
     where = f" Measured on {card}." if card else ""
@@ -96,18 +96,21 @@ def counts(results: Results) -> str:
 
 
 def measured(claim: ClaimResult) -> str:
-    """-4.1 % (-4.9 to -3.2), or that it was not measured."""
+    """+4.1 % (+3.2 to +4.9), 1.84 times, $5.31; or that it was not measured."""
     middle, low, high = number(claim.measured), number(claim.low), number(claim.high)
     if middle is None:
         return "not measured"
-    unit = f" {claim.unit}" if claim.unit else ""
-    if low is None or high is None:
-        return f"{_short(middle)}{unit}"
-    return f"{_short(middle)}{unit} ({_short(low)} to {_short(high)})"
+    if low is None or high is None or low == middle == high:
+        return _with_unit(middle, claim.unit)
+    sign = "+" if claim.unit == "%" else ""
+    return f"{_with_unit(middle, claim.unit)} ({_short(low, sign)} to {_short(high, sign)})"
+
+
+def _explained(claim: ClaimResult) -> str:
+    return f"{claim.text}: {claim.explanation or 'no explanation has been written yet.'}"
 
 
 def _table(claims: Iterable[ClaimResult], verdicts: bool = True) -> Table:
-    head = ("claim", "source", "claimed", "measured here", "seeds", "scale")
     rows = tuple(
         (
             claim.text,
@@ -120,9 +123,15 @@ def _table(claims: Iterable[ClaimResult], verdicts: bool = True) -> Table:
         )
         for claim in claims
     )
-    return Table((*head, "verdict") if verdicts else head, rows)
+    return Table((*HEAD, "verdict") if verdicts else HEAD, rows)
 
 
-def _short(value: float) -> str:
+def _with_unit(value: float, unit: str) -> str:
+    if unit == "$":
+        return f"${_short(value)}"
+    return f"{_short(value, '+' if unit == '%' else '')} {unit}".strip()
+
+
+def _short(value: float, sign: str = "") -> str:
     """Three figures that say something: 0.0123, 1.23, 12.3, 1,234."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"

@@ -159,14 +159,15 @@ def _crossed(arms: list[Arm], rows: Factor, columns: Factor, key: str) -> Drawn:
             here = [
                 a for a in arms if a.levels.get(rows.name) == down and a.levels.get(columns.name) == across
             ]
-            line.append(_cell(here[0], key) if here else (None, "no arm"))
+            amount, said = _cell(here[0], key) if here else (None, "no arm")
+            emulated = key == SPEED and amount is not None and here[0].emulated
+            line.append((amount, f"{said} emulated" if emulated else said))
         cells.append(line)
     shown = metric(key)
-    title = f"{shown.label.capitalize()}: {rows.label} x {columns.label}"
+    title = f"{shown.label.capitalize()} against the baseline"
     drawn = _map(title, cells, [wrapped(level, 26, 2) for level in rows.levels], columns.levels, alone=False)
     axes = drawn.axes[0]
-    axes.set_xlabel(label(columns.label, 50), fontsize=9)
-    axes.set_ylabel(label(rows.label, 40), fontsize=9)
+    axes.set_title(label(f"down: {rows.label}; across: {columns.label}", 75), loc="left", fontsize=8.5)
     caption = f"Difference in {shown.label} against each arm's baseline, in %. {_LEGEND}"
     return Drawn(f"heat_{key}", f"Heat map: {shown.label}", caption, drawn)
 
@@ -206,7 +207,7 @@ def _map(
 ) -> Canvas:
     """The shaded table. alone: each column has a scale of its own (they are different metrics)."""
     wide = len(columns) > 5
-    figure, axes = canvas(title, 1.1 + 0.3 * max(len(rows), 2) + (0.5 if wide else 0.0))
+    figure, axes = canvas(title, 1.1 + 0.34 * max(len(rows), 2) + (0.5 if wide else 0.0))
     worse = np.array([[np.nan if amount is None else amount for amount, _ in line] for line in cells])
     top = np.nanmax(np.abs(worse), axis=0 if alone else None, initial=0.0)
     shades = 0.5 + 0.5 * np.divide(worse, top, out=np.zeros_like(worse), where=top > 0)
@@ -216,7 +217,7 @@ def _map(
     for down, line in enumerate(cells):
         for across, (amount, text) in enumerate(line):
             dark = amount is not None and shades[down][across] > 0.62
-            axes.text(across, down, label(text, 18), ha="center", va="center", fontsize=8,
+            axes.text(across, down, wrapped(text, 14, 2), linespacing=0.95, ha="center", va="center", fontsize=8,
                       color="white" if dark else MIDDLE if amount is None else DARK)  # fmt: skip
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
     turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if wide else {}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.errors import RunError, UsageError
-from deskside.report import html, markdown, study, study_words
+from deskside.report import html, markdown, study, study_claims, study_words
 from deskside.report.commands import run, write_report
 from deskside.report.study_claims import claims_markdown
 from deskside.study.compare import compare
@@ -223,7 +223,7 @@ def test_claims(tmp_path: Path) -> None:
     results = replace(compare(made.results()), claims=claims())
     for text in (*pages(results, tmp_path), " ".join(claims_markdown(results).split())):
         assert "3 claims: 1 contradicted, 1 holds in direction, 1 needs other hardware." in text
-        assert "9.62 % (9.03 to 10.2)" in text and "1.03 x (1.01 to 1.05)" in text
+        assert "+9.62 % (+9.03 to +10.2)" in text and "1.03 x (1.01 to 1.05)" in text
         assert "The claim compares models of different sizes." in text
     whole = claims_markdown(results)
     assert whole.startswith("# Claims, measured") and whole.endswith("\n")
@@ -234,6 +234,10 @@ def test_claims(tmp_path: Path) -> None:
     assert "a card that was made up" in whole and "4 minutes of training" in whole
     unexplained = replace(results, claims=[replace(claims()[1], explanation="")])
     assert "no explanation has been written yet" in claims_markdown(unexplained)
+    both = [replace(one, id=f"{one.id}{copy}") for one in claims() for copy in (1, 2)]
+    assert "2 contradicted, 2 hold in direction, 2 need other hardware." in " ".join(
+        claims_markdown(replace(results, claims=both)).split()
+    )
     assert "speaks to no claim" in claims_markdown(replace(results, claims=[]))
 
 
@@ -320,3 +324,21 @@ def test_differences_are_rounded_and_not_changed(middle: float, reach: float, ve
 )
 def test_differences_in_words(arguments: Any, expected: str) -> None:
     assert study_words.difference(compared(*arguments), "val_bpb") == expected
+
+
+@pytest.mark.parametrize(
+    "numbers, unit, expected",
+    [
+        ((-20.25, -21.0, -19.4), "%", "-20.2 % (-21 to -19.4)"),
+        ((14.6, 14.6, 14.6), "%", "+14.6 %"),
+        ((1.845, 1.8, 1.9), "times", "1.84 times (1.8 to 1.9)"),
+        ((5.31, None, None), "$", "$5.31"),
+        ((12322.0, 8009.0, 16635.0), "tokens/s", "12,322 tokens/s (8,009 to 16,635)"),
+        ((None, None, None), "%", "not measured"),
+        ((math.inf, 1.0, 2.0), "%", "not measured"),
+    ],
+)
+def test_what_a_claim_measured_in_words(numbers: Any, unit: str, expected: str) -> None:
+    middle, low, high = numbers
+    claim = replace(claims()[0], measured=middle, low=low, high=high, unit=unit)
+    assert study_claims.measured(claim) == expected

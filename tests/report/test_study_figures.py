@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.container import ErrorbarContainer
 from matplotlib.text import Annotation
 from PIL import Image
 
-from deskside.report.study_canvas import Drawn, telling
+from deskside.report.document import clean
+from deskside.report.study_canvas import Drawn, telling, wrapped
 from deskside.report.study_curves import curves
 from deskside.report.study_effects import forest, heat
 from deskside.report.study_figures import draw, plots
@@ -231,6 +234,11 @@ def test_heat_map_of_two_factors_and_of_many() -> None:
     speed = maps[1].canvas.axes[0]
     assert texts(speed) == ["baseline", "baseline", "+9.62 %", "+9.95 %"]
     assert [tick.get_text() for tick in speed.get_xticklabels()] == ["small", "medium"]
+    assert speed.get_title(loc="left") == "down: grouped-query attention; across: size"
+    other = replace(group, factors=[GROUP.factors[0], GROUP.factors[2]])
+    fp4 = replace(two, groups=[other], arms=[arm for arm in RESULTS.arms if arm.levels["gqa"] == "off"])
+    emulated = texts(drawn(heat(fp4, other)[1]).canvas.axes[0])
+    assert emulated == ["baseline", "baseline", "-20.2 %\nemulated", "-20.0 %\nemulated"]
     shades = speed.images[0].get_array()
     assert shades[1, 1] < shades[1, 0] < shades[0, 0]  # faster is lighter
 
@@ -282,3 +290,16 @@ def test_numbers_that_are_damaged_draw_nothing_and_fail_nothing() -> None:
     results = replace(RESULTS, arms=arms, fronts=[])
     kept = [one for one in plots(results, GROUP) if isinstance(one, Drawn)]
     assert "forest_val_bpb" not in {one.name for one in kept} and "loss_time" in {one.name for one in kept}
+
+
+@given(st.text(max_size=60), st.integers(1, 30), st.integers(1, 3))
+def test_long_names_keep_their_beginning_and_their_end(text: str, columns: int, lines: int) -> None:
+    shown = wrapped(text, columns, lines).replace(r"\$", "$").split("\n")
+    assert len(shown) <= lines and all(len(line) <= columns for line in shown)
+    whole = " ".join(clean(text).split())
+    if len(whole) <= columns:
+        assert shown == [whole]
+
+
+def test_a_name_that_is_cut_says_so() -> None:
+    assert wrapped("FP8, weights converted in every pass", 20, 2) == "FP8, weights\nconverted\u2026every pass"
