@@ -1,21 +1,28 @@
-"""What was read stays in memory under the file's name, time and size, so that only what changed is read again."""
+"""What was read stays in memory under the file's name, time and size, so that only what changed is read again.
 
+Streamlit's own `cache_data` copies what it keeps at every use, about a millisecond each: with 1,000 runs that is a
+second at every click. What is kept here are records that nobody changes, so they are handed out as they are.
+"""
+
+import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import streamlit as st
 
 from deskside.dashboard import reading
-from deskside.dashboard.reading import Brief, Study
+from deskside.dashboard.reading import Brief, Rows, Study
 from deskside.dashboard.scan import Found, FoundRun, Stamp, scan, stamp
 from deskside.dashboard.selection import Picked, Selection, select
-from deskside.study.compare import compare
 from deskside.study.results import Results
 
 SECONDS = 4  # a directory is listed anew after so long
+MOST_RUNS, MOST_LARGE = 20_000, 64
 STUDY_FILES = ("results.json", "study.json")
-RUN_FILES = ("run.json", "summary.json", "plan.json", "metrics.jsonl", "environment.json")
+RUN_FILES = ("run.json", "summary.json", "plan.json", "environment.json")
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
@@ -27,70 +34,94 @@ class Context:
     selection: Selection | None
 
 
-@st.cache_data(ttl=SECONDS, max_entries=8, show_spinner="looking for studies and runs")
+class Kept:
+    """The last `most` things that were read, each valid while its key is the same. Safe among threads."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._lock = threading.Lock()
+        self._things: dict[tuple[str, str], tuple[Hashable, Any]] = {}
+
+    def get(self, kind: str, name: str, key: Hashable, read: Callable[[], Thing]) -> Thing:
+        """The thing of this kind and name, read when it is not there or its key has changed."""
+        with self._lock:
+            known = self._things.get((kind, name))
+        if known is not None and known[0] == key:
+            thing: Thing = known[1]
+            return thing
+        thing = read()
+        with self._lock:
+            self._things.pop((kind, name), None)
+            self._things[kind, name] = (key, thing)
+            while len(self._things) > self._most:
+                self._things.pop(next(iter(self._things)))
+        return thing
+
+
+@st.cache_resource
+def _kept() -> tuple[Kept, Kept]:
+    """(small things, of which there may be many; large ones), shared by all who look at this page."""
+    return Kept(MOST_RUNS), Kept(MOST_LARGE)
+
+
+@st.cache_data(ttl=SECONDS, max_entries=8, show_spinner=False)
 def found(root: str) -> Found:
     """What lies below a directory, at most a few seconds old."""
     return scan(Path(root))
 
 
-@st.cache_data(max_entries=64, show_spinner=False)
-def _study(path: str, key: Stamp) -> Study | None:
-    study = reading.read_study(Path(path))
-    if study is None or study.results is None:
-        return study
-    results = study.results
-    if not any(arm.estimates for arm in results.arms) and any(arm.finished() for arm in results.arms):
-        study = Study(study.path, compare(results), "")  # a runner that was killed before it compared
-    return study
-
-
 def study(path: Path) -> Study | None:
     """A study; None for a directory that holds something else."""
-    return _study(str(path), stamp(path, *STUDY_FILES))
+    return _kept()[1].get("study", str(path), stamp(path, *STUDY_FILES), lambda: _study(path))
 
 
-@st.cache_data(max_entries=4096, show_spinner=False)
-def _brief(path: str, key: Stamp) -> Brief:
-    return reading.read_brief(Path(path))
+def _study(path: Path) -> Study | None:
+    read = reading.read_study(path)
+    if read is None or read.results is None:
+        return read
+    arms = read.results.arms
+    if not any(arm.estimates for arm in arms) and any(arm.finished() for arm in arms):
+        from deskside.study.compare import compare  # rarely: the runner was killed before it compared
+
+        return Study(read.path, compare(read.results), "")
+    return read
 
 
 def brief(path: Path) -> Brief:
     """A run in short."""
-    return _brief(str(path), stamp(path, *RUN_FILES))
+    return _kept()[0].get("brief", str(path), stamp(path, *RUN_FILES), lambda: reading.read_brief(path))
 
 
-@st.cache_data(max_entries=64, show_spinner=False)
-def _curve(path: str, key: Stamp) -> list[dict[str, float | None]]:
-    return reading.read_curve(Path(path))
+def plan(path: Path) -> dict[str, Any]:
+    """A run's plan.json."""
+    return _kept()[0].get("plan", str(path), stamp(path, "plan.json"), lambda: reading.read_plan(path))
 
 
-def curve(path: Path) -> list[dict[str, float | None]]:
-    """A run's whole curve."""
-    return _curve(str(path), stamp(path, "metrics.jsonl"))
+def rows(path: Path) -> Rows:
+    """A run's newest steps."""
+    return _kept()[1].get("rows", str(path), stamp(path, "metrics.jsonl"), lambda: reading.read_rows(path))
 
 
-@st.cache_data(max_entries=4, show_spinner="reading runs")
-def _runs(paths: tuple[str, ...], key: tuple[Stamp, ...], live: frozenset[str], root: str) -> Results:
-    briefs = [brief(Path(path)) for path in paths]
-    return reading.as_results(briefs, frozenset(Path(path) for path in live), Path(root))
+def curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
+    """A run's whole curve, and what of it is missing. Raises UsageError where there is no run."""
+    return _kept()[1].get("curve", str(path), stamp(path, "metrics.jsonl"), lambda: reading.read_curve(path))
 
 
 def runs(own: tuple[FoundRun, ...], live: frozenset[Path], root: Path) -> Results:
     """The runs that are no part of a study, in the shape of one."""
-    paths = tuple(str(run.path) for run in own)
-    key = tuple(stamp(run.path, *RUN_FILES) for run in own)
-    return _runs(paths, key, frozenset(str(path) for path in live), str(root))
+    key: tuple[tuple[Path, Stamp], ...] = tuple((run.path, stamp(run.path, *RUN_FILES)) for run in own)
+    return _kept()[1].get(
+        "runs",
+        str(root),
+        (key, live),
+        lambda: reading.as_results((brief(run.path) for run in own), live, root),
+    )
 
 
-@st.cache_data(max_entries=32, show_spinner="comparing")
-def _selected(whole: Results, picked: tuple[Any, ...]) -> Results:
-    groups, levels, statuses, seeds, words = picked
-    return select(whole, Picked(groups, dict(levels), statuses, seeds, words))
-
-
-def selected(whole: Results, picked: Picked) -> Results:
-    """The part of a study that the filters leave."""
+def selected(name: str, whole: Results, picked: Picked) -> Results:
+    """The part of a study that the filters leave. name: tells it from the others that are shown."""
     if picked.seeds is None:
         return select(whole, picked)
     levels = tuple(sorted(picked.levels.items()))
-    return _selected(whole, (picked.groups, levels, picked.statuses, picked.seeds, picked.words))
+    key = (whole.updated, picked.groups, levels, picked.statuses, picked.seeds, picked.words)
+    return _kept()[1].get("selected", name, key, lambda: select(whole, picked))

@@ -1,5 +1,6 @@
 """`deskside dashboard`: serves the page on this machine."""
 
+import contextlib
 import errno
 import importlib.util
 import ipaddress
@@ -32,7 +33,7 @@ class DashboardOptions:
     """
 
     directory: Annotated[
-        tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR", help="where studies and runs are")
+        tyro.conf.Positional[str], tyro.conf.arg(metavar="[DIR]", help="where studies and runs are")
     ] = "."
     port: Annotated[
         int | None, tyro.conf.arg(metavar="P", help="left out: 8501, or the next that is free")
@@ -87,7 +88,9 @@ def _serve(root: Path, host: str, port: int) -> None:
     for name, value in settings(host, port).items():
         arguments += [f"--{name}", value]
     os.environ.setdefault("STREAMLIT_SERVER_SHOW_EMAIL_PROMPT", "false")
-    cli.main([*arguments, "--", str(root)], standalone_mode=False)
+    # What streamlit prints when it stops must not fail where nobody reads standard output any more.
+    with contextlib.redirect_stdout(sys.stderr):
+        cli.main([*arguments, "--", str(root)], standalone_mode=False)
 
 
 def _only_here(host: str) -> bool:

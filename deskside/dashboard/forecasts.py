@@ -1,7 +1,8 @@
 """What was predicted of runs and trials beside what came: rows for the Planner tab."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deskside.dashboard.reading import Brief
 from deskside.report.rundir import mapping, number
@@ -35,10 +36,10 @@ PLANNED = (
 DRY_STEP = (("tokens", "tokens", "tokens"), ("memory_gib", "peak_memory_gib", "peak memory, GiB"))
 
 
-def of_runs(briefs: Iterable[Brief]) -> list[Forecast]:
-    """Of the runs that ended: what `deskside go` planned, and what training itself settled in its first step."""
+def of_runs(runs: Iterable[tuple[Brief, Mapping[str, Any]]]) -> list[Forecast]:
+    """Of the runs that ended, each with its plan.json: what `deskside go` planned, and what its first step gave."""
     rows: list[Forecast] = []
-    for brief in briefs:
+    for brief, plan in runs:
         if not brief.finished:
             continue
         predicted = mapping(brief.summary.get("predicted"))
@@ -49,7 +50,7 @@ def of_runs(briefs: Iterable[Brief]) -> list[Forecast]:
                 [number(v) for v in ends] if isinstance(ends, list) and len(ends) == 3 else [None] * 3
             )
             _add(rows, brief.name, quantity, middle, low, high, found.get("measured"), "plan (modelled)")
-        initial = mapping(brief.plan.get("initial"))
+        initial = mapping(plan.get("initial"))
         for key, measured, quantity in DRY_STEP:
             expected, came = number(initial.get(key)), brief.summary.get(measured)
             _add(rows, brief.name, quantity, expected, None, None, came, "first step (measured)")

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
-from deskside.dashboard.reading import Brief
+from deskside.dashboard.reading import Brief, Rows
 from deskside.report.rundir import number
 
 WINDOW = 20  # steps that the speed of the moment is taken from
@@ -29,26 +29,26 @@ class Progress:
         return min(1.0, self.step / self.total)
 
 
-def progress(brief: Brief, now: float | None = None) -> Progress:
+def progress(brief: Brief, rows: Rows, now: float | None = None) -> Progress:
     """How far a run is. `values`: the newest number of each metric of metrics.jsonl."""
     now = time.time() if now is None else now
     values: dict[str, float] = {}
-    for row in brief.rows[-WINDOW:]:
+    for row in rows.steps[-WINDOW:]:
         values |= {key: value for key in row if (value := number(row[key])) is not None}
-    if brief.rows:
-        bpb = [v for row in brief.rows if (v := number(row.get("val_bpb"))) is not None]
+    if rows.steps:
+        bpb = [v for row in rows.steps if (v := number(row.get("val_bpb"))) is not None]
         values |= {"val_bpb": bpb[-1]} if bpb else {}
     step = int(values["step"]) if "step" in values else None
     total = brief.total_steps
-    pace = _pace(brief)
+    pace = _pace(rows)
     left = None if step is None or total is None or pace is None else max(0, total - step) * pace
-    silent = now - brief.written if brief.written else None
+    silent = now - rows.written if rows.written else None
     return Progress(step, total, left, silent, values)
 
 
-def _pace(brief: Brief) -> float | None:
+def _pace(rows: Rows) -> float | None:
     """Seconds per step of the last steps: the median, so that an evaluation between two of them does not count."""
-    points = [(number(row.get("step")), number(row.get("seconds"))) for row in brief.rows[-WINDOW - 1 :]]
+    points = [(number(row.get("step")), number(row.get("seconds"))) for row in rows.steps[-WINDOW - 1 :]]
     known = [(step, seconds) for step, seconds in points if step is not None and seconds is not None]
     paces = [
         (b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(known) if b[0] > a[0] and b[1] > a[1]

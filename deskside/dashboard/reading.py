@@ -1,8 +1,8 @@
 """What is known of a study or a run, read from its directory whatever state that is in.
 
-A study that cannot be read keeps its place in the list, with the reason. A run is read in two depths: its `Brief` (two
-small files and the last lines of metrics.jsonl, a fraction of a millisecond) for lists and tables, and everything
-(`report.rundir`) for whole curves.
+A study that cannot be read keeps its place in the list, with the reason. A run is read as deep as it is looked at: its
+`Brief` (small files, a fraction of a millisecond) for lists and tables, its newest steps while it goes on, and
+everything (`report.rundir`) for whole curves.
 """
 
 import json
@@ -36,8 +36,8 @@ class Study:
 class Brief:
     """A run in short.
 
-    metrics: keys of study/metrics.py, from its summary. rows: its newest steps. total_steps: as planned last.
-    written: when it last wrote, seconds since 1970.
+    plan: empty for a finished run, whose summary says the same. metrics: keys of study/metrics.py, from its summary.
+    total_steps: as planned last.
     """
 
     path: Path
@@ -47,8 +47,6 @@ class Brief:
     summary: dict[str, Any]
     plan: dict[str, Any]
     environment: dict[str, Any]
-    rows: list[dict[str, Any]]
-    written: float
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -87,6 +85,15 @@ class Brief:
         return None if step is None or remaining is None else int(step + remaining)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The newest steps of a run. written: when, seconds since 1970, 0 for not yet; problem: empty if there is none."""
+
+    steps: list[dict[str, Any]]
+    written: float
+    problem: str
+
+
 def read_study(path: Path) -> Study | None:
     """A study; None for a directory whose results.json is something else's."""
     try:
@@ -113,19 +120,21 @@ def read_brief(path: Path) -> Brief:
     problems: list[str] = []
     run = _object(path / "run.json", problems, needed=True)
     summary = _object(path / "summary.json", problems)
-    rows, written = _tail(path / "metrics.jsonl", problems)
     return Brief(
         path=path,
         name=text(run.get("name")) or path.name,
         created=text(run.get("created")),
         config=mapping(run.get("config")),
         summary=summary,
-        plan=_object(path / "plan.json", problems),
+        plan={} if summary else _object(path / "plan.json", problems),
         environment=_object(path / "environment.json", problems),
-        rows=rows,
-        written=written,
         problems=problems,
     )
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """A run's plan.json; empty where there is none that can be read."""
+    return _object(path / "plan.json", [])
 
 
 def _object(path: Path, problems: list[str], needed: bool = False) -> dict[str, Any]:
@@ -144,19 +153,19 @@ def _object(path: Path, problems: list[str], needed: bool = False) -> dict[str, 
     return value
 
 
-def _tail(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """The newest steps of metrics.jsonl. A last line without its end is being written; others must parse."""
+def read_rows(path: Path) -> Rows:
+    """The newest steps of a run. A last line without its end is being written; others must parse."""
+    metrics = path / "metrics.jsonl"
     try:
-        with path.open("rb") as file:
+        with metrics.open("rb") as file:
             status = os.fstat(file.fileno())
             start = max(0, status.st_size - TAIL_BYTES)
             file.seek(start)
             lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return [], 0.0
     except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror}")
-        return [], 0.0
+        return Rows(
+            [], 0.0, "" if isinstance(error, FileNotFoundError) else f"metrics.jsonl: {error.strerror}"
+        )
     rows: list[dict[str, Any]] = []
     damaged = 0
     for line in lines[1 if start else 0 : -1]:
@@ -168,9 +177,9 @@ def _tail(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], float]
             rows.append(row)
         elif line.strip():
             damaged += 1
-    if damaged:
-        problems.append(f"{path.name}: {damaged} damaged lines were left out")
-    return rows, status.st_mtime
+    return Rows(
+        rows, status.st_mtime, f"metrics.jsonl: {damaged} damaged lines were left out" if damaged else ""
+    )
 
 
 def held_locks() -> frozenset[int]:
@@ -209,10 +218,15 @@ def last_written(path: Path) -> float:
     return max(times)
 
 
-def read_curve(path: Path) -> list[dict[str, float | None]]:
-    """A run's curve as `Trial.curve` has it, in full. Raises UsageError where there is no run."""
+def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
+    """(a run's curve as `Trial.curve` has it, in full; what of it is missing, in sentences).
+
+    Raises UsageError where there is no run.
+    """
     keys = ("tokens", "seconds", "loss", "val_bpb")
-    return [{key: number(row.get(key)) for key in keys} for row in read_run(path).metrics]
+    record = read_run(path)
+    missing = [sentence for sentence in record.missing if "metrics.jsonl" in sentence]
+    return [{key: number(row.get(key)) for key in keys} for row in record.metrics], missing
 
 
 def as_results(briefs: Iterable[Brief], live: frozenset[Path], root: Path) -> Results:

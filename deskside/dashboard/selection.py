@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deskside.study.compare import compare
 from deskside.study.results import Arm, Results
 
 
@@ -44,6 +43,8 @@ def select(results: Results, picked: Picked) -> Results:
     Fewer seeds are a smaller study: everything that was estimated is estimated again from them, by study/compare.py.
     """
     if picked.seeds is not None and picked.seeds != frozenset(results.seeds):
+        from deskside.study.compare import compare  # scipy takes half a second, and few pick seeds
+
         arms = [
             replace(
                 arm,

@@ -34,7 +34,7 @@ def show(root: Path, found: Found) -> Selection | None:
         else:
             whole, folder = cached.runs(found.own_runs, live_runs(found.own_runs), root), None
         picked = _filters(whole, names[place])
-        results = cached.selected(whole, picked)
+        results = cached.selected(names[place], whole, picked)
         st.caption(
             f"{len(results.arms)} of {words.several(len(whole.arms), 'arm' if folder else 'run')} shown"
         )

@@ -6,7 +6,7 @@ from deskside.dashboard import cached, charts, sidebar
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import COMMANDS, chart
 from deskside.dashboard.progress import Progress, progress
-from deskside.dashboard.reading import Brief
+from deskside.dashboard.reading import Brief, Rows
 from deskside.report import study_words, words
 from deskside.report.rundir import number
 
@@ -35,7 +35,7 @@ def _live(root: str) -> None:
         st.info("Nothing is training below this directory. This page looks again by itself.")
         st.code(COMMANDS, language="bash")
     for path in live[:MOST]:
-        _run(cached.brief(path), str(path).removeprefix(f"{root}/"))
+        _run(cached.brief(path), cached.rows(path), str(path).removeprefix(f"{root}/"))
     if len(live) > MOST:
         st.caption(f"and {len(live) - MOST} more")
     st.caption(
@@ -57,8 +57,8 @@ def _studies(root: str) -> None:
             )
 
 
-def _run(brief: Brief, shown: str) -> None:
-    now = progress(brief)
+def _run(brief: Brief, rows: Rows, shown: str) -> None:
+    now = progress(brief, rows)
     with st.container(border=True):
         st.subheader(shown.replace("`", "'"))
         share = now.share
@@ -72,9 +72,9 @@ def _run(brief: Brief, shown: str) -> None:
         told = [f"{brief.card}", brief.precision + (" (emulated)" if brief.emulated else "")]
         if now.silent_seconds is not None and now.silent_seconds > QUIET:
             told.append(f"no step for {words.seconds(now.silent_seconds)}")
-        st.caption(" · ".join(word for word in [*told, *brief.problems] if word))
+        st.caption(" · ".join(word for word in [*told, *brief.problems, rows.problem] if word))
         _numbers(now)
-        _charts(brief)
+        _charts(brief, rows)
 
 
 def _numbers(now: Progress) -> None:
@@ -92,12 +92,12 @@ def _numbers(now: Progress) -> None:
         columns[place % 3].metric(label, study_words.NOT_MEASURED if value is None else form.format(value))
 
 
-def _charts(brief: Brief) -> None:
+def _charts(brief: Brief, rows: Rows) -> None:
     columns = st.columns(2)
     for column, (key, title) in zip(
         columns, (("loss", "loss, nats per token"), ("tokens_per_second", "speed, tokens/s")), strict=True
     ):
-        points = [(number(row.get("step")), number(row.get(key))) for row in brief.rows]
+        points = [(number(row.get("step")), number(row.get(key))) for row in rows.steps]
         known = [(x, y) for x, y in points if x is not None and y is not None]
         if known:
             figure = charts.line([x for x, _ in known], [y for _, y in known], "step", title)

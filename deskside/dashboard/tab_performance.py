@@ -91,6 +91,9 @@ def _points(selection: Selection, arm: Arm, trial: Trial) -> list[dict[str, floa
     if selection.folder is not None or trial.curve:
         return trial.curve
     try:
-        return cached.curve(Path(trial.run))
+        rows, missing = cached.curve(Path(trial.run))
     except UsageError:
         return []  # it was deleted since it was found
+    for sentence in missing:
+        st.caption(f"{arm.label}: {sentence}")
+    return rows

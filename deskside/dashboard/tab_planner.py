@@ -174,7 +174,8 @@ def _band(band: dict[str, Any]) -> dict[str, str]:
 
 def _came_out(context: Context) -> None:
     st.header("Predicted and measured")
-    rows = forecasts.of_runs(cached.brief(run.path) for run in context.found.own_runs[-MOST_RUNS:])
+    runs = context.found.own_runs[-MOST_RUNS:]
+    rows = forecasts.of_runs((cached.brief(run.path), cached.plan(run.path)) for run in runs)
     if context.selection is not None and context.selection.folder is not None:
         rows = forecasts.of_trials(context.selection.results) + rows
     if not rows:

@@ -1,0 +1,148 @@
+"""How fast the dashboard is there with many runs, and pictures of its tabs.
+
+    python -m benchmarks.dashboard                            a directory of 1,000 runs is made, and timed
+    python -m benchmarks.dashboard --screenshots docs/images  a picture of every tab, of a made-up study
+
+A browser is needed: chromium on the PATH, and playwright. Times are of this machine, the browser's share included.
+"""
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from deskside.dashboard.app import TABS
+from tests.dashboard import made_up
+
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+COLOURS = 64  # of a picture: letters and plots stay sharp, the file is a third
+LARGEST = 150_000  # bytes of a picture
+PHONE_TAB = "Efficiency"
+
+
+@contextlib.contextmanager
+def serving(root: Path) -> Iterator[str]:
+    """`deskside dashboard` of a directory, until it is left; yields its address once it answers."""
+    command = [sys.executable, "-m", "deskside", "dashboard", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            if "http" not in line:
+                raise SystemExit(f"the dashboard did not start: {line}")
+            address = next(word for word in line.split() if word.startswith("http"))
+            wait(address, server)
+            yield address
+        finally:
+            server.terminate()
+            server.communicate()  # its last words are read, or it would wait for a reader
+
+
+def wait(address: str, server: "subprocess.Popen[str]") -> None:
+    """Until the server answers; SystemExit when it ends first."""
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{address}/_stcore/health", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.05)
+    raise SystemExit("the dashboard ended before it answered")
+
+
+@contextlib.contextmanager
+def browsing() -> Iterator[Browser]:
+    """A headless chromium."""
+    path = shutil.which("chromium")
+    if path is None:
+        raise SystemExit("chromium is not on the PATH; on Debian: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+
+
+def settle(page: Page) -> None:
+    """Until streamlit has drawn everything: it is connected, and nothing runs."""
+    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
+
+
+def timed(runs: int) -> dict[str, float]:
+    """Seconds until the page is drawn, in a directory with so many runs; cold, then again with a warm server."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for number in range(runs):
+            made_up.run(root / f"runs/run-{number:04d}", seed=number % 3 + 1)
+        begun = time.perf_counter()
+        times: dict[str, float] = {}
+        with serving(root) as address, browsing() as browser:
+            times["server answers"] = time.perf_counter() - begun
+            for what, tab in (("first page", "Overview"), ("second page", "Overview"), ("table", "Results")):
+                page = browser.new_page(viewport=DESKTOP)
+                begun = time.perf_counter()
+                page.goto(f"{address}/?tab={tab}")
+                page.wait_for_selector(
+                    f"text={'What each technique does' if tab == 'Overview' else 'Arms as CSV'}"
+                )
+                settle(page)
+                times[what] = time.perf_counter() - begun
+                page.close()
+        return times
+
+
+def screenshots(folder: Path) -> None:
+    """A picture of every tab, and one of a phone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place) / "work"
+        made_up.study(root / "studies/made")
+        for number in range(3):
+            made_up.run(root / f"runs/run-{number}", seed=number + 1)
+        with made_up.running(root / "runs/live"), serving(root) as address, browsing() as browser:
+            for tab in TABS:
+                picture(browser, f"{address}/?tab={tab}", DESKTOP, folder / f"dashboard-{tab.lower()}.png")
+            picture(browser, f"{address}/?tab={PHONE_TAB}", PHONE, folder / "dashboard-phone.png")
+
+
+def picture(browser: Browser, address: str, size: dict[str, int], path: Path) -> None:
+    """One page, in few colours."""
+    page = browser.new_page(viewport=size)  # type: ignore[arg-type]
+    page.goto(address)
+    page.wait_for_selector("h2, h3")
+    settle(page)
+    page.wait_for_timeout(1500)  # charts are drawn after the page says that it is done
+    page.screenshot(path=str(path), full_page=False)
+    page.close()
+    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    if path.stat().st_size > LARGEST:
+        raise SystemExit(f"{path}: {path.stat().st_size:,} bytes; a picture may have {LARGEST:,}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=1000, help="how many runs the timed directory has")
+    parser.add_argument("--screenshots", type=Path, metavar="DIR", help="write pictures there instead")
+    options = parser.parse_args()
+    if options.screenshots is not None:
+        screenshots(options.screenshots)
+        return
+    times = timed(options.runs)
+    print(json.dumps({"runs": options.runs, "seconds": {k: round(v, 2) for k, v in times.items()}}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
