@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "run",
         "a matrix of configurations, run fairly and compared with error bars",
     ),
-    "report": ("deskside.report.commands", "run", "report.md, report.html and plots of a run"),
+    "report": ("deskside.report.commands", "run", "report.md, report.html and plots of a run or a study"),
     "dashboard": (
         "deskside.dashboard.command",
         "run",
