@@ -67,6 +67,25 @@ def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def rounded_once(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A float32 tile in FP8. Triton's own conversion goes by way of float16 for 8.9, which rounds twice: about 0.2 % of
+    the bytes would differ from those that `pack_words` writes."""
+    if INTERPRETED:
+        made = x.to(TYPE)
+    else:
+        packed = tl.inline_asm_elementwise(
+            PACK_E5M2 if TYPE == tl.float8e5 else PACK_E4M3,  # noqa: SIM300
+            "=r,r,r,r,r",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+        made = packed.to(TYPE, bitcast=True)
+    return made
+
+
+@triton.jit
 def store_fp8(  # type: ignore[no-untyped-def]
     ROWS, WORDS, a, b, c, d, scale, words, columns, mask, stride, N, LARGEST: tl.constexpr
 ):
@@ -80,10 +99,10 @@ def store_fp8(  # type: ignore[no-untyped-def]
     c = tl.minimum(tl.maximum(c * scale, -LARGEST), LARGEST)
     d = tl.minimum(tl.maximum(d * scale, -LARGEST), LARGEST)
     place = ROWS + words[:, None] * (4 * stride) + columns[None, :]
-    tl.store(place, a.to(TYPE), mask=mask)
-    tl.store(place + stride, b.to(TYPE), mask=mask)
-    tl.store(place + 2 * stride, c.to(TYPE), mask=mask)
-    tl.store(place + 3 * stride, d.to(TYPE), mask=mask)
+    tl.store(place, rounded_once(a, TYPE), mask=mask)
+    tl.store(place + stride, rounded_once(b, TYPE), mask=mask)
+    tl.store(place + 2 * stride, rounded_once(c, TYPE), mask=mask)
+    tl.store(place + 3 * stride, rounded_once(d, TYPE), mask=mask)
     turned = tl.trans(pack_words(a, b, c, d, TYPE))
     place = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
     tl.store(place, turned, mask=tl.trans(mask))

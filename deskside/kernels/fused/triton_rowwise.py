@@ -6,7 +6,7 @@ The first kernel finds the largest magnitude of every row and every column at on
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import magnitude, pack_words
+from deskside.kernels.fused.triton_common import magnitude, pack_words, rounded_once
 
 
 @triton.jit
@@ -38,15 +38,14 @@ def cast_both(  # type: ignore[no-untyped-def]
     c = tl.load(X + place + 2 * K, mask=mask, other=0.0).to(tl.float32)
     d = tl.load(X + place + 3 * K, mask=mask, other=0.0).to(tl.float32)
     of_row = ROW_SCALE + words * 4
-    tl.store(
-        ROWS + place, _cast(a, tl.load(of_row, mask=here, other=0.0)[:, None], LARGEST).to(TYPE), mask=mask
-    )
+    zero = tl.load(of_row, mask=here, other=0.0)[:, None]
+    tl.store(ROWS + place, rounded_once(_cast(a, zero, LARGEST), TYPE), mask=mask)
     one = tl.load(of_row + 1, mask=here, other=0.0)[:, None]
-    tl.store(ROWS + place + K, _cast(b, one, LARGEST).to(TYPE), mask=mask)
+    tl.store(ROWS + place + K, rounded_once(_cast(b, one, LARGEST), TYPE), mask=mask)
     two = tl.load(of_row + 2, mask=here, other=0.0)[:, None]
-    tl.store(ROWS + place + 2 * K, _cast(c, two, LARGEST).to(TYPE), mask=mask)
+    tl.store(ROWS + place + 2 * K, rounded_once(_cast(c, two, LARGEST), TYPE), mask=mask)
     three = tl.load(of_row + 3, mask=here, other=0.0)[:, None]
-    tl.store(ROWS + place + 3 * K, _cast(d, three, LARGEST).to(TYPE), mask=mask)
+    tl.store(ROWS + place + 3 * K, rounded_once(_cast(d, three, LARGEST), TYPE), mask=mask)
     packed = pack_words(
         _cast(a, scale, LARGEST),
         _cast(b, scale, LARGEST),
