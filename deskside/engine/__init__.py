@@ -1,1 +1,1 @@
-"""Generation: sampling, the key-value cached loop, and text from tokens."""
+"""Generation: requests, the paged key-value cache, sampling, speculative decoding, and text from tokens."""

@@ -52,6 +52,7 @@ class Graphs:
     def _capture(self, lanes_B: Tensor, step: Step) -> _Captured:
         mine_B = lanes_B.clone()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may use the device meanwhile, as a server's do.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = step(mine_B)
         return _Captured(graph, mine_B, output)

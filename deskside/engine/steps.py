@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.sampling import GREEDY, Drawn, Settings, draw
+from deskside.kernels.decode import KERNEL_DTYPES
 from deskside.model.block import AS_WRITTEN, CachedBlocks
 from deskside.model.cache import KVCache, pool
 from deskside.model.transformer import Transformer
@@ -29,7 +30,8 @@ class Forward:
         none = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.cache = KVCache(k, v, none, none[:, 0], limit, managed=True)
         # On a CPU the fused blocks are plain torch, and no faster.
-        self._blocks: CachedBlocks = FusedBlocks(model) if device.type == "cuda" else AS_WRITTEN
+        fused = device.type == "cuda" and model.activation_dtype in KERNEL_DTYPES
+        self._blocks: CachedBlocks = FusedBlocks(model) if fused else AS_WRITTEN
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,54 @@
+"""The copy to generate with: the same numbers as the model that is trained, and up to date when it is told."""
+
+import pytest
+import torch
+
+from deskside.engine.engine import Engine
+from deskside.engine.requests import Request
+from deskside.engine.weights import inference_copy, refresh
+from deskside.errors import UsageError
+from deskside.precision.apply import apply
+from tests.engine.test_generate import VARIANTS, make
+
+TOKENS = torch.arange(24).view(2, 12)
+
+
+@pytest.mark.parametrize("name", ["gqa", "learned", "moe", "capped"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@torch.no_grad()
+def test_the_copy_computes_what_the_model_does(name: str, recipe: str) -> None:
+    """Also in BF16, where the model casts its float32 weights at every use: to the last bit."""
+    model = make(**VARIANTS[name])
+    apply(model, recipe)
+    copy = inference_copy(model)
+    assert torch.equal(copy(TOKENS), model(TOKENS))
+    before = {name: parameter.data_ptr() for name, parameter in copy.named_parameters()}
+    for parameter in model.parameters():
+        parameter.mul_(1.01)
+    assert not torch.equal(copy(TOKENS), model(TOKENS))
+    refresh(copy, model)
+    assert torch.equal(copy(TOKENS), model(TOKENS))
+    assert before == {name: parameter.data_ptr() for name, parameter in copy.named_parameters()}
+    assert not any(parameter.requires_grad for parameter in copy.parameters())
+    assert next(model.parameters()).requires_grad
+
+
+def test_the_engine_runs_on_the_copy() -> None:
+    model = make()
+    apply(model, "bf16")
+    copy = inference_copy(model)
+    engine = Engine(copy, max_batch=2, max_tokens=128)
+    asked = [Request((1, 2, 3), 8), Request((50, 4), 8)]
+    first = engine.run(asked)
+    with torch.no_grad():
+        model.embed.weight.mul_(-1)
+    refresh(copy, model)
+    engine.weights_changed()
+    second = engine.run(asked)
+    assert [a.tokens for (a,) in second] == [a.tokens for (a,) in Engine(model, max_tokens=128).run(asked)]
+    assert [a.tokens for (a,) in first] != [a.tokens for (a,) in second]
+
+
+def test_another_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="only one of the two models has this parameter"):
+        refresh(make(), make(qk_norm=False))
