@@ -52,16 +52,10 @@ def writes_fp8() -> None:
         pytest.skip("this card has no conversion to FP8")
 
 
-def exact() -> bool:
-    """Whether Triton 3.6 converts to FP8 with one rounding. For 8.9 it goes by way of float16, and a value in some
-    hundreds falls to its other neighbour."""
-    return torch.cuda.get_device_capability() != (8, 9)
-
-
 def check_transposed(found: Fp8) -> None:
     rows, columns = found.rows.view(torch.uint8), found.columns.view(torch.uint8)
     assert rows.is_contiguous() and columns.is_contiguous()
-    assert torch.equal(rows.T, columns) if exact() else float((columns != rows.T).float().mean()) < 0.01
+    assert torch.equal(rows.T, columns)
 
 
 def check_fp8(found: object, truth: object, cast: Cast, other: Cast) -> None:
@@ -70,7 +64,7 @@ def check_fp8(found: object, truth: object, cast: Cast, other: Cast) -> None:
     check_transposed(found)
     ours, theirs = found.rows.view(torch.uint8).int(), truth.rows.view(torch.uint8).int()
     differ = ours != theirs
-    assert float(differ.float().mean()) < (2e-3 if exact() else 0.01)
+    assert float(differ.float().mean()) < 2e-3
     # Neighbours, or a zero of the other sign.
     near = ((ours - theirs).abs() == 1) | ((ours | theirs) & 0x7F == 0)
     assert bool((near | ~differ).all())
@@ -113,8 +107,7 @@ def test_casts_by_row_and_column(shape: tuple[int, int]) -> None:
         assert torch.equal(ours, theirs)
     scales = [torch.where(a > 0, 448 / a, 1.0) for a in largest]
     found, truth = fused.cast_both(x, E4, *scales), reference.cast_both(x, E4, *scales)
-    same = (found.rows.view(torch.uint8) == truth.rows.view(torch.uint8)).float().mean()
-    assert float(same) == 1 if exact() else float(same) > 0.99
+    assert torch.equal(found.rows.view(torch.uint8), truth.rows.view(torch.uint8))
     assert torch.equal(found.columns.view(torch.uint8), truth.columns.view(torch.uint8))
 
 
@@ -225,7 +218,9 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
         torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1e-5)
         wanted = (slope * scale).clamp(-57344, 57344).float().to(E5)
         differ = low.view(torch.uint8) != wanted.view(torch.uint8)
-        assert float(differ.float().mean()) < (2e-3 if exact() else 0.01)
+        # For 8.9 Triton 3.6 converts by way of float16, and a value in some hundreds falls to its other neighbour.
+        exact = torch.cuda.get_device_capability() != (8, 9)
+        assert float(differ.float().mean()) < (2e-3 if exact else 0.01)
         compare(low.float()[:5] / scale, slope[:5], 0.06)
         assert not bool(low[5].float().any())
     losses, grad = kernel.chunk_loss_and_grad(logits, *arguments)
@@ -234,6 +229,18 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
     for row in (0, 6, 7):
         compare(grad[row], slope[row])
     torch.testing.assert_close(grad[8].double(), slope[8], rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("z_loss", [0.5, 1.0])
+def test_the_loss_kernel_far_below_zero(softcap: float | None, z_loss: float) -> None:
+    """Where 1 + 2 z_loss lse, the factor of the probabilities, is zero or less."""
+    logits = random(12, 40) - torch.arange(12.0, device=card.DEVICE)[:, None]
+    arguments = (torch.randint(0, 40, (12,), device=card.DEVICE), softcap, z_loss, -100)
+    truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
+    losses, grad = elementwise(logits).chunk_loss_and_grad(logits, *arguments)
+    torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1e-5)
+    compare(grad, slope)
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 2048])

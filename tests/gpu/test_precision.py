@@ -16,6 +16,7 @@ from deskside.precision.operands import Draws, Prepared, cast_with_scales_of_row
 from deskside.precision.plan import Quantizer, Shared
 from deskside.precision.products import Kind, product
 from deskside.precision.scales import OWN_STEPS, DelayedScales
+from deskside.precision.selfcheck import check_head
 from tests.gpu import card
 from tests.precision.small import B, T, backward, error_and_slope, everywhere, fresh, make, worst
 from tests.train import tiny_run
@@ -281,6 +282,14 @@ def test_weight_gradients_are_added_inside_of_their_product() -> None:
         truth = truth or {n: t.double() for n, t in found.items()}
         assert worst(found, truth) < 5e-3
         restore(model)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_heads_selfcheck(native: bool) -> None:
+    if native:
+        native_fp8()
+    result = check_head(card.DEVICE, native)
+    assert result.ok and result.native is native, result.reason
 
 
 @pytest.mark.parametrize("native", [True, False])
