@@ -140,7 +140,7 @@ def _features(row: dict[str, Any]) -> dict[str, float]:
     """The floor of every term in seconds: FLOPs over the card's matmul rate, bytes over its data "
     "sheet's bandwidth."""
     found = dict.fromkeys(START, 0.0)
-    for operator in step_operators(shape_of(row["spec"]), work_of(row["spec"])):
+    for operator in step_operators(shape_of(row["spec"]), work_of(row["spec"], None, row["result"])):
         group = operator.group
         if group == "layers":
             found["layer_seconds"] += operator.amount * 1e-6

@@ -179,7 +179,7 @@ def _compared(
     row: Mapping[str, Any], gpu: Gpu, unprobed: Calibration, probed: Calibration | None
 ) -> Compared:
     shape = shape_of(row["spec"])
-    work = work_of(row["spec"], row["result"]["micro_tokens"])
+    work = work_of(row["spec"], row["result"]["micro_tokens"], row["result"])
     memory = training_memory(shape, work)
     overhead = (probed or unprobed).overhead_bytes
     return Compared(

@@ -7,6 +7,7 @@ constants of `budget/speed.py`; the odd ones, and every one of another seed, are
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,18 @@ def shape_of(spec: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**spec["model"])
 
 
-def work_of(spec: dict[str, Any], micro_tokens: int | None = None) -> Work:
-    """The optimiser step of a configuration; micro_tokens: what fitting chose, where it was left to it."""
+def work_of(
+    spec: dict[str, Any], micro_tokens: int | None = None, result: Mapping[str, Any] | None = None
+) -> Work:
+    """The optimiser step of a configuration; micro_tokens: what fitting chose, where it was left to it; result: of its
+    measurement, which says how the step was executed. The hand-written one keeps copies of weights; draws from before
+    it were compiled by torch."""
     return Work(
         spec["sequence_length"],
         spec["tokens"],
         micro_tokens or spec["micro_tokens"],
         optimizer=spec["optimizer"],
+        copies="step" if (result or {}).get("compile") == "fused" else "pass",
         activation_checkpointing=spec["activation_checkpointing"],
     )
 
