@@ -84,6 +84,10 @@ def _other_backend(config: RunConfig) -> bool:
 
 
 _QUANTIZE = "nothing is quantised in fp32 and bf16: remove it, or use a precision.name such as fp8"
+def _adapters(config: RunConfig) -> bool:
+    return config.adapter is not None
+
+
 
 
 NO_EFFECT = (
@@ -207,6 +211,21 @@ NO_EFFECT = (
         for key in ("weight_cache", "accumulate", "native")
     ),
 )
+    *(
+        NoEffect(
+            f"precision.{key}",
+            "adapter.rank",
+            _adapters,
+            "it is of the hand-written halves, which have no adapters: remove it",
+        )
+        for key in ("weight_cache", "accumulate")
+    ),
+    NoEffect(
+        "optim.scale",
+        "adapter.rank",
+        _adapters,
+        "the rules are for weights that are trained whole; adapters take optim.lr as it is: remove it",
+    ),
 
 
 def build(layers: Sequence[Mapping[str, Any]]) -> RunConfig:

@@ -8,10 +8,11 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.base import Part
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions, projections
 from deskside.config.model import ModelConfig
-from deskside.config.optim import MuonConfig, OptimConfig
+from deskside.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from deskside.config.parts import (
     BatchConfig,
     CheckpointConfig,
@@ -50,6 +51,7 @@ class RunConfig(Part):
     guard: GuardConfig = GuardConfig()
     parallel: ParallelConfig = ParallelConfig()
     track: TrackConfig = TrackConfig()
+    adapter: AdapterConfig | None = None
 
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the run; one that covers everything when none are given."""
@@ -90,9 +92,46 @@ class RunConfig(Part):
                 f"batch.sequence_length: {longest} is longer than the model's {limit} positions; "
                 f"raise --model.max_position_embeddings or shorten the sequence"
             )
+        if self.adapter is not None:
+            self._adaptable(self.adapter)
         if self.precision.quantized:
             self._quantizable()
         return self
+
+    def _adaptable(self, adapter: AdapterConfig) -> None:
+        """Raises ValueError where adapters cannot be trained in this run: by name, and with the remedy."""
+        if not isinstance(self.optim, AdamWConfig):
+            raise ValueError(
+                "optim.name: muon is for whole matrices, adapters are trained by adamw; use --optim.name adamw"
+            )
+        if self.precision.quantized:
+            raise ValueError(
+                f"precision.name: adapters are trained in bf16, and {self.precision.name} products of frozen weights "
+                f"are not there; use --precision.name bf16, and adapter.base for the weights' format"
+            )
+        if self.parallel.mode == "shard":
+            raise ValueError(
+                "parallel.mode: adapters and frozen weights are not sharded; use --parallel.mode replicate"
+            )
+        if self.compute.compile == "fused":
+            raise ValueError(
+                "compute.compile: the hand-written halves have no adapters; use auto, and blocks run as written"
+            )
+        if adapter.dropout and self.compute.activation_checkpointing != "none":
+            raise ValueError(
+                "adapter.dropout: what is recomputed would drop other values; use --adapter.dropout 0, or "
+                "--compute.activation_checkpointing none"
+            )
+        if self.model.num_experts and adapter.base != "bf16":
+            raise ValueError(f"adapter.base: experts cannot be frozen in {adapter.base}; use bf16")
+        there = {name for weight in projections(self.model) for name in weight}
+        there -= {"gate_proj", "up_proj", "down_proj"} if self.model.num_experts else set()
+        for name in () if adapter.targets == "all" else adapter.targets:
+            if name not in there:
+                raise ValueError(
+                    f"adapter.targets: this model has no {name} that could be adapted; choose from "
+                    f"{', '.join(n for n in PROJECTIONS if n in there)}"
+                )
 
     def _quantizable(self) -> None:
         """Raises ValueError where the recipe cannot do this run: by name, and with the remedy."""

@@ -128,6 +128,17 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for key, value in {"weight_cache": False, "accumulate": "fused", "native": "never"}.items()
     },
+    **{
+        (f"precision.{key}", "adapter.rank"): (
+            {"precision": {"name": "bf16", key: value}},
+            {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},
+        )
+        for key, value in {"weight_cache": False, "accumulate": "fused"}.items()
+    },
+    ("optim.scale", "adapter.rank"): (
+        {"optim": {"scale": False}},
+        {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},
+    ),
 }
 RULES = [pytest.param(rule, id=f"{rule.key}<-{rule.cause}") for rule in NO_EFFECT]
 

@@ -49,6 +49,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "precision.bf16_from": FP8,
     "precision.native": FP8,
     "precision.backend": FP8,
+    **{".".join(path): {"optim": {"name": "adamw"}} for path, _ in keys() if path[0] == "adapter"},
 }
 # Values where "another one of its kind" would not be valid.
 VALUES: dict[str, str] = {
@@ -71,6 +72,7 @@ VALUES: dict[str, str] = {
     "schedule.warmup": "40 steps",
     "schedule.stages": "[{until = 0.5, sequence_length = 512}, {until = 1.0, sequence_length = 1024}]",
     "guard.spike_factor": "20",
+    "adapter.targets": '["q_proj", "down_proj"]',
 }
 
 

@@ -1,0 +1,68 @@
+"""Adapters in a configuration: what does not go together is refused in one line, with the remedy."""
+
+from typing import Any
+
+import pytest
+
+from deskside.config.adapter import AdapterConfig
+from deskside.config.merge import build
+from deskside.errors import UsageError
+
+ADAMW = {"optim": {"name": "adamw"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optim": {"name": "muon"}}, r"optim.name: muon is for whole matrices.*--optim.name adamw"),
+        ({"precision": {"name": "fp8"}}, r"precision.name: adapters are trained in bf16.*fp8.*--precision.name bf16"),
+        ({"precision": {"weight_cache": False}}, r"precision.weight_cache: has no effect here.*no adapters"),
+        ({"precision": {"accumulate": "fused"}}, r"precision.accumulate: has no effect here.*no adapters"),
+        ({"optim": {"name": "adamw", "scale": False}}, r"optim.scale: has no effect here.*optim.lr as it is"),
+        ({"parallel": {"mode": "shard"}}, r"parallel.mode: .*not sharded; use --parallel.mode replicate"),
+        ({"compute": {"compile": "fused"}}, r"compute.compile: the hand-written halves have no adapters; use auto"),
+        (
+            {"adapter": {"dropout": 0.1}, "compute": {"activation_checkpointing": "mlp"}},
+            r"adapter.dropout: what is recomputed would drop other values",
+        ),
+        (
+            {"adapter": {"base": "nf4"}, "model": {"num_experts": 4, "num_experts_per_tok": 2}},
+            r"adapter.base: experts cannot be frozen in nf4; use bf16",
+        ),
+        (
+            {"adapter": {"targets": ["gate_proj"]}, "model": {"gated_mlp": False}},
+            r"adapter.targets: this model has no gate_proj .*up_proj",
+        ),
+        (
+            {"adapter": {"targets": ["up_proj"]}, "model": {"num_experts": 4, "num_experts_per_tok": 2}},
+            r"no up_proj that could be adapted; choose from q_proj, k_proj, v_proj, o_proj$",
+        ),
+        ({"adapter": {"targets": ["wq"]}}, r"adapter.targets: \['wq'\] is neither all nor a list of q_proj"),
+        ({"adapter": {"targets": []}}, r"adapter.targets: \[\] is neither all"),
+        ({"adapter": {"rank": 0}}, r"adapter.rank: input should be greater than 0"),
+        ({"adapter": {"base": "fp4"}}, r"adapter.base: input should be 'bf16', 'int8' or 'nf4'"),
+        ({"adapter": {"ranks": 8}}, r"adapter.ranks: there is no such option; did you mean adapter.rank"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(given: dict[str, Any], message: str) -> None:
+    adapter = {"adapter": {"rank": 8, **given.get("adapter", {})}}
+    with pytest.raises(UsageError, match=message) as caught:
+        build([{**ADAMW, **given, **adapter}])
+    assert "\n" not in str(caught.value)
+
+
+def test_without_adapters_nothing_changes() -> None:
+    assert build([{}]).adapter is None
+    assert build([{"precision": {"weight_cache": False}}]).precision.weight_cache is False
+
+
+def test_a_preset_s_options_give_way_to_adapters() -> None:
+    preset = {"precision": {"weight_cache": False}, "optim": {"name": "adamw", "scale": False}}
+    config = build([preset, {"adapter": {"rank": 4, "targets": ["q_proj", "v_proj"]}}])
+    assert config.adapter == AdapterConfig(rank=4, targets=("q_proj", "v_proj"))
+    assert config.precision.weight_cache is True
+
+
+def test_scale() -> None:
+    assert AdapterConfig(rank=16, alpha=32).scale == 2
+    assert AdapterConfig(rank=16, alpha=32, rank_stabilised=True).scale == 8
