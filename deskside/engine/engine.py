@@ -86,11 +86,13 @@ class Engine:
         self.max_batch, self.page_size, self.prefill_tokens = max_batch, page_size, prefill_tokens
         self.drafts = drafts if draft is not None else 0
         self._tokenizer = tokenizer
-        per_row = -(-self.limit // page_size)
-        count = min(max_tokens // page_size, max_batch * per_row)
+        most = -(-self.limit // page_size)
+        count = min(max_tokens // page_size, max_batch * most)
+        per_row = min(most, count)
+        self._longest = min(self.limit, per_row * page_size)  # that a row can become here
         self._pages = Pages(count)
         models = [model] if draft is None else [model, draft]
-        self._forwards = tuple(Forward(each, count, page_size, self.limit) for each in models)
+        self._forwards = tuple(Forward(each, count, page_size, self._longest) for each in models)
         self._slots = Slots(max_batch, per_row, self.vocabulary, self.device)
         if graphs is None:
             graphs = self.device.type == "cuda" and all(self._capturable(f) for f in self._forwards)
@@ -275,7 +277,7 @@ class Engine:
         how = self._how(going)
         most = 1 + self.drafts
         reach = max(len(r.request.prompt) + len(r.tokens) + (r.flying + 1) * most for r in going)
-        bound = min(self.limit, reach)
+        bound = min(self._longest, reach)
         slots = [row.slot for row in going]
         if self._ahead:
             slots += [self._slots.nobody] * (bucket(len(slots)) - len(slots))
@@ -289,7 +291,7 @@ class Engine:
             whole = partial(steps.decode, self._forwards[0])
 
         def once(lanes_B: Tensor) -> Tensor:
-            read = self.limit if self._graphs is not None else bound
+            read = self._longest if self._graphs is not None else bound
             return whole(self._slots, lanes_B, bound=read, how=how).packed()
 
         if self._graphs is not None:

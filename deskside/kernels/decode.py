@@ -3,8 +3,8 @@
 While decoding, a row has one new token (a few when they are verified), and its keys and values are read once for them:
 the memory's bandwidth decides the speed. On a GPU the row is cut into spans that different programs read at the same
 time, and a second kernel joins their softmaxes (Flash-Decoding, Dao et al. 2023, pytorch.org/blog/flash-decoding).
-A span is a fixed number of tokens, so what a row gets does not depend on the rows beside it. All query heads of one
-key-value head are one tile, so that keys are read once for the group.
+How long a span is follows from the longest row that the cache can hold, so what a row gets does not depend on the rows
+beside it. All query heads of one key-value head are one tile, so that keys are read once for the group.
 
 Elsewhere, and for prompts that continue what is in the cache, pages are gathered into one tensor first.
 

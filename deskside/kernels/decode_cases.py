@@ -39,7 +39,7 @@ def _cases() -> Iterator[CompileCase]:
             f"join of spans {how}",
             CAPABILITIES,
             decode_triton.join_spans,
-            *(part, scales, positions, window, dtype),
+            *(part, scales, positions, window, decode_triton.SPAN, dtype),
         )
         norms = (_new(C, dtype=torch.float32),) * 2 if T == 1 else None
         angles = (_new(2048, C // 2, dtype=torch.float32),) * 2 if window is None else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deskside.kernels.fused.types import QkvLayout
 
-SPAN = 256  # tokens that one program reads
+SPAN, SPANS = 256, 64  # tokens that one program reads, doubled until there are at most so many spans
 LOG2E = 1.4426950408889634
 
 
@@ -125,7 +125,16 @@ def attend(
     """`decode.paged_attention` for few queries. Returns (B, T, H, C)."""
     positions_BT = positions_BT.contiguous()
     parts = attend_spans(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
-    return join_spans(*parts, positions_BT, window, q_BTHC.dtype)
+    span = span_of(table_BN.shape[1] * k_PKSC.shape[2])
+    return join_spans(*parts, positions_BT, window, span, q_BTHC.dtype)
+
+
+def span_of(longest: int) -> int:
+    """Tokens of a span, for rows of at most `longest` tokens."""
+    span = SPAN
+    while triton.cdiv(longest, span) > SPANS:
+        span *= 2
+    return span
 
 
 def attend_spans(
@@ -141,7 +150,8 @@ def attend_spans(
     B, T, H, C = q_BTHC.shape
     _, K, S, _ = k_PKSC.shape
     width = table_BN.shape[1]
-    spans = triton.cdiv(width * S, SPAN)
+    span = span_of(width * S)
+    spans = triton.cdiv(width * S, span)
     part = torch.empty(B, spans, T, H, C, dtype=torch.float32, device=q_BTHC.device)
     scale_of = torch.empty(B, spans, T, H, dtype=torch.float32, device=q_BTHC.device)
     block_c = max(16, triton.next_power_of_2(C))
@@ -153,14 +163,19 @@ def attend_spans(
     _attend[(B, K, spans)](
         q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, scale_of,
         scale * LOG2E, window or 0, width,
-        H, K, C, T, S, spans, SPAN, tile, rows, block_c, window is not None, precision,
+        H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, precision,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return part, scale_of
 
 
 def join_spans(
-    part: Tensor, scale_of: Tensor, positions_BT: Tensor, window: int | None, dtype: torch.dtype
+    part: Tensor,
+    scale_of: Tensor,
+    positions_BT: Tensor,
+    window: int | None,
+    span: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The spans of each query as one softmax, (B, T, H, C)."""
     B, spans, T, H, C = part.shape
@@ -168,7 +183,7 @@ def join_spans(
     block_c = triton.next_power_of_2(C)
     _join[(B, T * H)](
         part, scale_of, positions_BT, out, window or 0,
-        H, C, T, spans, SPAN, block_c, window is not None, num_warps=1,
+        H, C, T, spans, span, block_c, window is not None, num_warps=1,
     )  # fmt: skip
     return out
 

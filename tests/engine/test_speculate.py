@@ -143,6 +143,14 @@ def test_ends_within_what_was_drafted() -> None:
     assert answer.tokens == tokens[: tokens.index(tokens[9])] and answer.reason == "eos"
 
 
+def test_a_row_that_fills_the_whole_cache() -> None:
+    """The last drafts would stand beyond its last page, and in the cache there is no further one."""
+    model, draft = pair("gqa")
+    engine = Engine(model, max_batch=2, max_tokens=32, draft=draft, drafts=5, page_size=4)
+    ((answer,),) = engine.run([Request((5, 17, 3), 29)])
+    assert answer.tokens == plain(model, [5, 17, 3], 29)
+
+
 def test_another_vocabulary_is_refused() -> None:
     with pytest.raises(UsageError, match="vocabulary has 90 tokens and the model's 97"):
         Engine(make(), draft=make(vocab_size=90))

@@ -42,6 +42,19 @@ def attention(found: dict[str, float]) -> None:
         found[f"attention {H} {K} {C} {T} {size} {window}"] = error(ours, truth)
 
 
+def long_rows(found: dict[str, float]) -> None:
+    """So many tokens that spans are doubled; only the first pages of a row are there."""
+    assert decode_triton.span_of(16384) == 256 and decode_triton.span_of(16385) == 512
+    k, v, q = torch.randn(60, 1, 16, 16), torch.randn(60, 1, 16, 16), torch.randn(2, 1, 2, 16)
+    table = torch.zeros(2, 1100, dtype=torch.int64)
+    table[:, :60] = torch.stack((torch.randperm(60), torch.randperm(60)))
+    positions = torch.tensor([[520], [959]])
+    for window in (None, 300):
+        ours = decode_triton.attend(q, k, v, table, positions, window, 0.25)
+        truth = decode.paged_attention(q, k, v, table, positions, 960, window, 0.25)
+        found[f"long rows, window {window}"] = error(ours, truth)
+
+
 def into_cache(found: dict[str, float]) -> None:
     layout = QkvLayout(3, 1, 24, 1e-6)
     N, pages = 9, 6
@@ -63,5 +76,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     found: dict[str, float] = {}
     attention(found)
+    long_rows(found)
     into_cache(found)
     print(json.dumps(found))
