@@ -1,9 +1,10 @@
-"""One block of a decoding step, in few kernels.
+"""One block in few kernels, for steps of decoding and for prompts.
 
 With one new token per row a kernel takes a few microseconds, whatever it does: the step is as long as its list of
 kernels. A block is written here in ten of them: add + norm, product, QK-norm + RoPE + write into the cache, attention
 and its join, product; add + norm, product, activation, product. The weights, and the numbers up to rounding, are those
-of the model as it is written, which takes over for the halves that are not covered.
+of the model as it is written, which takes over for the halves that are not covered. The first tokens of all rows
+attend among themselves, and are only written into the cache.
 """
 
 from torch import Tensor
@@ -15,12 +16,13 @@ from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, Rotation
 from deskside.model.cache import KVCache, Places
 from deskside.model.transformer import Transformer
+from deskside.ops.attention import attention
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.norm import RMSNorm
 
 
 class FusedBlocks(CachedBlocks):
-    """`model.forward_cached(..., blocks=FusedBlocks(model))`, for steps of few tokens."""
+    """`model.forward_cached(..., blocks=FusedBlocks(model))`."""
 
     def __init__(self, model: Transformer):
         self._model = model
@@ -38,7 +40,7 @@ class FusedBlocks(CachedBlocks):
     ) -> tuple[Tensor, Tensor]:
         if covers_attention(block.attn):
             residual_BTD, delta_BTD = self._attention(
-                block.attn, residual_BTD, delta_BTD, cache, number, places
+                block.attn, residual_BTD, delta_BTD, rotation, cache, number, places, context
             )
         else:
             residual_BTD, delta_BTD = block.attn.forward_cached(
@@ -60,31 +62,35 @@ class FusedBlocks(CachedBlocks):
         half: Attention,
         residual_BTD: Tensor,
         delta_BTD: Tensor,
+        rotation: Rotation | None,
         cache: KVCache,
         number: int,
         places: Places,
+        context: AttentionContext | None,
     ) -> tuple[Tensor, Tensor]:
         B, T, _ = residual_BTD.shape
         residual_ND, normed_ND = _add_norm(half.input, residual_BTD, delta_BTD)
         (projection,) = half.input.projections
+        qkv_NW = projection(normed_ND)
         q_norm, k_norm = half.q_norm, half.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         layout = QkvLayout(half.heads, half.kv_heads, half.head_dim, 0.0 if q_norm is None else q_norm.eps)
-        cos, sin = self._model.rope_cos, self._model.rope_sin
-        k, v = cache.k[number], cache.v[number]
-        q_NHC = into_cache(
-            projection(normed_ND),
-            norms,
-            None if cos is None or sin is None else (cos, sin),
-            layout,
-            k,
-            v,
-            places.position_BT.flatten(),
-            places.page_BT.flatten(),
-            places.place_BT.flatten(),
-        )
-        q_BTHC = q_NHC.view(B, T, half.heads, half.head_dim)
-        o_BTHC = paged_attention(q_BTHC, k, v, cache.table_BN, places.position_BT, cache.bound, half.window)
+        if context is not None:
+            angles = None if rotation is None else (rotation[0].flatten(0, 2), rotation[1].flatten(0, 2))
+            q_weight, k_weight = norms or (None, None)
+            q_NHC, k_NKC = fused.qk_norm_rope(qkv_NW, q_weight, k_weight, angles, layout)
+            q_BTHC, k_BTKC, v_BTKC = (x.unflatten(0, (B, T)) for x in (q_NHC, k_NKC, layout.split(qkv_NW)[2]))
+            cache.write(number, places, k_BTKC, v_BTKC)
+            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, context)
+        else:
+            cos, sin = self._model.rope_cos, self._model.rope_sin
+            tables = None if cos is None or sin is None else (cos, sin)
+            k, v = cache.k[number], cache.v[number]
+            where = (places.position_BT.flatten(), places.page_BT.flatten(), places.place_BT.flatten())
+            q_BTHC = into_cache(qkv_NW, norms, tables, layout, k, v, *where).unflatten(0, (B, T))
+            o_BTHC = paged_attention(
+                q_BTHC, k, v, cache.table_BN, places.position_BT, cache.bound, half.window
+            )
         return residual_ND.view_as(residual_BTD), half.output(o_BTHC.flatten(2))
 
     @staticmethod
@@ -101,8 +107,8 @@ class FusedBlocks(CachedBlocks):
 
 
 def covers_attention(half: Attention) -> bool:
-    """RMSNorm before one fused projection; channels in pairs."""
-    return _simple(half.input) and half.head_dim % 2 == 0
+    """RMSNorm before one fused projection; a power of two of channels, as the kernel of QK-norm and RoPE takes them."""
+    return _simple(half.input) and half.head_dim & (half.head_dim - 1) == 0
 
 
 def covers_mlp(half: MLP) -> bool:

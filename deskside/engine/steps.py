@@ -49,7 +49,7 @@ class Forward:
     ) -> Tensor:
         """Prompts, or further parts of them; logits (B, V) of each row's last token."""
         view = self.cache.rows(table_BN, lengths_B.clone(), bound, fresh)
-        return self.model.forward_cached(tokens_BT, view, counts_B, logits_of="last")[:, 0]
+        return self.model.forward_cached(tokens_BT, view, counts_B, "last", self._blocks)[:, 0]
 
     def decode(self, tokens_BT: Tensor, table_BN: Tensor, lengths_B: Tensor, bound: int) -> Tensor:
         """The next tokens; logits (B, T, V)."""

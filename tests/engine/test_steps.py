@@ -10,7 +10,7 @@ from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
 from deskside.engine.graphs import bucket
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
-from deskside.model.block import MLP, Block
+from deskside.model.block import AS_WRITTEN, MLP, Block
 from deskside.model.transformer import Transformer
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
 
@@ -27,10 +27,14 @@ def test_fused_blocks_equal_the_models(name: str) -> None:
     model = make(**FUSED[name])
     prompt, new = torch.arange(2 * 9).view(2, 9) * 5 % 97, torch.tensor([[3, 4], [60, 1]])
     caches = [model.new_cache(2, 32) for _ in range(2)]
-    for cache in caches:
-        model.forward_cached(prompt, cache, torch.tensor([9, 6]))
+    counts, blocks = torch.tensor([9, 6]), FusedBlocks(model)
+    firsts = [
+        model.forward_cached(prompt, cache, counts, "last", how)
+        for cache, how in zip(caches, (AS_WRITTEN, blocks), strict=True)
+    ]
+    torch.testing.assert_close(firsts[1], firsts[0], atol=1e-3, rtol=1e-3)
     expected = model.forward_cached(new, caches[0])
-    got = model.forward_cached(new, caches[1], blocks=FusedBlocks(model))
+    got = model.forward_cached(new, caches[1], blocks=blocks)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(caches[1].k, caches[0].k, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(caches[1].v, caches[0].v, atol=1e-5, rtol=1e-4)
