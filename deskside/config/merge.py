@@ -29,6 +29,7 @@ Path = tuple[str, ...]
 DEFAULTS = {"optim": {"name": "muon"}, "schedule": {"name": "wsd"}}
 
 LENGTH_ALIASES = {"steps": "{} steps", "hours": "{}h", "tokens": "{} tokens"}
+ALTERNATIVES = ("optim", "schedule", "align")  # parts that are one of several, named by their `name`
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ def _other_backend(config: RunConfig) -> bool:
     return config.precision.backend != "deskside"
 
 
-_QUANTIZE = "nothing is quantised in fp32 and bf16: remove it, or use a precision.name such as fp8"
 def _adapters(config: RunConfig) -> bool:
     return config.adapter is not None
 
 
+_QUANTIZE = "nothing is quantised in fp32 and bf16: remove it, or use a precision.name such as fp8"
 
 
 NO_EFFECT = (
@@ -210,7 +211,6 @@ NO_EFFECT = (
         )
         for key in ("weight_cache", "accumulate", "native")
     ),
-)
     *(
         NoEffect(
             f"precision.{key}",
@@ -226,6 +226,7 @@ NO_EFFECT = (
         _adapters,
         "the rules are for weights that are trained whole; adapters take optim.lr as it is: remove it",
     ),
+)
 
 
 def build(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
@@ -261,9 +262,14 @@ def resolved(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every dotted key of a configuration, alternatives included, with its field."""
+    """Every dotted key of a configuration, alternatives included, with its field.
+
+    `align` is left out: which objective a run has is the command's choice, and its options are that command's.
+    """
     seen: set[Path] = set()
     for name, field in part.model_fields.items():
+        if part is RunConfig and name == "align":
+            continue
         # The default alternative comes first: its fields are the ones that are shown.
         parts = sorted(parts_of(field.annotation), key=lambda p: not isinstance(field.default, p))
         if parts and not _is_sequence(field.annotation):
@@ -303,7 +309,7 @@ def _one_line(error: ValidationError) -> UsageError:
     """The first problem of a ValidationError as one line: key, what is wrong, what would be right."""
     first = error.errors(include_url=False)[0]
     path = [str(p) for p in first["loc"]]
-    if path and path[0] in ("optim", "schedule") and len(path) > 1:
+    if path and path[0] in ALTERNATIVES and len(path) > 1 and len(parts_of(_annotation(path[0]))) > 1:
         del path[1]  # pydantic names the chosen alternative there, which is no key
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
@@ -332,10 +338,14 @@ def _without_union(path: list[str]) -> list[str]:
     return path
 
 
+def _annotation(part: str) -> Any:
+    return RunConfig.model_fields[part].annotation
+
+
 def _misplaced(key: str, chosen: str) -> UsageError:
     """The error for a key of optim or schedule that the chosen alternative does not have."""
     part, _, leaf = key.partition(".")
-    for alternative in parts_of(RunConfig.model_fields[part].annotation):
+    for alternative in parts_of(_annotation(part)):
         if leaf in alternative.model_fields:
             other = alternative.model_fields["name"].default
             return UsageError(

@@ -26,27 +26,38 @@ Options = TypeVar("Options")
 
 
 def parse(
-    command: type[Options], argv: Sequence[str], prog: str, description: str
+    command: type[Options],
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    align: type[Part] | None = None,
 ) -> tuple[Options, dict[str, Any]]:
     """Parse argv for a command whose own options are the dataclass `command`, plus all configuration keys.
 
+    align: the objective of this command, whose options are written --align.KEY.
     Returns (an instance of `command`, the given configuration keys as a nested dict). Raises UsageError: a missing
     value, an unknown option (it names the nearest one), a wrong value of the command's own options.
     """
-    options = _with_configuration(command)
+    objective = _keys_of(align)
+    options = _with_configuration(command, objective)
     parsed, unknown = commandline.split(options, argv, prog, description)
     own = {field.name for field in dataclasses.fields(command)}  # type: ignore[arg-type]
     if unknown:
         known = commandline.options(command) + [f"--{key}" for key in option_keys()]
+        known += ["--" + ".".join(path) for path, _ in objective]
         raise commandline.unexpected(unknown[0], known, prog)
     rest = [f.name for f in dataclasses.fields(options) if f.name not in own]
     given = _given({name: getattr(parsed, name) for name in rest})
     return commandline.values(command, parsed, prog), given
 
 
-def _with_configuration(command: type) -> type:
+def _keys_of(align: type[Part] | None) -> list[tuple[Path, FieldInfo]]:
+    return [] if align is None else [(path, f) for path, f in keys(align, ("align",)) if path[-1] != "name"]
+
+
+def _with_configuration(command: type, objective: Sequence[tuple[Path, FieldInfo]] = ()) -> type:
     tree: dict[str, Any] = {}
-    for path, field in keys():
+    for path, field in [*keys(), *objective]:
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})

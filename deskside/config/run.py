@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
+from deskside.config.align import AlignConfig
 from deskside.config.base import Part
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions, projections
 from deskside.config.model import ModelConfig
@@ -51,6 +52,7 @@ class RunConfig(Part):
     guard: GuardConfig = GuardConfig()
     parallel: ParallelConfig = ParallelConfig()
     track: TrackConfig = TrackConfig()
+    align: AlignConfig | None = None
     adapter: AdapterConfig | None = None
 
     def stages(self) -> tuple[Stage, ...]:
@@ -94,6 +96,12 @@ class RunConfig(Part):
             )
         if self.adapter is not None:
             self._adaptable(self.adapter)
+        if self.align is not None and not self.data.document_mask:
+            raise ValueError(
+                "data.document_mask: conversations in one row never see each other; leave it out, or set it to true"
+            )
+        if self.align is not None and self.data.sources:
+            raise ValueError("data.sources: has no effect here; conversations are given with --data")
         if self.precision.quantized:
             self._quantizable()
         return self

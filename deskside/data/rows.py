@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from deskside.data import shards, tokenizer
@@ -111,6 +112,12 @@ class PackedDataset:
     def vocab_size(self) -> int:
         """Tokens that the tokenizer knows."""
         return self.index.tokenizer.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens and the tokenizer, wherever the data lies."""
+        checksums = [shard.checksum for split in self.index.splits.values() for shard in split.shards]
+        return xxhash.xxh3_128_hexdigest("\n".join([self.index.tokenizer.checksum, *checksums]).encode())
 
     @property
     def num_rows(self) -> int:

@@ -20,6 +20,7 @@ from deskside.config.run import RunConfig
 from deskside.data.rows import PackedDataset
 from deskside.go.journal import Journal, damaged
 from deskside.train.hooks import Terminal
+from deskside.train.objective import Rows
 from deskside.train.rundir import RunDirectory
 from deskside.train.stop import StopSignal
 from deskside.train.watch import Watch
@@ -76,7 +77,8 @@ class Pilot(Watch):
             raise damaged(self.journal.run.path, f"results.plan.bands: {name} is not there any more")
         return dict(band)
 
-    def begin(self, run: RunDirectory, stop: StopSignal, validation: PackedDataset) -> None:
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: Rows) -> None:
+        assert isinstance(validation, PackedDataset)  # pretraining has no other
         self.run, self.stop = run, stop
         self.setup_seconds = self.journal.seconds() - self._made
         splits = validation.index.splits

@@ -23,10 +23,11 @@ from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.apply import apply
 from deskside.probe.doctor_child import Result, compare, median_seconds, speed, wrong
+from deskside.train.attention import Attention
 from deskside.train.guard import Guard
 from deskside.train.parallel import World
 from deskside.train.setup import prepare_execution
-from deskside.train.step import Attention, Stepper
+from deskside.train.step import Stepper
 
 # Loss and worst gradient against float64, several times what is seen: 1e-6 and 1e-5 in fp32, 3e-4 and 2e-2 in bf16.
 TOLERANCE = {"fp32": 1e-3, "bf16": 8e-2}

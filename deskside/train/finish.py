@@ -14,7 +14,6 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import generate
 from deskside.engine.sampling import Sampling
 from deskside.errors import UsageError
-from deskside.evaluate.bpb import BitsPerByte
 from deskside.export.checkpoints import load_weights
 from deskside.export.hf import save_hf
 from deskside.model.transformer import Transformer
@@ -42,24 +41,21 @@ class Totals:
 
 def summarise(
     config: RunConfig,
-    validation: PackedDataset,
     model: Transformer,
     totals: Totals,
-    result: BitsPerByte,
+    measured: Mapping[str, Any],
     precision: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The outcome of a finished run as plain data. precision: what `setup.choose_recipe` settled on."""
-    split = validation.index.splits["val"]
+    """The outcome of a finished run as plain data.
+
+    measured: what the objective found at the end; precision: what `setup.choose_recipe` settled on.
+    """
     groups = model.num_params()
     return {
         "schema_version": 1,
         "status": "finished",
-        "val_bpb": result.bpb,
-        "val_loss": result.loss,
-        "val_tokens": result.tokens,
-        "val_bytes": result.bytes,
-        "gzip_bpb": split.gzip_bpb,
-        "unigram_bpb": split.unigram_bpb,
+        **({"objective": config.align.name} if config.align else {}),
+        **measured,
         "steps": totals.steps,
         "tokens": totals.tokens,
         "seconds": totals.seconds,

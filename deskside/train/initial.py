@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
+from deskside.data.chat_template import CHAT_FILES, TEMPLATE
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import UsageError
 from deskside.export.load import Loaded
+from deskside.train.rundir import RunDirectory, write_atomically
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,11 @@ class Initial:
                 f"--init {self.source}: has another tokenizer than {data} ({len(odd)} tokens differ); prepare "
                 f"the data with it: deskside data prepare ... --tokenizer {self.source}"
             )
+
+
+def keep_tokenizer(data: Path, run: RunDirectory) -> None:
+    """Copy the tokenizer of prepared data into the run, its own file last; of chat data all that chatting needs."""
+    if (data / TEMPLATE).exists():
+        for name in CHAT_FILES:
+            write_atomically(run.path / name, (data / name).read_text("utf-8"))
+    write_atomically(run.tokenizer, (data / "tokenizer.json").read_bytes().decode())

@@ -49,6 +49,28 @@ def first_plan(
     return StepPlan([Revision(0, 0.0, steps, elapsed, dry_seconds[0], reason)])
 
 
+def first_facts(
+    config: RunConfig, plan: StepPlan, stages: Sequence[StageWork], reserve: float, memory_gib: float | None
+) -> dict[str, Any]:
+    """What plan.json keeps of the first plan: the length, and what was expected of the run."""
+    first = plan.revisions[0]
+    step_seconds = mean_over_run(stages, [stage.dry_seconds for stage in stages])
+    tokens = planned_tokens(first.remaining, stages)
+    return {
+        "length": str(config.schedule.length),
+        "clock": config.schedule.clock,
+        "initial": {
+            "steps": first.remaining,
+            "tokens": tokens,
+            "seconds": first.elapsed_seconds + first.remaining * step_seconds + reserve,
+            "step_seconds": step_seconds,
+            "memory_gib": memory_gib,
+        },
+        "scaling_tokens": tokens,
+        "save_seconds": 0.0,
+    }
+
+
 def recorded_plan(run: RunDirectory) -> dict[str, Any]:
     """plan.json of a run that is resumed. Raises RunError where it does not hold what a resumed run needs."""
     plan = run.read_json("plan.json")

@@ -1,4 +1,4 @@
-"""A pretraining run: set up, settle the micro-batch, plan, train, evaluate, export."""
+"""A run, whatever its objective: set up, settle the micro-batch, plan, train, measure, export."""
 
 import shutil
 import time
@@ -14,7 +14,6 @@ from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.errors import RunError, UsageError
-from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset
 from deskside.export.checkpoints import load_weights
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
@@ -24,20 +23,20 @@ from deskside.train.clock import Clock, StepPlan
 from deskside.train.fit import Fit
 from deskside.train.guard import Guard
 from deskside.train.hooks import MetricsFile, Terminal, check_trackers, trackers
-from deskside.train.initial import Initial
+from deskside.train.initial import Initial, keep_tokenizer
 from deskside.train.keeper import CheckpointKeeper
+from deskside.train.objective import Measured, NextToken, Objective, Session
 from deskside.train.parallel import World
 from deskside.train.planning import (
     final_evaluation,
+    first_facts,
     first_plan,
-    mean_over_run,
     mean_tokens,
     modelled_memory_gib,
-    planned_tokens,
     recorded_plan,
 )
 from deskside.train.ready import check_start
-from deskside.train.rundir import RunDirectory, write_atomically
+from deskside.train.rundir import RunDirectory
 from deskside.train.settle import Settler
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
@@ -64,9 +63,14 @@ def start(
     initial: Initial | None = None,
     watch: Watch | None = None,
     into: RunDirectory | None = None,
+    objective: Objective | None = None,
 ) -> Outcome:
-    """Begin a new run, in a directory of its own or in one that was made for it (`into`)."""
+    """Begin a new run, in a directory of its own or in one that was made for it (`into`).
+
+    objective: None is pretraining; for others the one that `config.align` names.
+    """
     check_start(config)
+    objective = _checked(objective, config, "start it with that command")
     world = parallel.join(config.compute.device, config.parallel.mode)
     try:
         path = [""]
@@ -90,7 +94,7 @@ def start(
         run = RunDirectory(Path(path[0]))
         try:
             with run.held(world.first):
-                return _Run(run, config, world, initial, False, watch or Watch()).train()
+                return _Run(run, config, world, objective, initial, False, watch or Watch()).train()
         except BaseException:
             # What failed or was interrupted before it had a plan left nothing worth keeping.
             if world.first and into is None and not (run.path / "plan.json").exists():
@@ -100,10 +104,14 @@ def start(
         parallel.leave(world)
 
 
-def resume(path: Path, watch: Watch | None = None) -> Outcome:
-    """Continue a run from its newest good checkpoint, exactly. Raises UsageError when it is finished already."""
+def resume(path: Path, watch: Watch | None = None, objective: Objective | None = None) -> Outcome:
+    """Continue a run from its newest good checkpoint, exactly. Raises UsageError when it is finished already.
+
+    objective: as in `start`.
+    """
     run = RunDirectory.open(path)
     config = run.config()
+    objective = _checked(objective, config, "resume it with that command")
     if (run.path / "summary.json").exists():
         raise UsageError(
             f"{path} is finished; start another run from its weights with: deskside train --init {path}"
@@ -113,9 +121,17 @@ def resume(path: Path, watch: Watch | None = None) -> Outcome:
     world = parallel.join(config.compute.device, mode)
     try:
         with run.held(world.first):
-            return _Run(run, config, world, None, True, watch or Watch()).train()
+            return _Run(run, config, world, objective, None, True, watch or Watch()).train()
     finally:
         parallel.leave(world)
+
+
+def _checked(objective: Objective | None, config: RunConfig, remedy: str) -> Objective:
+    """Raises UsageError unless the objective is the configuration's."""
+    chosen, wanted = objective or NextToken(), config.align.name if config.align else NextToken.name
+    if chosen.name != wanted:
+        raise UsageError(f"align: this is a run of deskside {wanted}; {remedy}")
+    return chosen
 
 
 class _Run:
@@ -126,15 +142,16 @@ class _Run:
         run: RunDirectory,
         config: RunConfig,
         world: World,
+        objective: Objective,
         initial: Initial | None,
         resumed: bool,
         watch: Watch,
     ):
         self.run, self.config, self.world, self.resumed, self.watch = run, config, world, resumed, watch
+        self.objective = objective
         self.recorded: dict[str, Any] = {}
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
-        self.masked = config.data.document_mask
         assert config.schedule.length is not None  # `start` has seen to it
         self.length = config.schedule.length
         self.clock = Clock(config.schedule.clock, deskside.STARTED, watch.spent)
@@ -147,8 +164,8 @@ class _Run:
         )
         setup.check_execution(config, world, self.recipe)
         data = setup.ensure_data(config, world, self.say)
-        self.stage_plans = setup.open_stages(config, data)
-        self.validation = setup.open_split(config, data, "val", config.batch.sequence_length)
+        self.stage_plans = setup.open_stages(config, data, objective)
+        self.validation = objective.open(config, data, "val", config.batch.sequence_length)
         self.check_data(data, initial)
         self.model: Transformer = setup.build_model(config, world, self.recipe)
         if initial is not None:
@@ -173,7 +190,7 @@ class _Run:
 
     def check_data(self, data: Path, initial: Initial | None) -> None:
         """Refuse weights of another tokenizer, and to go on with other data. Keeps the tokenizer in the run."""
-        self.fingerprint = setup.fingerprint(self.validation)
+        self.fingerprint = self.validation.fingerprint
         if self.recorded.get("data", self.fingerprint) != self.fingerprint:
             raise UsageError(
                 f"data.path: {data} is not the data that {self.run.path} was trained on; put that back, or start "
@@ -182,7 +199,7 @@ class _Run:
         if initial is not None:
             initial.check_tokenizer(data)
         if self.world.first and not self.run.tokenizer.exists():
-            write_atomically(self.run.tokenizer, (data / "tokenizer.json").read_bytes().decode())
+            keep_tokenizer(data, self.run)
 
     # The run
 
@@ -198,6 +215,7 @@ class _Run:
             list(self.model.parameters()),
             self.precision,
             self.config.precision,
+            self.objective,
         )
         settler = Settler(self.config, self.stepper, self.modelled_memory, self.say)
         fits, dry_seconds = settler.settle(self.stage_plans, self.recorded.get("fit"))
@@ -214,11 +232,24 @@ class _Run:
             )
             for plan, fitted, seconds in zip(self.stage_plans, fits, dry_seconds, strict=True)
         ]
-        self.evaluation_rows = fits[-1].micro_rows
+        self.session = Session(
+            self.run,
+            self.config,
+            self.world,
+            self.model,
+            self.attention,
+            self.precision,
+            self.validation,
+            fits[-1].micro_rows,
+            self.resumed,
+            self.say,
+        )
+        self.objective.begin(self.session)
         for _ in range(2):  # the first one compiles, the second shows what the final one will take
-            self.evaluate(self.evaluation_rows * self.config.batch.sequence_length * self.world.size)
+            self.measure(fits[-1].micro_rows * self.config.batch.sequence_length * self.world.size)
 
         self.save_seconds = float(self.recorded.get("save_seconds", 0.0))
+        self.before = self.measure_before()
         plan = self.first_plan(stages)
         facts = self.facts(plan, fits, stages)
         self.stepper.optimizer = self.build_optimizer(facts["scaling_tokens"], mean_tokens(stages))
@@ -269,7 +300,7 @@ class _Run:
             stages,
             keeper,
             hooks,
-            evaluate=lambda: self.evaluate(self.config.evaluate.tokens).bpb,
+            evaluate=lambda: self.measure(self.config.evaluate.tokens).row,
             measure=self.meter.complete,
             event=self.event,
             journal=write_plan,
@@ -286,9 +317,8 @@ class _Run:
             for hook in hooks:
                 hook.close()
         if status != "finished":
-            self.say(
-                f"{status}: saved at step {trainer.progress.step}; go on with: {self.watch.go_on} {self.run.path}"
-            )
+            go_on = self.watch.go_on or f"{self.objective.command} --resume"
+            self.say(f"{status}: saved at step {trainer.progress.step}; go on with: {go_on} {self.run.path}")
             return Outcome(self.run, status, {}, self.world.first)
         if trainer.progress.step != restored:  # else it was stopped while finishing: that checkpoint is there
             keeper.save(trainer.progress, self.clock.seconds())
@@ -299,8 +329,10 @@ class _Run:
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
         """Evaluate on everything, sample, export, and write the summary. Every rank calls this."""
-        result = self.evaluate(self.final_evaluation()[1])
-        self.event(f"final evaluation: {result.tokens:,} of {self.validation.num_tokens:,} validation tokens")
+        measured = self.measure(self.final_evaluation()[1])
+        self.event(
+            f"final evaluation: {measured.tokens:,} of {self.validation.num_tokens:,} validation tokens"
+        )
         speed, flops = trainer.tokens_per_second(), trainer.flops_per_second()
         totals = finish.Totals(
             steps=trainer.progress.step,
@@ -314,12 +346,13 @@ class _Run:
         model = finish.whole_model(self.model, self.world)
         if not self.world.first:
             return {}
-        summary = finish.summarise(self.config, self.validation, model, totals, result, self.precision_facts)
-        summary["samples"] = finish.samples(model, self.validation, self.run, self.config.seed)
+        summary = finish.summarise(self.config, model, totals, measured.summary, self.precision_facts)
+        summary |= {"before": self.before} if self.before else {}
+        summary["samples"] = self.objective.samples(self.session, model)
         self.event(finish.export(self.run, model))
         summary |= self.watch.outcome(summary)
         self.run.write_json("summary.json", summary)
-        self.event(f"finished: {result.bpb:.4f} bits per byte on the validation text")
+        self.event(f"finished: {measured.said}")
         return summary
 
     def event(self, text: str) -> None:
@@ -373,31 +406,20 @@ class _Run:
 
     def facts(self, plan: StepPlan, fits: list[Fit], stages: list[StageWork]) -> dict[str, Any]:
         """plan.json but for the revisions: what was settled when the run began, kept when it resumes."""
-        fitted = [f.to_json() for f in fits]
         if self.recorded:
-            return {**self.recorded, "fit": fitted}
-        first = plan.revisions[0]
+            return {**self.recorded, "fit": [f.to_json() for f in fits]}
         tokens = max(f.micro_rows * stage.sequence_length for f, stage in zip(fits, stages, strict=True))
-        step_seconds = mean_over_run(stages, [stage.dry_seconds for stage in stages])
-        return {
-            "length": str(self.length),
-            "clock": self.config.schedule.clock,
-            "initial": {
-                "steps": first.remaining,
-                "tokens": planned_tokens(first.remaining, stages),
-                "seconds": first.elapsed_seconds + first.remaining * step_seconds + self.reserve(),
-                "step_seconds": step_seconds,
-                # A CPU's resident set is not modelled.
-                "memory_gib": self.modelled_memory(tokens) if self.world.device.type == "cuda" else None,
-            },
-            "scaling_tokens": planned_tokens(first.remaining, stages),
-            "save_seconds": 0.0,
+        # A CPU's resident set is not modelled.
+        memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
+        settled = {
             "data": self.fingerprint,
-            "fit": fitted,
+            "fit": [f.to_json() for f in fits],
             "attention": self.attention_facts,
             "precision": self.precision_facts,
             "compile": self.execution.mode,
         }
+        before = {"before": self.before} if self.before else {}
+        return first_facts(self.config, plan, stages, self.reserve(), memory) | settled | before
 
     def modelled_memory(self, micro_tokens: int) -> float:
         native, world = bool(self.precision_facts["native"]), self.world
@@ -407,25 +429,22 @@ class _Run:
 
     # Measures
 
-    def evaluate(self, max_tokens: int | None) -> BitsPerByte:
-        """Bits per byte of the validation split, shared among the processes."""
+    def measure_before(self) -> dict[str, Any] | None:
+        """What the weights that the run starts from come to, where the objective asks for it."""
+        if "before" in self.recorded or not self.objective.measured_first:
+            return self.recorded.get("before")
+        measured = self.measure(self.final_evaluation()[1])
+        self.say(f"before the first step: {measured.said}")
+        return measured.summary
+
+    def measure(self, max_tokens: int | None) -> Measured:
+        """The objective's own measure on the validation split."""
         began = time.perf_counter()
         with self.precision.plain():
-            result = evaluate_dataset(
-                self.model,
-                self.validation,
-                micro_rows=self.evaluation_rows,
-                device=self.world.device,
-                max_tokens=max_tokens,
-                attention=self.attention,
-                document_mask=self.masked,
-                rank=self.world.rank,
-                world_size=self.world.size,
-                reduce=self.world.summed,
-            )
+            measured = self.objective.measure(self.session, max_tokens)
         parallel.reshard(self.model)
         # What the final one will take, by the newest that there was: the machine may have become slower since.
-        share = max(1.0, self.validation.num_tokens / max(1, result.tokens))
+        share = max(1.0, self.validation.num_tokens / max(1, measured.tokens))
         # One stopwatch for all: it decides how much the final one reads, and every process must run the model as often.
         self.evaluation_seconds = self.world.agreed([(time.perf_counter() - began) * share])[0]
-        return result
+        return measured

@@ -17,7 +17,6 @@ from deskside.train.fit import (
     fit,
     forget,
     rows_per_rank,
-    worst_case_batch,
 )
 from deskside.train.step import Stepper
 
@@ -91,7 +90,8 @@ class Settler:
         """Seconds of a step of `rows` rows, which changes nothing. Raises torch.OutOfMemoryError."""
         passes = rows // micro_rows
         masked, device = self.config.data.document_mask, self.world.device
-        batch = worst_case_batch(dataset, micro_rows, passes * self.world.size, device, masked)
+        everywhere = passes * self.world.size
+        batch = self.stepper.objective.dry_batch(dataset, micro_rows, everywhere, device, masked)
         began = time.perf_counter()
         try:
             self.stepper.run([batch] * passes, step=1, dry=True).read()

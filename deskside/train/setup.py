@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
 from deskside.data.prepare import prepare
-from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
 from deskside.kernels.attention import Requirements, choose
 from deskside.model.init import initialize
@@ -25,9 +23,10 @@ from deskside.precision.selfcheck import check, check_head
 from deskside.precision.units import NONE, Units, units
 from deskside.train import parallel
 from deskside.train.activation import recompute
+from deskside.train.attention import Attention
 from deskside.train.check_step import check_block
+from deskside.train.objective import Objective, Rows
 from deskside.train.parallel import World
-from deskside.train.step import Attention
 
 TRIAL_ROWS = 32  # rows of the batch at which attention is timed: with fewer, the host's part would decide
 
@@ -49,19 +48,6 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
         )
     world.barrier()
     return path
-
-
-def open_split(config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
-    """A packed split. Raises UsageError when the model cannot hold its tokens."""
-    weights = dict(config.data.weights) if split == "train" and config.data.weights else None
-    dataset = PackedDataset.open(path, split=split, sequence_length=sequence_length, weights=weights)
-    needed = dataset.index.tokenizer.vocab_size
-    if needed > config.model.vocab_size:
-        raise UsageError(
-            f"model.vocab_size: {path} has {needed} tokens, the model {config.model.vocab_size}; "
-            f"use --model.vocab_size {needed}, or prepare the data again"
-        )
-    return dataset
 
 
 def choose_recipe(
@@ -324,12 +310,6 @@ def _why_not_fused(model: Transformer) -> str | None:
     return None
 
 
-def fingerprint(dataset: PackedDataset) -> str:
-    """Of the tokens and the tokenizer of a prepared dataset, whatever its path: a resumed run must find the same."""
-    checksums = [shard.checksum for split in dataset.index.splits.values() for shard in split.shards]
-    return xxhash.xxh3_128_hexdigest("\n".join([dataset.index.tokenizer.checksum, *checksums]).encode())
-
-
 def be_deterministic(config: RunConfig) -> None:
     """Only deterministic kernels. Raises RunError when CUDA's workspace was not set up for it before torch began."""
     import os
@@ -347,12 +327,14 @@ class StagePlan:
 
     stage: Stage
     tokens_per_step: int
-    dataset: PackedDataset
+    dataset: Rows
 
 
-def open_stages(config: RunConfig, path: Path) -> list[StagePlan]:
+def open_stages(config: RunConfig, path: Path, objective: Objective) -> list[StagePlan]:
     """The training split packed for every stage."""
     return [
-        StagePlan(stage, config.stage_tokens(stage), open_split(config, path, "train", stage.sequence_length))
+        StagePlan(
+            stage, config.stage_tokens(stage), objective.open(config, path, "train", stage.sequence_length)
+        )
         for stage in config.stages()
     ]

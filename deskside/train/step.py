@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches -> loss -> backward -> finite check -> update. Nothing here waits for the GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,34 +14,22 @@ from deskside.model.block import Block
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer
 from deskside.precision.apply import Applied
+from deskside.train.attention import Attention
 from deskside.train.guard import Guard
+from deskside.train.objective import Loss, NextToken, Objective
 from deskside.train.parallel import World, set_last_micro_batch, sum_gradients
 
 
-@dataclass(frozen=True)
-class Attention:
-    """The attention backends of a run: for full layers and for windowed ones.
-
-    `stages` holds them by a stage's (sequence length, window), where those differ from the run's own.
-    """
-
-    full: str
-    windowed: str | None = None
-    stages: Mapping[tuple[int, int | None], tuple[str, str | None]] = field(default_factory=dict)
-
-    def at(self, sequence_length: int, window: int | None) -> tuple[str, str | None]:
-        """(full, windowed) for rows of this length in a stage that gives this window (None: the configuration's)."""
-        return self.stages.get((sequence_length, window), (self.full, self.windowed))
-
-
 class Numbers:
-    """(loss per valid token, gradient norm, 1.0 if skipped) of a step, on their way from the device to the host.
+    """What a step came to, on its way from the device to the host: see `read`.
 
     On a GPU the copy is queued right behind the step, so that reading waits for this step and not for the next one,
     which has been launched by then.
     """
 
-    def __init__(self, values: Tensor):
+    def __init__(self, values: Tensor, extra: Sequence[str] = (), count: int = 0):
+        """values: loss per counted target, gradient norm, 1.0 if skipped, then a sum for each name in `extra`."""
+        self._extra, self.count = tuple(extra), count
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.is_cuda:
@@ -51,11 +39,19 @@ class Numbers:
             self._event.record()
 
     def read(self) -> tuple[float, float, bool]:
-        """Wait for the step and return its numbers."""
+        """Wait for the step: its loss, its gradient norm, and whether it was skipped."""
+        loss, norm, skipped = self._all()[:3]
+        return loss, norm, bool(skipped)
+
+    def extra(self) -> dict[str, float]:
+        """Wait for the step: the objective's sums, by name."""
+        return dict(zip(self._extra, self._all()[3:], strict=True))
+
+    def _all(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
-        loss, norm, skipped = self._values.tolist()
-        return loss, norm, bool(skipped)
+        numbers: list[float] = self._values.tolist()
+        return numbers
 
 
 @dataclass
@@ -75,6 +71,7 @@ class Stepper:
     parameters: Sequence[nn.Parameter]
     precision: Applied
     formats: PrecisionConfig
+    objective: Objective = field(default_factory=NextToken)
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
         """What the next step uses: see `Optimizer.set_progress`. `step`: steps done."""
@@ -93,21 +90,14 @@ class Stepper:
             if block.attn.window is not None:
                 block.attn.window = window or self.model.config.sliding_window
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Sum of the losses of a micro-batch's valid tokens, and the load-balancing loss of a model with experts."""
+    def loss(self, batch: Batch) -> Loss:
+        """The objective's loss of a micro-batch."""
         tokens = batch.tokens_BT.shape[1]
         full, windowed = self.attention.at(tokens, self.window)
         context = AttentionContext(
             cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
         )
-        return self.model.loss_and_balance(
-            batch.tokens_BT,
-            batch.targets_BT,
-            context,
-            positions_BT=batch.positions_BT,
-            z_loss=self.compute.z_loss,
-            chunk_tokens=self.compute.loss_chunk_tokens,
-        )
+        return self.objective.loss(self.model, batch, context, self.compute)
 
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> Numbers:
         """Step number `step` (from 1). A `dry` one computes everything and changes nothing.
@@ -116,42 +106,46 @@ class Stepper:
         model is sharded: then the others already wait inside of the model.
         """
         self.precision.begin_step(step)
-        total = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
+        sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
         sum_gradients(self.parameters, self.world)
-        self.world.summed(total)
+        self.world.summed(sums)
+        total = sums[0]
         self.precision.agree(self.world.largest)
         norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.trouble()
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()
         self.precision.end_step()
-        return Numbers(torch.stack((total, norm.to(total.dtype), skip)))
+        values = torch.cat((torch.stack((total, norm.to(total.dtype), skip)), sums[1:]))
+        return Numbers(values, self.objective.extras, micro_batches[0].num_valid_step)
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """The gradients of all micro-batches, and their loss. Of this process alone, unless the model is sharded.
+        """The gradients of all micro-batches; their loss and extra sums, in one tensor.
 
-        The loss is divided by the valid tokens of all micro-batches on all processes, so neither packing nor
-        accumulation changes it.
+        Of this process alone, unless the model is sharded. The loss is divided by what counts in all micro-batches on
+        all processes, so neither packing nor accumulation changes it.
         """
-        valid = micro_batches[0].num_valid_step
-        total = torch.zeros((), device=self.world.device)
+        valid, names = micro_batches[0].num_valid_step, self.objective.extras
+        sums = torch.zeros(1 + len(names), device=self.world.device)
         for index, batch in enumerate(micro_batches):
             set_last_micro_batch(self.model, index == len(micro_batches) - 1)
-            loss, balance = self.losses(batch)
-            loss = loss / valid
-            total += loss.detach()
-            if balance is not None:
+            found = self.loss(batch)
+            loss = found.sum / valid
+            sums[0] += loss.detach()
+            for place, name in enumerate(names, start=1):
+                sums[place] += found.extra[name]
+            if found.balance is not None:
                 share = batch.num_valid / valid
-                loss = loss + self.model.config.router_aux_loss_coef * share * balance
+                loss = loss + self.model.config.router_aux_loss_coef * share * found.balance
             loss.backward()
-        return total
+        return sums
 
     def forward_backward_dry(self, micro_batches: Sequence[Batch]) -> Tensor:
         """The same, and all processes agree on whether it fitted before any of them waits for another."""
         failure: torch.OutOfMemoryError | None = None
-        total = torch.zeros((), device=self.world.device)
+        sums = torch.zeros(1 + len(self.objective.extras), device=self.world.device)
         try:
-            total = self.forward_backward(micro_batches)
+            sums = self.forward_backward(micro_batches)
         except torch.OutOfMemoryError as error:
             if self.world.sharded:
                 raise RunError(
@@ -160,4 +154,4 @@ class Stepper:
             failure = error
         if not self.world.smallest(int(failure is None)):
             raise failure or torch.OutOfMemoryError("another process is out of memory")
-        return total
+        return sums

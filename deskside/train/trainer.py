@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch, Loader
-from deskside.data.rows import PackedDataset
+from deskside.data.loader import Batch
 from deskside.optim.schedule import lr_factor
 from deskside.train.clock import OVERRUN, Clock, StepPlan, decay_steps, remaining_steps, should_revise
 from deskside.train.guard import Diverged
 from deskside.train.interval import Interval, Position
+from deskside.train.objective import Batches, Feed, Rows
 from deskside.train.step import Numbers, Stepper
 from deskside.train.stop import StopSignal
 
@@ -35,7 +35,7 @@ class StageWork:
     tokens_per_step: int
     micro_rows: int
     window: int | None
-    dataset: PackedDataset
+    dataset: Rows
     dry_seconds: float
     flops_per_token: float
 
@@ -97,7 +97,7 @@ class Trainer:
         keeper: Keeper,
         hooks: Sequence[Hook],
         *,
-        evaluate: Callable[[], float],
+        evaluate: Callable[[], dict[str, float]],
         measure: Callable[[dict[str, Any], float | None], dict[str, Any]],
         event: Callable[[str], None],
         journal: Callable[[StepPlan], None],
@@ -118,7 +118,7 @@ class Trainer:
         self._in_flight: InFlight | None = None
         self._lap: float | None = None
         self._stage = -1
-        self._loader: Loader | None = None
+        self._loader: Batches | None = None
 
     def run(self, stop: StopSignal) -> str:
         """Returns "finished", or the name of the signal that stopped the run (with everything saved)."""
@@ -174,7 +174,7 @@ class Trainer:
         paused = time.perf_counter()
         self.clock.stop()
         if evaluate and not done:
-            row["val_bpb"] = self.evaluate()
+            row |= self.evaluate()
         self._log(row)
         if (save or must_stop) and not done:
             self.keeper.save(self.progress, self.clock.seconds())
@@ -220,8 +220,7 @@ class Trainer:
             self.recent.clear()
             world = self.stepper.world
             self.stepper.set_window(stage.window)
-            self._loader = Loader(
-                stage.dataset,
+            feed = Feed(
                 seed=self.config.seed,
                 start_row=self.progress.rows.get(stage.sequence_length, 0),
                 rows_per_step=stage.tokens_per_step // stage.sequence_length,
@@ -232,6 +231,7 @@ class Trainer:
                 document_mask=self.config.data.document_mask,
                 prefetch=self.config.data.prefetch,
             )
+            self._loader = self.stepper.objective.loader(stage.dataset, feed)
             self._batches = iter(self._loader)
             if len(self.stages) > 1:
                 self.event(
@@ -263,6 +263,7 @@ class Trainer:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "val_bpb": None, "grad_norm": norm}
         row |= {"skipped": verdict.skipped, "tokens_per_second": tokens_per_second}
+        row |= self.stepper.objective.row(step.numbers.extra(), step.numbers.count)
         return self.measure(row, flops_per_second)
 
     def _settle(self) -> dict[str, Any]:

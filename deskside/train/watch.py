@@ -6,7 +6,7 @@ some of the run's length for what it does after the run's own end. This one foll
 
 from typing import Any
 
-from deskside.data.rows import PackedDataset
+from deskside.train.objective import Rows
 from deskside.train.rundir import RunDirectory
 from deskside.train.stop import StopSignal
 
@@ -15,13 +15,13 @@ class Watch:
     """The base of what follows a run. Only the process with rank 0 has rows to see.
 
     spent: wall-clock seconds that this run took in earlier processes, lost steps included. go_on: the command that
-    continues the run, for the line that says so.
+    continues the run, for the line that says so; None: the objective's own.
     """
 
     spent = 0.0
-    go_on = "deskside train --resume"
+    go_on: str | None = None
 
-    def begin(self, run: RunDirectory, stop: StopSignal, validation: PackedDataset) -> None:
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: Rows) -> None:
         """Steps are about to begin; `stop.requested` may be set from now on."""
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:

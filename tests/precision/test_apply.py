@@ -28,7 +28,8 @@ from deskside.precision.apply import apply, refused, restore
 from deskside.precision.selfcheck import check
 from deskside.train.guard import Guard
 from deskside.train.parallel import World
-from deskside.train.step import Attention, Stepper
+from deskside.train.attention import Attention
+from deskside.train.step import Stepper
 from tests.precision.small import SIZES, backward, everywhere, fresh, make, tokens, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]

@@ -91,16 +91,16 @@ def test_other_errors_are_not_taken_for_memory() -> None:
 
 def scarce(root: Path, config: RunConfig) -> None:
     """Trains where the last process cannot hold the activations of 4 rows beside gradients."""
-    original = Stepper.losses
+    original = Stepper.loss
 
-    def losses(stepper: Stepper, batch: Batch) -> Any:
+    def loss(stepper: Stepper, batch: Batch) -> Any:
         second = any(p.grad is not None for p in stepper.parameters)
         last = stepper.world.rank == stepper.world.size - 1
         if last and len(batch.tokens_BT) >= 4 and second:
             raise torch.OutOfMemoryError("CUDA out of memory. More text.")
         return original(stepper, batch)
 
-    Stepper.losses = losses  # type: ignore[method-assign]
+    Stepper.loss = loss  # type: ignore[method-assign]
     tiny_run.train(root, config)
 
 

@@ -21,8 +21,10 @@ from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.export.load import load_model
 from deskside.precision import CheckResult
-from deskside.train import setup, trainer
+from deskside.train import objective, setup
+from deskside.train.guard import Diverged
 from deskside.train.initial import Initial
+from deskside.train.objective import Loss
 from deskside.train.step import Numbers, Stepper
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, events, plan, rows
@@ -101,7 +103,7 @@ class Poison:
     def __init__(self, patch: pytest.MonkeyPatch, bad: Callable[[int], bool], factor: float = float("nan")):
         self.seen: list[int] = []
         position_of: dict[int, int] = {}
-        original_next, original_losses = Loader.__next__, Stepper.losses
+        original_next, original_loss = Loader.__next__, Stepper.loss
         poison = self
 
         def following(loader: Loader) -> list[Batch]:
@@ -111,17 +113,17 @@ class Poison:
             poison.kept = batches  # so that no id is used again while it counts
             return batches
 
-        def losses(stepper: Stepper, batch: Batch) -> Any:
-            loss, balance = original_losses(stepper, batch)
+        def loss(stepper: Stepper, batch: Batch) -> Loss:
+            found = original_loss(stepper, batch)
             position = position_of.get(id(batch))
             if position is None:
-                return loss, balance  # a dry step
+                return found  # a dry step
             poison.seen.append(position)
-            return (loss * factor if bad(position) else loss), balance
+            return replace(found, sum=found.sum * factor) if bad(position) else found
 
         self.kept: list[Batch] = []
         patch.setattr(Loader, "__next__", following)
-        patch.setattr(Stepper, "losses", losses)
+        patch.setattr(Stepper, "loss", loss)
 
 
 def test_bad_steps_are_skipped_and_logged(
@@ -165,7 +167,7 @@ def test_too_many_bad_steps_go_back_and_past_the_data(
     with monkeypatch.context() as patch:
         Poison(patch, lambda at: 22 <= at < 60)
         with pytest.raises(
-            RunError, match=r"4 steps in a row had to be skipped, and the run went back 2 times"
+            Diverged, match=r"4 steps in a row had to be skipped, and the run went back 2 times"
         ):
             tiny_run.train(tmp_path, config, "hopeless")
     assert events(tmp_path / "hopeless").count("went back to step 20") == 2
@@ -197,7 +199,7 @@ def test_going_back_to_the_beginning_clears_the_optimizer(
             given["start_row"] += 8 * given["rows_per_step"]
             super().__init__(*args, **given)
 
-    monkeypatch.setattr(trainer, "Loader", Later)
+    monkeypatch.setattr(objective, "Loader", Later)
     assert curve(tiny_run.train(tmp_path, config, "later").run.path) == curve(run)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import deskside
 from deskside.data.rows import PackedDataset
-from deskside.train import pretrain
+from deskside.train import objective, pretrain
 from deskside.train.clock import Clock
 from deskside.train.rundir import RunDirectory
 from deskside.train.stop import StopSignal
@@ -115,7 +115,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
 ) -> None:
     """A machine of half the speed evaluates at half the speed too, and the run still ends inside its length."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05 * (1 + (virtual.now > 10)))
-    original = pretrain.evaluate_dataset
+    original = objective.evaluate_dataset
     took: list[float] = []
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
@@ -124,7 +124,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
         virtual.now += took[-1]
         return result
 
-    monkeypatch.setattr(pretrain, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s"}, evaluate={"every": "4s", "tokens": 200})
     summary = start(tmp_path, config, Notes()).summary
     assert (
@@ -139,7 +139,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
 ) -> None:
     """A validation text that would take half of the run gets a twentieth; on the training clock it is free."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
-    original = pretrain.evaluate_dataset
+    original = objective.evaluate_dataset
     evaluated: list[int] = []
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
         evaluated.append(result.tokens)
         return result
 
-    monkeypatch.setattr(pretrain, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s", "clock": clock})
     summary = start(tmp_path, config, Notes()).summary
     whole = PackedDataset.open(data, split="val", sequence_length=32).num_tokens
@@ -162,7 +162,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
 
 def with_its_own_stopwatch(root: Path, config: Any) -> None:
     """A rank whose stopwatch shows ten times as much for an evaluation as that of the rank before it."""
-    patch, original, rank = pytest.MonkeyPatch(), pretrain.evaluate_dataset, int(os.environ["RANK"])
+    patch, original, rank = pytest.MonkeyPatch(), objective.evaluate_dataset, int(os.environ["RANK"])
     virtual = tiny_run.VirtualTime(patch, lambda step: 0.05)
     limits: list[int | None] = []
 
@@ -172,7 +172,7 @@ def with_its_own_stopwatch(root: Path, config: Any) -> None:
         limits.append(given["max_tokens"])
         return result
 
-    patch.setattr(pretrain, "evaluate_dataset", evaluate_dataset)
+    patch.setattr(objective, "evaluate_dataset", evaluate_dataset)
     tiny_run.train(root, config)
     (root / f"limits-{rank}.json").write_text(json.dumps(limits), "utf-8")
 

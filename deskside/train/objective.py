@@ -1,0 +1,238 @@
+"""What a run optimises, apart from how: the seam between the one training loop and pretraining, SFT, DPO and GRPO.
+
+The loop knows steps, time, checkpoints and metrics. An objective knows its data, its loss and how it is measured:
+
+    open     a prepared split -> rows        loader  rows -> optimizer steps, as lists of micro-batches
+    begin    once, before the first step     loss    a micro-batch -> a sum to minimise, and sums to report
+    measure  during the run and at its end   samples what the finished model says
+
+A loss is a sum. The loop divides it by the batch's `num_valid_step`, which the loader counts over the whole step on all
+processes (tokens, pairs, samples: what the mean is to be taken over), so neither packing nor accumulation changes it.
+
+`NextToken` is pretraining. The others stand in `align/`; `RunConfig.align` says which one a run has, and whoever starts
+or resumes the run hands the objective in.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from deskside.config.parts import ComputeConfig
+from deskside.config.run import RunConfig
+from deskside.data.loader import Batch, Loader
+from deskside.data.rows import PackedDataset
+from deskside.errors import UsageError
+from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset
+from deskside.kernels.attention import AttentionContext
+from deskside.model.transformer import Transformer
+from deskside.precision.apply import Applied
+from deskside.train import finish
+from deskside.train.attention import Attention
+from deskside.train.fit import RowShape, worst_case_batch
+from deskside.train.parallel import World
+from deskside.train.rundir import RunDirectory
+
+
+class Rows(RowShape, Protocol):
+    """A split, cut into rows of one length; `PackedDataset` is one. An epoch is `num_rows` rows."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """What an evaluation of the whole split counts: see `Measured.tokens`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what the rows are made from, wherever it lies: a resumed run must find the same."""
+
+
+class Batches(Protocol):
+    """Optimizer steps without end, each a list of micro-batches (`Batch`, or a subclass of it)."""
+
+    def __iter__(self) -> Iterator[list[Batch]]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Which rows a loader gives, to whom: the arguments of `data.loader.Loader`, all but the dataset."""
+
+    seed: int
+    start_row: int
+    rows_per_step: int
+    micro_batch_rows: int
+    rank: int
+    world_size: int
+    device: torch.device
+    document_mask: bool
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of a micro-batch: `sum` is minimised; `balance` is the load-balancing loss of a model with experts.
+
+    `extra` holds a scalar for each name in the objective's `extras`, detached. It is added up over the step and all
+    processes like `sum`, and `Objective.row` makes of it what stands in metrics.jsonl.
+    """
+
+    sum: Tensor
+    balance: Tensor | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An evaluation. `row` goes into metrics.jsonl, `summary` into summary.json, `said` tells a person.
+
+    `tokens` of the split's `num_tokens` were counted: the loop scales the time by it.
+    """
+
+    row: dict[str, float]
+    summary: dict[str, Any]
+    said: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """What an objective may use of the run that it is part of.
+
+    `micro_rows` rows fit through the model at once. `resumed`: `begin` was called for this run before, in another
+    process; what it kept in the run directory is there, and the model's weights are not those of the start.
+    """
+
+    run: RunDirectory
+    config: RunConfig
+    world: World
+    model: Transformer
+    attention: Attention
+    precision: Applied
+    validation: Rows
+    micro_rows: int
+    resumed: bool
+    say: Callable[[str], None]
+
+
+class Objective(Protocol):
+    """See the module. One object belongs to one run in one process."""
+
+    name: str
+    """As in `RunConfig.align.name`; "train" for pretraining."""
+    command: str
+    """Of the command line; `COMMAND --resume RUN` goes on with a run."""
+    extras: tuple[str, ...]
+    """Names in `Loss.extra`, always all of them."""
+    measured_first: bool
+    """Whether the run is measured before its first step too ("before" in plan.json and summary.json)."""
+
+    def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> Rows:
+        """A split ("train" or "val"). Raises UsageError when it is not there, or the model cannot hold its tokens."""
+
+    def begin(self, session: Session) -> None:
+        """Once in every process, when model, attention and micro-batch are settled and before a checkpoint is read.
+
+        A new run's model has the weights that it starts from. Every process calls it at the same time.
+        """
+
+    def loader(self, dataset: Rows, feed: Feed) -> Batches: ...
+    def dry_batch(
+        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+    ) -> Batch:
+        """The largest micro-batch that can come, without reading data: memory is settled with it."""
+
+    def loss(
+        self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
+    ) -> Loss: ...
+    def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
+        """The step's sums -> what metrics.jsonl shows. `count`: the batch's `num_valid_step`."""
+
+    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+        """On the validation split, or on about `max_tokens` spread over it. Every process calls it at the same time."""
+
+    def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
+        """Of the finished model, {"prompt", "text", ...} each. On the first process alone; `model` is whole there."""
+
+
+class NextToken:
+    """Pretraining: cross-entropy of the next token, measured in bits per byte."""
+
+    name, command, measured_first = "train", "deskside train", False
+    extras: tuple[str, ...] = ()
+
+    def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
+        weights = dict(config.data.weights) if split == "train" and config.data.weights else None
+        dataset = PackedDataset.open(path, split=split, sequence_length=sequence_length, weights=weights)
+        needed = dataset.index.tokenizer.vocab_size
+        if needed > config.model.vocab_size:
+            raise UsageError(
+                f"model.vocab_size: {path} has {needed} tokens, the model {config.model.vocab_size}; "
+                f"use --model.vocab_size {needed}, or prepare the data again"
+            )
+        return dataset
+
+    def begin(self, session: Session) -> None:
+        pass
+
+    def loader(self, dataset: Rows, feed: Feed) -> Batches:
+        return Loader(cast(PackedDataset, dataset), **vars(feed))
+
+    def dry_batch(
+        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+    ) -> Batch:
+        return worst_case_batch(dataset, rows, passes_everywhere, device, document_mask)
+
+    def loss(
+        self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
+    ) -> Loss:
+        total, balance = model.loss_and_balance(
+            batch.tokens_BT,
+            batch.targets_BT,
+            context,
+            positions_BT=batch.positions_BT,
+            z_loss=compute.z_loss,
+            chunk_tokens=compute.loss_chunk_tokens,
+        )
+        return Loss(total, balance)
+
+    def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
+        return {name: total / count for name, total in extra.items()}
+
+    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+        dataset = cast(PackedDataset, session.validation)
+        result = self.evaluate(session, dataset, max_tokens)
+        split = dataset.index.splits["val"]
+        summary = {
+            "val_bpb": result.bpb,
+            "val_loss": result.loss,
+            "val_tokens": result.tokens,
+            "val_bytes": result.bytes,
+            "gzip_bpb": split.gzip_bpb,
+            "unigram_bpb": split.unigram_bpb,
+        }
+        said = f"{result.bpb:.4f} bits per byte on the validation text"
+        return Measured({"val_bpb": result.bpb}, summary, said, result.tokens)
+
+    def evaluate(self, session: Session, dataset: PackedDataset, max_tokens: int | None) -> BitsPerByte:
+        """The measurement itself, shared among the processes."""
+        return evaluate_dataset(
+            session.model,
+            dataset,
+            micro_rows=session.micro_rows,
+            device=session.world.device,
+            max_tokens=max_tokens,
+            attention=session.attention,
+            document_mask=session.config.data.document_mask,
+            rank=session.world.rank,
+            world_size=session.world.size,
+            reduce=session.world.summed,
+        )
+
+    def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
+        dataset = cast(PackedDataset, session.validation)
+        return finish.samples(model, dataset, session.run, session.config.seed)
