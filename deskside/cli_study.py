@@ -16,11 +16,13 @@ import deskside
 from deskside.config import overrides, strict_json
 from deskside.errors import RunError, UsageError
 from deskside.study import definition
+from deskside.study.definition import check_seeds
 from deskside.study.devices import choose
 from deskside.study.expand import Expansion, expand
 from deskside.study.folder import Plan, StudyFolder
 from deskside.study.forecast import Here, forecast, here
-from deskside.study.journal import FINAL
+from deskside.study.journal import FILE as JOURNAL
+from deskside.study.journal import FINAL, Past, replay_file
 from deskside.study.matrix import Study
 from deskside.study.results import Results
 
@@ -114,8 +116,10 @@ def run(argv: Sequence[str]) -> int:
     if wanted is not None and (begins or options.dry_run):
         wanted.show(options)
     if options.dry_run:
+        if wanted is None:
+            _show_left(folder, plan, options, again)
         return 0
-    return _run(folder, plan, options, again, None if wanted is None or not begins else wanted.study.text)
+    return _run(folder, plan, options, again, wanted.study.text if wanted is not None and begins else None)
 
 
 class _Wanted:
@@ -191,7 +195,28 @@ def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions
             f"{folder.path}: was begun with other arms ({why}); go on with it as it is: deskside study {folder.path} "
             f"--resume, or begin another with --out"
         )
-    return plan if options.seeds is None else plan.with_seeds(options.seeds)
+    if wanted is not None and not options.dry_run:
+        return plan.with_seeds(wanted.plan.seeds)
+    if options.seeds is None:
+        return plan
+    return plan.with_seeds(dict.fromkeys(plan.seeds, check_seeds(options.seeds, "--seeds")))
+
+
+def _show_left(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str]) -> None:
+    """What a resume would run; reads the journal only, since another process may be writing it."""
+    past = replay_file(folder.path / JOURNAL)
+    states = [(arm, seed, past.get((arm.id, seed), Past())) for arm, seed in plan.trials()]
+    left = [(arm, seed, one) for arm, seed, one in states if one.status not in FINAL or one.status in again]
+    if options.json:
+        trials = [
+            {"arm": arm.id, "seed": seed, "status": one.status, "reason": one.reason}
+            for arm, seed, one in states
+        ]
+        print(strict_json.dumps({"study": plan.name, "trials": trials, "left": len(left)}, indent=1))
+        return
+    print(f"study {plan.name}: {len(states) - len(left)} of {len(states)} trials are done")
+    for arm, seed, one in left:
+        print(f"  {arm.label}, seed {seed}: {one.status}{f': {one.reason}' if one.reason else ''}")
 
 
 def _statuses(options: StudyOptions) -> list[str]:
@@ -212,8 +237,8 @@ def _run(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str
     from deskside.study.runner import Runner
 
     devices = choose(options.devices, {arm.config.compute.device for arm in plan.arms})
-    prepare_all(plan.arms, _say)
     if text is not None:
+        prepare_all(plan.arms, _say)
         folder.create(plan, text)
     with folder.held(_say) as lock:
         if text is None:
@@ -221,6 +246,7 @@ def _run(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str
         runner = Runner(folder, plan, devices, keep_models=options.keep_models, held=lock)
         todo = runner.left(again)
         if text is None:
+            prepare_all([arm for arm, _ in todo], _say)
             _say(
                 f"study {plan.name}: {len(plan.trials()) - len(todo)} of {len(plan.trials())} trials are done"
             )

@@ -83,13 +83,14 @@ class Plan:
         """All of them, in their order."""
         return trials(self.arms, self.seeds, self.name)
 
-    def with_seeds(self, seeds: int) -> "Plan":
-        """The same with more seeds for every group. Raises UsageError for fewer: no trial is taken back."""
-        if seeds < max(self.seeds.values()):
-            raise UsageError(
-                f"--seeds {seeds}: the study was begun with {max(self.seeds.values())}; give as many or more"
-            )
-        return replace(self, seeds=dict.fromkeys(self.seeds, seeds))
+    def with_seeds(self, seeds: Mapping[str, int]) -> "Plan":
+        """The same with more seeds. Raises UsageError for fewer: no trial is taken back."""
+        for group, before in self.seeds.items():
+            if seeds[group] < before:
+                raise UsageError(
+                    f"seeds: the study was begun with {before}, not {seeds[group]}; give as many or more"
+                )
+        return replace(self, seeds=dict(seeds))
 
     def difference(self, other: "Plan") -> str | None:
         """The first thing in which the arms of two plans differ, in words; None where they are the same."""

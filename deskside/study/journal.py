@@ -5,7 +5,8 @@ one half-written last line, which is cut away when the journal is opened again.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,18 +40,8 @@ class Past:
     seconds: float | None = 0.0
 
 
-def replay(events: Iterable[Mapping[str, Any]]) -> dict[Key, Past]:
-    """Every trial's past from the journal's events in their order. Raises KeyError, TypeError or ValueError for what
-    is no event."""
-    past: dict[Key, Past] = {}
-    for event in events:
-        key = (str(event["arm"]), int(event["seed"]))
-        past[key] = after(past.get(key, Past()), event)
-    return past
-
-
 def after(before: Past, event: Mapping[str, Any]) -> Past:
-    """A trial's past once this has happened too."""
+    """A trial's past once this has happened too. Raises KeyError, TypeError or ValueError for what is no event."""
     spent = before.seconds
     if event["event"] == "started":
         if not event["resumed"]:
@@ -73,6 +64,9 @@ class Journal:
     def __init__(self, folder: Path):
         self.path = folder / FILE
         self.past = replay_file(self.path)
+        if self.path.exists():  # a new line must not be glued to half of an old one
+            whole = self.path.read_bytes().rfind(b"\n") + 1
+            os.truncate(self.path, whole)
 
     def started(self, arm: str, seed: int, device: str, pid: int, resumed: bool) -> None:
         """A trial's process has begun; `resumed`: it goes on from a checkpoint."""
@@ -94,20 +88,20 @@ class Journal:
 
 
 def replay_file(path: Path) -> dict[Key, Past]:
-    """The past of every trial; a half-written last line is cut away."""
+    """The past of every trial, from the whole lines of a journal; none where there is no journal.
+
+    Raises RunError naming a line that is damaged.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return {}
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    events = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    past: dict[Key, Past] = {}
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            events.append(json.loads(line))
-            replay(events[-1:])
+            event = json.loads(line)
+            key = (str(event["arm"]), int(event["seed"]))
+            past[key] = after(past.get(key, Past()), event)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunError(f"{path}: line {number} is damaged ({error}); delete that line") from None
-    return replay(events)
+    return past

@@ -70,7 +70,7 @@ def collect(plan: Plan, past: Mapping[Key, Past], measured: Mapping[Key, Measure
         groups=plan.groups,
         arms=arms,
         complete=all(t.status in FINAL for arm in arms for t in arm.trials),
-        notes=[f"left out: {line}" for line in plan.excluded],
+        notes=[*(f"left out: {line}" for line in plan.excluded), *_mixed(measured)],
     )
     results = compare.compare(results)
     return claims.judge(results, plan.claims) if plan.claims else results
@@ -133,3 +133,13 @@ def _machine(past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> dict
     found: Sequence[dict[str, Any]] = [one.machine for one in measured.values() if one.machine]
     devices = sorted({one.device for one in past.values() if one.device})
     return {**(found[-1] if found else {}), **({"devices": devices} if devices else {})}
+
+
+def _mixed(measured: Mapping[Key, Measured]) -> list[str]:
+    """A warning where trials ran on cards of different kinds, as after a resume on another machine."""
+    names = {
+        str((one.machine.get("gpu") or {}).get("name") or one.machine.get("cpu"))
+        for one in measured.values()
+        if one.machine
+    }
+    return [f"trials ran on different machines: {', '.join(sorted(names))}"] if len(names) > 1 else []

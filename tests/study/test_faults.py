@@ -1,0 +1,194 @@
+"""A study that is stopped, killed or out of disk: nothing trains on, nothing done is repeated, nothing is lost."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deskside.errors import RunError
+from deskside.study import results as files
+from deskside.study.folder import StudyFolder
+from deskside.study.journal import FILE, replay_file
+from tests.study import tiny_study
+from tests.study.fake_trials import GONE, ROOT
+
+# A study in a process of its own that can be stopped and killed.
+DRIVER = """
+import sys
+from pathlib import Path
+from deskside.study.folder import StudyFolder
+from tests.study import tiny_study
+
+folder = StudyFolder(Path(sys.argv[1]))
+with folder.held(print) as lock:
+    runner = tiny_study.runner(folder, devices=int(sys.argv[2]), held=lock, other=sys.argv[3])
+    print("stopped by", runner.run(runner.left()), flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StudyFolder:
+    return tiny_study.begin(tmp_path / "study")
+
+
+@pytest.fixture
+def drive(folder: StudyFolder) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start a study; whatever is left of it is ended after the test."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(devices: int, act: str) -> "subprocess.Popen[str]":
+        begun.append(
+            subprocess.Popen(
+                [sys.executable, "-c", DRIVER, str(folder.path), str(devices), act],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        )
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.02)
+
+
+def going(folder: StudyFolder) -> list[Path]:
+    """The trials that have done a step."""
+    return sorted((folder.path / "runs").glob(f"*/{GONE}"))
+
+
+def pids(folder: StudyFolder) -> list[int]:
+    lines = (folder.path / FILE).read_text().splitlines()
+    return [event["pid"] for event in map(json.loads, lines) if event["event"] == "started"]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked about yet does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def statuses(folder: StudyFolder) -> list[str]:
+    return [trial.status for arm in files.read(folder.path).arms for trial in arm.trials]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_what_runs_and_stops(
+    number: signal.Signals, folder: StudyFolder, drive: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    process = drive(2, "steps")
+    wait_for(lambda: len(going(folder)) == 2)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"stopped by {number.name}" in out
+    assert not any(alive(pid) for pid in pids(folder))
+    assert statuses(folder) == ["pending"] * 4 and not files.read(folder.path).complete
+    reasons = {one.reason for one in replay_file(folder.path / FILE).values()}
+    assert reasons == {"stopped by SIGTERM"}  # which is what the study sends its trials
+    # They go on from what they saved: the others begin.
+    runner = tiny_study.runner(folder, devices=2, other="steps", depth_two__tied_no__s1="finish")
+    todo = runner.left()
+    assert len(todo) == 4
+    resumed = [path.parent.name for path in going(folder)]
+    runner.run([trial for trial in todo if f"{trial[0].id}-s1" in resumed])
+    past = replay_file(folder.path / FILE)
+    assert {past[name.removesuffix("-s1"), 1].status for name in resumed} == {"finished"}
+    assert all(past[name.removesuffix("-s1"), 1].attempts == 2 for name in resumed)
+
+
+def test_kill_9_of_the_study_ends_its_trials_and_a_resume_waits_for_them(
+    folder: StudyFolder, drive: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    process = drive(2, "steps")
+    wait_for(lambda: len(going(folder)) == 2)
+    process.kill()
+    process.wait()
+    # At once: the resume must not touch a run before the process that trains it has let go of it.
+    with folder.held(lambda text: None):
+        assert not any(alive(pid) for pid in pids(folder))
+        runner = tiny_study.runner(folder, devices=2)
+        assert len(runner.left()) == 4
+        runner.run(runner.left())
+    assert statuses(folder) == ["finished"] * 4
+    attempts = sorted(one.attempts for one in replay_file(folder.path / FILE).values())
+    assert attempts == [1, 1, 2, 2]
+    # The steps that a trial had saved are not repeated: those of its first process stand in the file still.
+    assert len(going(folder)) == 2
+
+
+def test_kill_9_repeats_nothing_that_is_done(
+    folder: StudyFolder, drive: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    first = drive(1, "finish")
+    wait_for(lambda: (folder.path / "results.json").exists() and "finished" in statuses(folder))
+    first.kill()
+    first.wait()
+    with folder.held(lambda text: None):
+        before = {key for key, one in replay_file(folder.path / FILE).items() if one.status == "finished"}
+        runner = tiny_study.runner(folder)
+        runner.run(runner.left())
+    past = replay_file(folder.path / FILE)
+    assert statuses(folder) == ["finished"] * 4 and before
+    assert all(past[key].attempts == 1 for key in before)
+    assert sum(one.attempts for one in past.values()) <= 5
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(
+    folder: StudyFolder, drive: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    process = drive(2, "deaf")
+    wait_for(lambda: len(list((folder.path / "runs").glob("*/run.json"))) == 2)
+    time.sleep(0.3)  # until they hear nothing any more
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None  # it waits for them
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert not any(alive(pid) for pid in pids(folder))
+    assert statuses(folder) == ["pending"] * 4
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("a file system cannot be mounted here: no mount")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_indeed(small_disk: Path) -> None:
+    folder = tiny_study.begin(small_disk / "study")
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    runner = tiny_study.runner(folder)
+    with pytest.raises(RunError, match="No space left on device"):
+        runner.run(runner.left())
+    filler.unlink()
+    again = tiny_study.runner(folder)
+    again.run(again.left())
+    assert statuses(folder) == ["finished"] * 4

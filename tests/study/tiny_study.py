@@ -1,0 +1,56 @@
+"""A study of four arms (two factors), as plan and folder, with trials that need not be real."""
+
+from pathlib import Path
+
+from deskside.study.definition import parse
+from deskside.study.devices import Device
+from deskside.study.expand import expand
+from deskside.study.folder import Plan, StudyFolder
+from deskside.study.runner import Runner
+from tests.study import fake_trials
+
+TEXT = """
+name = "tiny"
+question = "Does it run?"
+base = "demo"
+seeds = {seeds}
+[budget]
+steps_per_arm = 4
+[[factor]]
+name = "depth"
+[[factor.level]]
+name = "two"
+set.model.num_hidden_layers = 2
+[[factor.level]]
+name = "three"
+set.model.num_hidden_layers = 3
+[[factor]]
+name = "tied"
+[[factor.level]]
+name = "no"
+set.model.tie_word_embeddings = false
+[[factor.level]]
+name = "yes"
+set.model.tie_word_embeddings = true
+"""
+ARMS = [f"depth_{depth}-tied_{tied}" for depth in ("two", "three") for tied in ("no", "yes")]
+
+
+def plan(seeds: int = 1) -> Plan:
+    study = parse(TEXT.format(seeds=seeds))
+    expansion = expand(study)
+    forecasts = {arm.id: None for arm in expansion.arms}
+    return Plan.of(study, expansion, forecasts, "2026-11-21T00:00:00+00:00", "a test", "0")
+
+
+def begin(folder: Path, seeds: int = 1) -> StudyFolder:
+    """A study that has begun, with no trial run."""
+    made = StudyFolder(folder)
+    made.create(plan(seeds), TEXT.format(seeds=seeds))
+    return made
+
+
+def runner(folder: StudyFolder, devices: int = 1, held: int | None = None, **acts: str) -> Runner:
+    """A runner of made-up trials; see `fake_trials.environment`."""
+    places = [Device(f"cpu:{n}", fake_trials.environment(**acts)) for n in range(devices)]
+    return Runner(folder, folder.read(), places, held=held, target=fake_trials.TARGET)
