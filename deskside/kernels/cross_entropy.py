@@ -18,6 +18,7 @@ from torch import Tensor
 from deskside.kernels.plain import at_least_float32
 
 CHUNK_TOKENS = 8192
+ReplacedRows = tuple[Tensor, Tensor]
 
 
 def linear_cross_entropy(
@@ -29,16 +30,20 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
     ignore_index: int = -100,
+    rows: ReplacedRows | None = None,
 ) -> Tensor:
     """Sum over valid tokens of -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2. Float32 scalar.
 
     cap(x) is softcap * tanh(x / softcap), or x. Tokens whose target is `ignore_index` count nothing. Differentiable in
-    hidden and weight; without gradients to compute it only adds up the loss. z-loss: Chowdhery et al. 2022 (arXiv
-    2204.02311).
+    hidden, weight and rows; without gradients to compute it only adds up the loss. z-loss: Chowdhery et al. 2022 (arXiv
+    2204.02311). rows: (ids (n,), values (n, D)) that stand in the place of rows of the weight, whose own then get no
+    part in anything: of a frozen weight some rows can train, without a gradient for all.
     """
-    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
+    tracked = (hidden_ND, weight_VD) if rows is None else (hidden_ND, weight_VD, rows[1])
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked):
+        ids, values = (None, None) if rows is None else rows
         loss = _LinearCrossEntropy.apply(
-            hidden_ND, weight_VD, targets_N, softcap, z_loss, chunk_tokens, ignore_index
+            hidden_ND, weight_VD, targets_N, softcap, z_loss, chunk_tokens, ignore_index, ids, values
         )
         assert isinstance(loss, Tensor)
         return loss
@@ -50,6 +55,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         chunk_tokens=chunk_tokens,
         ignore_index=ignore_index,
+        rows=rows,
     )
     return losses_N.sum()
 
@@ -64,12 +70,14 @@ def token_losses(
     z_loss: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
     ignore_index: int = -100,
+    rows: ReplacedRows | None = None,
 ) -> Tensor:
     """(N,) float32: the loss of each token, 0 where ignored. Not differentiable; for evaluation."""
     weight = weight_VD.to(hidden_ND.dtype)
+    ids, values = (None, None) if rows is None else (rows[0], rows[1].to(hidden_ND.dtype))
     chunk_loss = elementwise(hidden_ND).chunk_loss
     parts = [
-        chunk_loss(hidden @ weight.T, targets, softcap, z_loss, ignore_index)
+        chunk_loss(_logits(hidden, weight, ids, values), targets, softcap, z_loss, ignore_index)
         for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True)
     ]
     return torch.cat(parts)
@@ -86,10 +94,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         chunk_tokens: int,
         ignore_index: int,
+        ids: Tensor | None,
+        values: Tensor | None,
     ) -> Tensor:
         wide = at_least_float32(hidden_ND)
         weight = weight_VD.to(hidden_ND.dtype)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
+        rows = None if values is None else values.to(hidden_ND.dtype)
+        # Of these rows the weight's own share of d hidden is taken back, and theirs put in its place.
+        change = None if rows is None else rows - weight[ids]
+        d_rows = None if values is None else torch.zeros_like(values, dtype=wide)
         d_hidden = torch.empty_like(hidden_ND) if need_hidden else None
         d_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
@@ -98,26 +112,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk_tokens)
             hidden = hidden_ND[part]
             losses, d_logits = chunk_loss_and_grad(
-                hidden @ weight.T, targets_N[part], softcap, z_loss, ignore_index
+                _logits(hidden, weight, ids, rows), targets_N[part], softcap, z_loss, ignore_index
             )
             total += losses.sum()
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
+            if ids is not None and d_rows is not None and change is not None:
+                picked = d_logits.index_select(1, ids)
+                _add_matmul(d_rows, picked.T, hidden)
+                if d_hidden is not None:
+                    d_hidden[part] += picked @ change
+                if d_weight is not None:
+                    d_logits.index_fill_(1, ids, 0)
             if d_weight is not None:
                 _add_matmul(d_weight, d_logits.T, hidden)
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.save_for_backward(d_hidden, d_weight, d_rows)
         ctx.weight_dtype = weight_VD.dtype
+        ctx.rows_dtype = None if values is None else values.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
+        d_hidden, d_weight, d_rows = ctx.saved_tensors
         (grad,) = grad_outputs
+        if d_rows is not None:
+            d_rows = (d_rows * grad).to(ctx.rows_dtype)
         if d_hidden is not None:
             d_hidden = (d_hidden * grad).to(d_hidden.dtype)
         if d_weight is not None:
             d_weight = (d_weight * grad).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None, d_rows
+
+
+def _logits(hidden: Tensor, weight: Tensor, ids: Tensor | None, rows: Tensor | None) -> Tensor:
+    """(n, V), of `rows` where there are some. All in hidden's dtype."""
+    logits = hidden @ weight.T
+    return logits if ids is None or rows is None else logits.index_copy_(1, ids, hidden @ rows.T)
 
 
 def elementwise(hidden: Tensor) -> Any:

@@ -15,13 +15,14 @@ from deskside.budget.shape import flops_per_token, kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
-from deskside.kernels.cross_entropy import CHUNK_TOKENS, token_losses
+from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, token_losses
 from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, Rotation, hidden_norm
 from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.head import HeadLoss
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.logical import logical_tensors
+from deskside.ops.lora import TrainedRows
 from deskside.ops.moe import load_balancing_loss
 from deskside.ops.rope import rope_table
 
@@ -118,6 +119,8 @@ class Transformer(nn.Module):
             logits_BTV = F.linear(hidden_BTD, self.embed.weight.to(hidden_BTD.dtype))
         else:
             logits_BTV = self.head(hidden_BTD)
+        if self._head_trained is not None:
+            logits_BTV = self._head_trained.logits(hidden_BTD, logits_BTV)
         cap = self.config.final_logit_softcapping
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
 
@@ -141,11 +144,12 @@ class Transformer(nn.Module):
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
         loss = self.head_loss(
             hidden_BTD.flatten(0, 1),
-            self.head_weight,
+            self._head_table,
             targets_BT.flatten(),
             softcap=self.config.final_logit_softcapping,
             z_loss=z_loss,
             chunk_tokens=chunk_tokens,
+            rows=self.head_rows,
         )
         balance = load_balancing_loss(torch.stack(statistics), tokens_BT.numel()) if statistics else None
         return loss, balance
@@ -163,10 +167,11 @@ class Transformer(nn.Module):
         hidden_BTD = self.hidden(tokens_BT, context, positions_BT)
         losses_N = token_losses(
             hidden_BTD.flatten(0, 1),
-            self.head_weight,
+            self._head_table,
             targets_BT.flatten(),
             softcap=self.config.final_logit_softcapping,
             chunk_tokens=chunk_tokens,
+            rows=self.head_rows,
         )
         return losses_N.view(targets_BT.shape)
 
@@ -232,8 +237,21 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D): the head's weight, the embedding's where they are tied."""
+        """(V, D): the head's weight, the embedding's where they are tied. A copy where single rows of it train."""
+        return self._head_table if self._head_trained is None else self._head_trained.into(self._head_table)
+
+    @property
+    def head_rows(self) -> ReplacedRows | None:
+        """(ids, rows) that stand in the place of rows of the head's table, where single rows train; else None."""
+        return None if self._head_trained is None else self._head_trained.pair
+
+    @property
+    def _head_table(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
+
+    @property
+    def _head_trained(self) -> TrainedRows | None:
+        return self.embed.trained if self.head is None else self.head.trained
 
     @property
     def activation_dtype(self) -> torch.dtype:

@@ -1,10 +1,11 @@
 """The output head and its loss as one operator, which never makes the logits of a whole batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
-from deskside.kernels.cross_entropy import CHUNK_TOKENS, linear_cross_entropy
+from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, linear_cross_entropy
 
 
 class HeadLoss(nn.Module):
@@ -22,9 +23,17 @@ class HeadLoss(nn.Module):
         softcap: float | None = None,
         z_loss: float = 0.0,
         chunk_tokens: int = CHUNK_TOKENS,
+        rows: ReplacedRows | None = None,
     ) -> Tensor:
-        """See `linear_cross_entropy`."""
+        """See `linear_cross_entropy`. Raises TypeError for rows where a recipe computes the head."""
         function = self.execution or linear_cross_entropy
+        options: dict[str, Any] = {} if rows is None else {"rows": rows}
         return function(
-            hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens
+            hidden_ND,
+            weight_VD,
+            targets_N,
+            softcap=softcap,
+            z_loss=z_loss,
+            chunk_tokens=chunk_tokens,
+            **options,
         )

@@ -4,7 +4,8 @@ A fused projection (q, k, v in one weight) is one `Linear` that knows its logica
 export work on the slices, never on the fused block, so that fusing changes speed and nothing else.
 
 The model knows no precision: activations carry the dtype, the weight is cast to it where it is used. A precision
-recipe replaces `Linear` modules (sharing their weights) and sets `Embedding.output_dtype`.
+recipe replaces `Linear` modules (sharing their weights) and sets `Embedding.output_dtype`. Where weights are frozen,
+`adapter` and `trained` are what trains beside them (`ops/lora.py`); `precision/adapters.py` sets them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from deskside.ops.lora import Adapter, TrainedRows
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,16 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(self.out_features)) if bias else None
         self.execution: Callable[[Tensor], Tensor] | None = None
+        self.adapter: Adapter | None = None
+        self.trained: TrainedRows | None = None  # of a head; who computes logits asks for it
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.execution is not None:
             y = self.execution(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
             return y if bias is None else y + bias
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        y = F.linear(x, self.weight.to(x.dtype), bias)
+        return y if self.adapter is None else self.adapter(x, y)
 
     def extra_repr(self) -> str:
         names = ", ".join(f"{s.name}={s.stop - s.start}" for s in self.slices)
@@ -73,9 +79,11 @@ class Embedding(nn.Module):
         self.role = role
         self.output_dtype: torch.dtype | None = None
         self.weight = nn.Parameter(torch.empty(entries, hidden_size))
+        self.trained: TrainedRows | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight).to(self.output_dtype or self.weight.dtype)
+        x = F.embedding(tokens, self.weight).to(self.output_dtype or self.weight.dtype)
+        return x if self.trained is None else self.trained(tokens, x)
 
 
 def make_slices(outputs: Sequence[tuple[str, int]]) -> tuple[Slice, ...]:

@@ -65,6 +65,8 @@ def _of_module(model: nn.Module, path: str, module: nn.Module) -> Iterator[Logic
     prefix = _logical_path(model, path)
     if isinstance(module, Linear):
         owner = prefix.rpartition(".")[0]
+        if module.weight is None:
+            raise TypeError(f"{path}: its weight is frozen in codes; merge the model first (export/merge.py)")
         for s in module.slices:
             name = f"{owner}.{s.name}" if owner else s.name
             yield tensor("weight", f"{name}.weight", module.role, s.start, s.stop)

@@ -175,8 +175,10 @@ def build(
     """The optimiser for a model's trainable parameters, with `scaling` applied where `config.scale` says so.
 
     AdamW decays matrices, head, embeddings and positions, never vectors (norms, biases, scalars). Under Muon only the
-    matrices are decayed. fused: see `Muon` and `AdamW`. Raises UsageError for a parameter of unknown role or unusable
-    device, and for sharded weights where the state's format or place needs whole ones.
+    matrices are decayed. Adapters take AdamW's rate and decay as they are, because `scaling` is about weights that are
+    trained whole; so do single rows of a frozen table, without decay. fused: see `Muon` and `AdamW`. Raises UsageError
+    for a parameter of unknown role or unusable device, and for sharded weights where the state's format or place needs
+    whole ones.
     """
     parameters = classify(model)
     for info in parameters:
@@ -203,8 +205,12 @@ def build(
         groups = [
             AdamWGroup("weights", of("matrix", "head", "embedding", "position"), lr, decay),
             AdamWGroup("vectors", of("vector"), lr, 0.0),
+            AdamWGroup("adapters", of("adapter"), config.lr, config.weight_decay),
+            AdamWGroup("rows", of("rows"), config.lr, 0.0),
         ]
         return Optimizer(parameters, _adamw(groups, config, streamer, fused), streamer=streamer)
+    if of("adapter", "rows"):
+        raise UsageError("muon is for whole matrices, adapters are trained by adamw; use --optim.name adamw")
     groups = [
         AdamWGroup("embedding", of("embedding", "position"), config.embedding_lr * s.embedding_lr, 0.0),
         AdamWGroup("head", of("head"), config.head_lr * s.embedding_lr, 0.0),

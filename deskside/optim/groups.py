@@ -3,7 +3,8 @@
 Modules say what their weights are, with two attributes that anything may carry (a precision recipe's replacement of a
 Linear too): `role` ("matrix", "head", "embedding", "position") for the parameter `weight`, and `slices`, the rows of
 the projections that a fused weight stacks. Where a module has several stacked weights (experts), `slices` maps each
-one's attribute to its slices. Parameters of one dimension are vectors, whoever owns them.
+one's attribute to its slices. Parameters of one dimension are vectors, whoever owns them. Modules of the roles
+"adapter" and "rows" (single rows of a frozen table) say so of everything in them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import nn
 
 from deskside.errors import UsageError
 
-Role = Literal["matrix", "embedding", "position", "head", "vector"]
+Role = Literal["matrix", "embedding", "position", "head", "vector", "adapter", "rows"]
 
 
 class RowSlice(Protocol):
@@ -77,6 +78,11 @@ def clean_name(name: str) -> str:
 
 def _explained(module: nn.Module) -> Iterator[tuple[nn.Parameter, Role, tuple[tuple[int, int], ...]]]:
     slices = getattr(module, "slices", None)
+    whole: Role | None = getattr(module, "role", None)
+    if whole in ("adapter", "rows"):
+        for parameter in module.parameters():
+            yield parameter, whole, ()
+        return
     if isinstance(slices, Mapping):
         for attribute, rows in slices.items():
             yield _checked(getattr(module, attribute), "matrix", rows, attribute)

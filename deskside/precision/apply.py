@@ -24,6 +24,7 @@ from deskside.ops.composite import AddNormLinear
 from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.ops.head import HeadLoss
 from deskside.ops.linear import Embedding, Linear
+from deskside.ops.lora import Adapter
 from deskside.ops.norm import RMSNorm
 from deskside.precision import backends, halves
 from deskside.precision.halves import AttentionPlan, MLPPlan
@@ -50,6 +51,7 @@ class Applied:
         self._plans: list[LinearPlan] = []
         self._norm: AddNormLinear | None = None
         self._head: tuple[HeadLoss, HeadPlan] | None = None
+        self._dropout = any(isinstance(module, Adapter) and module.dropout for module in model.modules())
 
     @property
     def quantized_layers(self) -> int:
@@ -62,6 +64,8 @@ class Applied:
         """Step number `step` begins: its random numbers are a function of it."""
         self.shared.draws.begin(step)
         self.shared.round += 1
+        if self._dropout:
+            torch.manual_seed(self.shared.draws.next())  # a function of seed and step, as all draws are
 
     def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
         """Replicas take the largest magnitudes that any of them has seen, and so the same scales, and find the same
@@ -224,6 +228,8 @@ def not_covered(half: Half) -> str | None:
         assert isinstance(linear, Linear)
         if linear.bias is not None:
             return "its projections have a bias"
+    if any(isinstance(m, Linear) and (m.adapter is not None or m.weight is None) for m in half.modules()):
+        return "its weights are frozen, with adapters beside them"
     if isinstance(half, AttentionHalf) and half.head_dim & (half.head_dim - 1):
         return f"its head_dim {half.head_dim} is not a power of two"
     return None

@@ -10,9 +10,11 @@ A frozen 4-bit weight does not train: an update is far smaller than the step bet
 rounded away. What trains is an adapter beside it, through which the gradient of the input flows on. So memory for
 gradients and optimiser states is the adapter's, and a model's own pretraining is no use for these formats.
 
-`freeze` replaces modules; an adapter wraps the `FrozenLinear` it finds, and `dense()` gives the weight to merge with.
+`freeze` replaces modules; an adapter (`precision/adapters.py`) stands beside the `FrozenLinear`, and `dense()` gives
+the weight to merge with. Frozen in "bf16" a weight stays what it is, in 16 bits.
 """
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Literal
 
@@ -26,6 +28,10 @@ from deskside.ops.linear import Linear
 Format = Literal["nf4", "int8"]
 BLOCK = 64  # NF4 weights that share a magnitude
 SCALE_BLOCK = 256  # magnitudes that share a scale
+BUFFERS: dict[Format, tuple[str, ...]] = {
+    "int8": ("codes", "row_scale"),
+    "nf4": ("codes", "magnitude", "magnitude_scale", "magnitude_map", "magnitude_mean"),
+}
 DOES_NOT_TRAIN = (
     "a frozen {0} weight does not train: updates are smaller than the steps between its values and would be rounded "
     "away; train adapters beside it, or keep the weights in full precision"
@@ -45,13 +51,19 @@ class FrozenLinear(Linear):
     magnitude_map: Tensor  # the 256 values of a uint8
     magnitude_mean: Tensor  # what was subtracted from the magnitudes
 
-    def __init__(self, source: Linear, format: Format):
+    def __init__(self, source: Linear, format: Format, stored: Mapping[str, Tensor] | None = None):
+        """stored: buffers that an equal layer had, in place of `source.weight`, which may then be on "meta"."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = source.in_features, source.out_features
         self.role, self.slices, self.format = source.role, source.slices, format
         self.execution = None
+        self.adapter, self.trained = source.adapter, None
         self.bias = source.bias
         self.register_parameter("weight", None)
+        if stored is not None:
+            for name in BUFFERS[format]:
+                self.register_buffer(name, stored[name])
+            return
         weight = source.weight.detach()
         if format == "int8":
             largest = weight.float().abs().amax(dim=1)
@@ -70,8 +82,10 @@ class FrozenLinear(Linear):
         self.register_buffer("magnitude_mean", state.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _FrozenProduct.apply(x, self)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        y: Tensor = _FrozenProduct.apply(x, self)
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        return y if self.adapter is None else self.adapter(x, y)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (rows, in) that the codes stand for."""
@@ -119,15 +133,18 @@ class _FrozenProduct(torch.autograd.Function):
         return grad @ layer.dense(grad.dtype), None
 
 
-def freeze(model: nn.Module, format: Format) -> nn.Module:
+def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
     """Freezes a Linear (returned as a new module) or a whole model (in place): nothing in it trains any more.
 
     Of a model every block matrix is stored in `format`; head and embeddings become bfloat16, because a weight that
     does not train needs no float32 master; vectors stay as they are. Raises UsageError without bitsandbytes, for an
     unknown format, and for experts, which are not made of Linears.
     """
+    if format == "bf16":
+        _in_16_bits(model)
+        return model
     if format not in ("nf4", "int8"):
-        raise UsageError(f"'{format}' is no format of frozen weights; use nf4 or int8")
+        raise UsageError(f"'{format}' is no format of frozen weights; use bf16, int8 or nf4")
     if format == "nf4":
         _bitsandbytes()
     if isinstance(model, Linear):
@@ -143,11 +160,15 @@ def freeze(model: nn.Module, format: Format) -> nn.Module:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear) and not isinstance(child, FrozenLinear) and child.role == "matrix":
                 setattr(parent, name, FrozenLinear(child, format))
+    _in_16_bits(model)
+    return model
+
+
+def _in_16_bits(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(torch.bfloat16)
-    return model
 
 
 def require_adapters(model: nn.Module) -> None:
