@@ -24,8 +24,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from deskside.dashboard.app import TABS
 from tests.dashboard import made_up
 
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-COLOURS = 64  # of a picture: letters and plots stay sharp, the file is a third
+DESKTOP, PHONE = {"width": 1280, "height": 1000}, {"width": 390, "height": 844}
+COLOURS = 256  # of a picture: letters and plots stay sharp, the file is a third
 LARGEST = 150_000  # bytes of a picture
 PHONE_TAB = "Efficiency"
 
@@ -74,8 +74,13 @@ def browsing() -> Iterator[Browser]:
 
 
 def settle(page: Page) -> None:
-    """Until streamlit has drawn everything: it is connected, and nothing runs."""
+    """Until streamlit has drawn everything: nothing runs, and every chart has its picture."""
     page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
+    page.wait_for_function(
+        "!document.querySelector('[data-testid=stSkeleton]') && "
+        "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(e => e.querySelector('.main-svg'))",
+        timeout=60_000,
+    )
 
 
 def timed(runs: int) -> dict[str, float]:

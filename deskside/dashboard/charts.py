@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from deskside.dashboard.forecasts import Forecast
 from deskside.report import study_words as words
 from deskside.report.rundir import number
-from deskside.study.results import Arm, Estimate, Results
+from deskside.study.results import Arm, Estimate, Front, Results
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f",
@@ -47,7 +47,7 @@ def layout(figure: go.Figure, height: int, **more: Any) -> go.Figure:
     return figure
 
 
-def folded(text: str, width: int = 22) -> str:
+def folded(text: str, width: int = 28) -> str:
     """A label on several lines, for plotly; its own markup is made harmless."""
     safe = text.replace("&", "&amp;").replace("<", "&lt;")
     return "<br>".join(textwrap.wrap(safe, width, break_long_words=True) or [""])
@@ -91,25 +91,38 @@ def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> 
             error_x=error(found, metric.scale),
             orientation="h",
             name=EMULATED if emulated else NATIVE,
-            text=[f" {words.value(metric, f.mean)}" for f in found],
-            textposition="inside",
-            insidetextanchor="start",
-            textfont={"color": "black" if emulated else "white"},
             marker={
                 "color": SKY if emulated else BLUE,
-                "line": {"color": GREY, "width": 1},
+                "line": {"color": "#333333", "width": 1},
                 "pattern": {
                     "shape": "/" if emulated else "",
                     "fgcolor": "#333333",
+                    "fillmode": "overlay",
                     "size": 7,
-                    "solidity": 0.15,
                 },
             },
             hovertext=[hover(arm, key) for arm in part],
             hoverinfo="text",
         )
+    ends = [
+        found.mean if found.high is None else found.high for found in (arm.estimates[key] for arm in arms)
+    ]
+    figure.add_scatter(  # beside the bars: on a hatched one a number is hard to read
+        x=[end * metric.scale for end in ends],
+        y=[names[arm.id] for arm in arms],
+        mode="text",
+        text=[f"  {words.value(metric, arm.estimates[key].mean)}" for arm in arms],
+        textposition="middle right",
+        cliponaxis=False,
+        showlegend=False,
+        hoverinfo="skip",
+    )
     if limit is not None:
-        figure.add_vline(x=limit[0], line={"dash": "dash", "color": VERMILION}, annotation={"text": limit[1]})
+        figure.add_vline(
+            x=limit[0],
+            line={"dash": "dash", "color": VERMILION},
+            annotation={"text": limit[1], "xanchor": "right"},
+        )
     layout(
         figure,
         110 + ROW * len(arms),
@@ -117,7 +130,10 @@ def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> 
         bargap=0.25,
         showlegend=any(a.emulated for a in arms),
     )
-    figure.update_xaxes(title=f"{words.unit(metric)}", rangemode="tozero")
+    right = max([*ends, *([limit[0] / metric.scale] if limit else [])]) * metric.scale
+    figure.update_xaxes(
+        title=words.unit(metric), range=[min(0.0, *(1.3 * end * metric.scale for end in ends)), 1.3 * right]
+    )
     figure.update_yaxes(
         categoryorder="array",
         categoryarray=[names[arm.id] for arm in arms],
@@ -182,7 +198,7 @@ def forest(results: Results, key: str) -> go.Figure | None:
             hoverinfo="text",
         )
     layout(figure, 130 + ROW * len(pairs), showlegend=True)
-    better = {"lower": "; left is better", "higher": "; right is better", None: ""}[metric.better]
+    better = {"lower": "<br>left is better", "higher": "<br>right is better", None: ""}[metric.better]
     figure.update_xaxes(title=f"{metric.label}, % against its baseline{better}")
     figure.update_yaxes(
         categoryorder="array",
@@ -237,17 +253,18 @@ def curves(
 
 
 def bubble(results: Results, across: str, up: str, by: str = "parameters") -> go.Figure | None:
-    """Two metrics against each other, the area of a mark by a third; arms on the front have a thick rim.
+    """Two metrics against each other, the size of a mark by a third; arms on the front have a thick rim.
 
-    None when no arm has both.
+    A mark bears the number of its arm in `both`. None when no arm has both.
     """
-    arms = [arm for arm in words.measured(results.arms, across) if words.known(arm, up) is not None]
+    arms = both(results, across, up)
     if not arms:
         return None
     first, second = words.metric(across), words.metric(up)
     sizes = {arm.id: found.mean if (found := words.known(arm, by)) else 0.0 for arm in arms}
     largest = max(sizes.values()) or 1.0
-    fronts = {name for front in results.fronts for name in front.arms}
+    place = {arm.id: number_ for number_, arm in enumerate(arms, 1)}
+    fronts = {name for front in fronts_of(results, across, up) for name in front.arms}
     figure = go.Figure()
     for emulated in (False, True):
         part = [arm for arm in arms if arm.emulated is emulated]
@@ -259,14 +276,13 @@ def bubble(results: Results, across: str, up: str, by: str = "parameters") -> go
             y=[f.mean * second.scale for f in y],
             error_x=error(x, first.scale),
             error_y=error(y, second.scale),
-            mode="markers+text" if len(arms) <= 10 else "markers",
-            text=[folded(arm.label, 30) for arm in part],
-            textposition=["top center" if i % 2 == 0 else "bottom center" for i in range(len(part))],
-            textfont={"size": 11},
+            mode="markers+text",
+            text=[f"<b>{place[arm.id]}</b>" for arm in part],
+            textposition="middle left" if emulated else "middle right",
             cliponaxis=False,
             name=EMULATED if emulated else NATIVE,
             marker={
-                "size": [10 + 34 * (sizes[arm.id] / largest) ** 0.5 for arm in part],
+                "size": [10 + 20 * (sizes[arm.id] / largest) ** 0.5 for arm in part],
                 "color": ORANGE if emulated else SKY,
                 "symbol": "diamond" if emulated else "circle",
                 "opacity": 0.85,
@@ -279,6 +295,18 @@ def bubble(results: Results, across: str, up: str, by: str = "parameters") -> go
     figure.update_xaxes(title=_axis(across))
     figure.update_yaxes(title=_axis(up))
     return figure
+
+
+def fronts_of(results: Results, first: str, second: str) -> list[Front]:
+    """The groups' fronts in just these two metrics; those in the most metrics where there are none."""
+    exact = [front for front in results.fronts if set(front.metrics) == {first, second}]
+    most = max((len(front.metrics) for front in results.fronts), default=0)
+    return exact or [front for front in results.fronts if len(front.metrics) == most]
+
+
+def both(results: Results, first: str, second: str) -> list[Arm]:
+    """The arms that have two metrics."""
+    return [arm for arm in words.measured(results.arms, first) if words.known(arm, second) is not None]
 
 
 def _axis(key: str) -> str:
@@ -318,7 +346,9 @@ def items(values: Mapping[str, float], title: str, capacity: tuple[float, str] |
     )
     if capacity is not None:
         figure.add_vline(
-            x=capacity[0], line={"dash": "dash", "color": VERMILION}, annotation={"text": capacity[1]}
+            x=capacity[0],
+            line={"dash": "dash", "color": VERMILION},
+            annotation={"text": capacity[1], "xanchor": "right"},
         )
     layout(figure, 120 + ROW * len(known), showlegend=False)
     figure.update_xaxes(title=title)

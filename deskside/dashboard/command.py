@@ -77,6 +77,7 @@ def settings(host: str, port: int) -> dict[str, str]:
         "client.showErrorDetails": "none",
         "logger.hideWelcomeMessage": "true",
         "logger.level": "error",
+        "theme.primaryColor": "#0072B2",
     }
 
 

@@ -83,3 +83,8 @@ def seeds_told(selection: Selection, key: str) -> str:
     if selection.folder is None:
         return "One run each, so no interval."
     return f"Measured; means with their intervals, {words.seeds(selection.results.arms, key)}."
+
+
+def sentence(words_: str) -> str:
+    """Words as a sentence of their own; nothing stays nothing."""
+    return f"{words_[:1].upper()}{words_[1:]}." if words_ else ""

@@ -30,7 +30,7 @@ def heads(queries: int, keys: int) -> go.Figure:
             x=at,
             y=[row] * len(at),
             mode="markers+text",
-            marker={"symbol": symbol, "size": 22, "color": colour, "line": {"color": "#333333", "width": 1}},
+            marker={"symbol": symbol, "size": 19, "color": colour, "line": {"color": "#333333", "width": 1}},
             text=[letter] * len(at),
             textfont={"size": 10, "color": "black"},
             hoverinfo="skip",

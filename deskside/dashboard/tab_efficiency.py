@@ -6,6 +6,7 @@ from deskside.dashboard import charts
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import chart, heading, seeds_told, usable
 from deskside.report import study_words as words
+from deskside.study.results import Results
 
 AXES = {
     "memory and speed": ("peak_memory_gib", "tokens_per_second"),
@@ -34,20 +35,46 @@ def show(context: Context) -> None:
     else:
         chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
         st.caption(
-            f"{seeds_told(selection, up)} The area of a mark is the number of parameters; a thick rim says that no "
-            f"other arm of its group beats the arm in everything."
+            f"{seeds_told(selection, up)} Larger marks have more parameters. {_rim(results, across, up)}"
         )
-    for front in results.fronts:
-        title = next((words.group_title(g) for g in results.groups if g.name == front.group), front.group)
-        axes = ", ".join(words.metric(key).label for key in front.metrics)
-        names = [arm.label for arm in results.arms if arm.id in front.arms]
-        unclear = [arm.label for arm in results.arms if arm.id in front.unclear]
-        st.subheader(f"Not beaten in {axes}: {title}")
-        st.markdown("\n".join(f"- {name}" for name in names) or "none of the arms shown")
-        if unclear:
-            st.caption(f"May belong to them, the intervals do not say: {'; '.join(unclear)}.")
+        names = [f"{place}. {arm.label}" for place, arm in enumerate(charts.both(results, across, up), 1)]
+        for column, part in zip(
+            st.columns(2), (names[: (len(names) + 1) // 2], names[(len(names) + 1) // 2 :]), strict=True
+        ):
+            column.markdown("\n".join(part))
+    _fronts(results)
     figure = charts.bars(results, "joules_per_token")
     if figure is not None:
         st.header("Energy")
         chart(figure, "energy", "energy per token of each arm")
         st.caption(seeds_told(selection, "joules_per_token"))
+
+
+def _rim(results: Results, across: str, up: str) -> str:
+    """What a thick rim says."""
+    fronts = charts.fronts_of(results, across, up)
+    if not fronts:
+        return ""
+    return f"A thick rim: no other arm of its group beats it in {_listed(fronts[0].metrics)}."
+
+
+def _fronts(results: Results) -> None:
+    if not results.fronts:
+        return
+    st.header("Arms that nothing beats")
+    lines = []
+    for front in results.fronts:
+        title = next((words.group_title(g) for g in results.groups if g.name == front.group), front.group)
+        names = [arm.label for arm in results.arms if arm.id in front.arms]
+        unclear = [arm.label for arm in results.arms if arm.id in front.unclear]
+        where = f"{title}: " if len(results.groups) > 1 else ""
+        line = f"- {where}**in {_listed(front.metrics)}**: {'; '.join(names) or 'none of those shown'}."
+        if unclear:
+            line += f" Perhaps also, the intervals do not say: {'; '.join(unclear)}."
+        lines.append(line)
+    st.markdown("\n".join(lines))
+
+
+def _listed(keys: list[str]) -> str:
+    names = [words.metric(key).label for key in keys]
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

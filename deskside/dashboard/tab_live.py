@@ -86,10 +86,10 @@ def _numbers(now: Progress) -> None:
         ("power, W", "watts", "{:.0f}"),
         ("temperature, °C", "celsius", "{:.0f}"),
     )
-    columns = st.columns(3)
-    for place, (label, key, form) in enumerate(shown):
-        value = now.values.get(key)
-        columns[place % 3].metric(label, study_words.NOT_MEASURED if value is None else form.format(value))
+    with st.container(horizontal=True):
+        for label, key, form in shown:
+            value = now.values.get(key)
+            st.metric(label, study_words.NOT_MEASURED if value is None else form.format(value), width=150)
 
 
 def _charts(brief: Brief, rows: Rows) -> None:

@@ -4,7 +4,7 @@ import streamlit as st
 
 from deskside.dashboard import charts, tables
 from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, heading, memory_limit, seeds_told, usable
+from deskside.dashboard.common import chart, heading, memory_limit, seeds_told, sentence, usable
 from deskside.report import study_words as words
 
 CHOICES = {"peak, allocated": "peak_memory_gib", "held by the allocator": "peak_reserved_gib"}
@@ -24,11 +24,11 @@ def show(context: Context) -> None:
     key = CHOICES[choice]
     figure = charts.bars(results, key, memory_limit(selection))
     if figure is None:
-        st.info(f"{words.metric(key).label}: {words.NOT_MEASURED}. {words.metric(key).about}.")
+        st.info(f"{words.metric(key).label}: {words.NOT_MEASURED}. {sentence(words.metric(key).about)}")
     else:
         chart(figure, key, f"{words.unit(words.metric(key))} of {len(results.arms)} arms")
         st.caption(
-            f"{seeds_told(selection, key)} {words.metric(key).about.capitalize()}. The micro-batch is fitted to the "
+            f"{seeds_told(selection, key)} {sentence(words.metric(key).about)} The micro-batch is fitted to the "
             f"memory, so a smaller model may use as much as a larger one. {tables.not_measured(results.arms, key)}"
         )
     figure = charts.forest(results, key)

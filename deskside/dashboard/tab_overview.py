@@ -2,11 +2,12 @@
 
 import streamlit as st
 
-from deskside.dashboard import pictures, sidebar
+from deskside.dashboard import cached, pictures, sidebar
 from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, nothing, problems
+from deskside.dashboard.common import chart, nothing, problems, sentence
 from deskside.dashboard.selection import Selection
 from deskside.report import study_words as words
+from deskside.study.results import Group
 
 QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
 
@@ -31,16 +32,14 @@ def show(context: Context) -> None:
 
 def _here(context: Context, selection: Selection) -> None:
     live = sidebar.live_runs(context.found.runs)
-    for column, (label, count) in zip(
-        st.columns(3),
-        (
-            ("studies", len(context.found.studies)),
+    studies = [path for path in context.found.studies if cached.study(path) is not None]
+    with st.container(horizontal=True):
+        for label, count in (
+            ("studies", len(studies)),
             ("runs", len(context.found.runs)),
             ("running now", len(live)),
-        ),
-        strict=True,
-    ):
-        column.metric(label, f"{count:,}")
+        ):
+            st.metric(label, f"{count:,}", width=150)
     results = selection.whole
     st.header(results.name)
     st.write(results.question)
@@ -54,15 +53,17 @@ def _here(context: Context, selection: Selection) -> None:
     told = [
         f"On {selection.card}; {words.several(len(results.arms), 'arm')}, "
         f"{words.several(len(results.seeds), 'seed')}; trials: {ended or 'none yet'}.",
-        *(
-            f"{words.group_title(group)}: {group.budget} per trial, based on {group.base}."
-            for group in results.groups
-        ),
+        *(_group(group, len(results.groups)) for group in results.groups),
         *results.notes,
     ]
     if not results.complete:
         told.append(f"It is not complete; it goes on with: deskside study --resume --out {selection.folder}")
     st.markdown("\n".join(f"- {line}" for line in told))
+
+
+def _group(group: Group, of: int) -> str:
+    told = f"{group.budget} per trial, based on {group.base}."
+    return f"{words.group_title(group)}: {told}" if of > 1 else sentence(told.removesuffix("."))
 
 
 def _problems(context: Context) -> None:

@@ -6,7 +6,7 @@ import streamlit as st
 
 from deskside.dashboard import cached, charts, tables
 from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, heading, seeds_told, usable
+from deskside.dashboard.common import chart, heading, seeds_told, sentence, usable
 from deskside.dashboard.selection import Selection
 from deskside.errors import UsageError
 from deskside.report import study_words as words
@@ -43,9 +43,7 @@ def show(context: Context) -> None:
         if figure is not None:
             chart(figure, key, f"{words.unit(words.metric(key))} of {len(results.arms)} arms")
         about = words.metric(key).about
-        st.caption(
-            f"{seeds_told(selection, key)} {about[:1].upper()}{about[1:]}. {tables.not_measured(results.arms, key)}"
-        )
+        st.caption(f"{seeds_told(selection, key)} {sentence(about)} {tables.not_measured(results.arms, key)}")
         figure = charts.forest(results, key)
         if figure is not None:
             st.header("Against the baseline")
@@ -94,6 +92,6 @@ def _points(selection: Selection, arm: Arm, trial: Trial) -> list[dict[str, floa
         rows, missing = cached.curve(Path(trial.run))
     except UsageError:
         return []  # it was deleted since it was found
-    for sentence in missing:
-        st.caption(f"{arm.label}: {sentence}")
+    for told in missing:
+        st.caption(f"{arm.label}: {told}")
     return rows

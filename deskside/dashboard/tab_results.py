@@ -7,6 +7,7 @@ from deskside.dashboard.cached import Context
 from deskside.dashboard.common import heading, problems, usable
 from deskside.dashboard.selection import Selection
 from deskside.report import study_words as words
+from deskside.report.study_claims import measured
 
 MOST_COLUMNS_STYLED = 200_000  # cells; a larger table is shown without its number formats
 
@@ -38,7 +39,9 @@ def _tables(selection: Selection) -> None:
     shown = (
         frame.style.format(formats, na_rep=words.NOT_MEASURED) if frame.size <= MOST_COLUMNS_STYLED else frame
     )
-    st.dataframe(shown, hide_index=True, width="stretch", height=min(640, 40 + 35 * max(1, len(frame))))
+    wide = {name: st.column_config.TextColumn(width="medium") for name in ("arm", "status") if name in frame}
+    height = min(640, 40 + 35 * max(1, len(frame)))
+    st.dataframe(shown, hide_index=True, width="stretch", height=height, column_config=wide)
     st.caption(
         "A click on a heading sorts. Means over the finished trials; measured, and an emulated arm's speed is not its "
         "format's. The sidebar filters; the files hold what is shown, with all digits and every interval."
@@ -66,21 +69,17 @@ def _interactions(selection: Selection) -> None:
         return
     st.header("Do the options act independently?")
     rows = []
+    labels = {factor.name: factor.label for group in selection.results.groups for factor in group.factors}
     for found in selection.results.interactions:
-        decimals = words.digits(found.effect)
-        interval = (
-            f" ({words.percent(found.low, decimals)} to {words.percent(found.high, decimals)})"
-            if found.low is not None and found.high is not None
-            else ""
-        )
         rows.append(
             {
                 "group": found.group,
-                "options": f"{found.first} and {found.second}",
+                "options": f"{labels.get(found.first, found.first)} and {labels.get(found.second, found.second)}",
                 "in": words.metric(found.metric).label,
-                "both together, beside their product": words.percent(found.effect, decimals) + interval,
+                "together, beyond what each does alone": words.relative(
+                    found.effect, found.low, found.high, found.verdict
+                ),
                 "seeds": found.n,
-                "verdict": found.verdict,
             }
         )
     st.dataframe(rows, hide_index=True, width="stretch")
@@ -92,17 +91,11 @@ def _claims(selection: Selection) -> None:
     st.header("Claims")
     rows = []
     for claim in selection.results.claims:
-        interval = (
-            "" if claim.low is None or claim.high is None else f" ({claim.low:.3g} to {claim.high:.3g})"
-        )
-        measured = (
-            words.NOT_MEASURED if claim.measured is None else f"{claim.measured:.3g}{interval} {claim.unit}"
-        )
         rows.append(
             {
                 "claim": claim.text,
                 "claimed": claim.claimed,
-                "measured here": measured,
+                "measured or computed here": measured(claim),
                 "verdict": claim.verdict,
                 "seeds": claim.n,
                 "scale": claim.scale,

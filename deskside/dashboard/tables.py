@@ -12,6 +12,9 @@ from deskside.study.metrics import METRICS
 from deskside.study.results import Arm, Results
 
 NOT_MEASURED = words.NOT_MEASURED
+ORDER = sorted(
+    METRICS, key=lambda metric: metric.key not in words.PRIMARY
+)  # the three that matter most come first
 
 
 def trials(results: Results) -> pd.DataFrame:
@@ -71,7 +74,7 @@ def arms(results: Results) -> pd.DataFrame:
 def shown_arms(results: Results) -> pd.DataFrame:
     """The arms for the eye: a column per measured metric in its shown unit, one per factor. Numbers sort as such."""
     labels = {factor.name: factor.label for group in results.groups for factor in group.factors}
-    measured = [metric for metric in METRICS if words.measured(results.arms, metric.key)]
+    measured = [metric for metric in ORDER if words.measured(results.arms, metric.key)]
     rows = []
     for arm in results.arms:
         row: dict[str, Any] = {"arm": arm.label, "status": words.state(arm)}
@@ -87,7 +90,7 @@ def shown_arms(results: Results) -> pd.DataFrame:
 def shown_trials(results: Results) -> pd.DataFrame:
     """The trials for the eye."""
     measured = [
-        metric for metric in METRICS if any(metric.key in t.metrics for a in results.arms for t in a.trials)
+        metric for metric in ORDER if any(metric.key in t.metrics for a in results.arms for t in a.trials)
     ]
     rows = []
     for arm in results.arms:
