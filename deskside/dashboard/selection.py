@@ -1,5 +1,6 @@
 """What a person picked in the sidebar, applied to a study: the arms and trials that every tab then shows."""
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -81,5 +82,9 @@ def _matches(arm: Arm, picked: Picked) -> bool:
         for factor, levels in picked.levels.items()
     ):
         return False
-    whole = f"{arm.id} {arm.label}".casefold()
-    return all(word in whole for word in picked.words.casefold().split())
+    return any(_plain(picked.words) in _plain(name) for name in (arm.label, arm.id))
+
+
+def _plain(name: str) -> str:
+    """Letters and digits alone, so that "medium gqa on" finds "medium, GQA on" and "medium-gqa_on"."""
+    return " ".join(re.findall(r"\w+", name.casefold().replace("_", " ")))

@@ -15,7 +15,7 @@ from tests.study import made
 def study(folder: Path, name: str = "made", **changes: Any) -> Results:
     """A study with known effects, compared, as the runner leaves it."""
     whole = compare(replace(made.results(), name=name))
-    whole = replace(whole, claims=[CLAIM], **changes)
+    whole = replace(whole, **{"claims": [CLAIM], **changes})
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(whole.to_json()))
     (folder / "study.json").write_text("{}")

@@ -1,0 +1,180 @@
+"""Every tab, drawn without a browser, of directories in every state."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+import deskside.dashboard
+from deskside.dashboard.app import TABS
+from tests.dashboard import made_up
+
+APP = Path(deskside.dashboard.__file__).with_name("app.py")
+Draw = Callable[..., AppTest]
+
+
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch) -> Draw:
+    """Draws a tab of a directory, and checks that nothing was raised."""
+
+    def drawn(root: Path, tab: str) -> AppTest:
+        monkeypatch.setattr(sys, "argv", [str(APP), str(root)])
+        page = AppTest.from_file(str(APP), default_timeout=60)
+        page.session_state["tab"] = tab
+        return checked(page.run())
+
+    return drawn
+
+
+def checked(page: AppTest) -> AppTest:
+    assert not page.exception, [f"{e.message} {e.stack_trace}" for e in page.exception]
+    return page
+
+
+def text(page: AppTest) -> str:
+    """Everything that is said."""
+    kinds = (
+        page.markdown,
+        page.caption,
+        page.info,
+        page.header,
+        page.subheader,
+        page.code,
+        page.error,
+        page.success,
+    )
+    return "\n".join(str(element.value) for kind in kinds for element in kind)
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_an_empty_directory_says_what_to_run(tmp_path: Path, draw: Draw, tab: str) -> None:
+    said = text(draw(tmp_path, tab))
+    assert "deskside plan" in said or "deskside go" in said
+    if tab != "Planner":
+        assert "deskside study matrix16-quick" in said
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_a_study_beside_broken_ones(tmp_path: Path, draw: Draw, tab: str) -> None:
+    made_up.study(tmp_path / "studies/made")
+    made_up.broken(tmp_path)
+    page = draw(tmp_path, tab)
+    assert page.selectbox(key="study").value == "studies/made"
+    if tab in ("Overview", "Results"):
+        frames = [frame.value for frame in page.dataframe]
+        told = next(frame for frame in frames if list(frame.columns) == ["directory", "why"])
+        assert {"studies/broken", "studies/odd", "studies/begun", "runs/garbage"} == set(told["directory"])
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_only_broken_ones(tmp_path: Path, draw: Draw, tab: str) -> None:
+    made_up.broken(tmp_path)
+    draw(tmp_path, tab)
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_runs_without_a_study(tmp_path: Path, draw: Draw, tab: str) -> None:
+    made_up.run(tmp_path / "runs/a")
+    made_up.run(tmp_path / "runs/b", seed=2)
+    page = draw(tmp_path, tab)
+    assert page.selectbox(key="study").value == "runs outside of studies (2)"
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_a_study_in_which_nothing_has_finished(tmp_path: Path, draw: Draw, tab: str) -> None:
+    from dataclasses import replace
+
+    from deskside.study.results import Trial
+    from tests.study import made
+
+    arms = [replace(arm, trials=[Trial(1, "pending")], estimates={}) for arm in made.results().arms]
+    made_up.study(tmp_path / "s", arms=arms, complete=False, interactions=[], fronts=[], claims=[])
+    draw(tmp_path, tab)
+
+
+def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:
+    made_up.study(tmp_path / "s")
+    page = draw(tmp_path, "Results")
+    assert len(page.dataframe[0].value) == 8
+    checked(page.multiselect(key="s: size").set_value(["small"]).run())
+    assert set(page.dataframe[0].value["size"]) == {"small"} and len(page.dataframe[0].value) == 4
+    checked(page.text_input(key="s: search").set_value("gqa on").run())
+    assert len(page.dataframe[0].value) == 2
+    checked(page.text_input(key="s: search").set_value("no such arm").run())
+    assert "Clear one of them" in text(page)
+
+
+def test_fewer_seeds_change_the_numbers(tmp_path: Path, draw: Draw) -> None:
+    whole = made_up.study(tmp_path / "s")
+    page = draw(tmp_path, "Results")
+    column = "validation loss, bits per byte"
+    before = page.dataframe[0].value[column].tolist()
+    checked(page.multiselect(key="s: seed").set_value(["1"]).run())
+    after = page.dataframe[0].value[column].tolist()
+    assert before != after
+    assert after[0] == pytest.approx(whole.arms[0].trials[0].metrics["val_bpb"])
+
+
+def test_what_was_written_meanwhile_is_seen(tmp_path: Path, draw: Draw) -> None:
+    import shutil
+
+    made_up.study(tmp_path / "s", question="Before?")
+    page = draw(tmp_path, "Overview")
+    assert "Before?" in text(page)
+    shutil.rmtree(tmp_path / "s")
+    made_up.study(tmp_path / "s", question="And after it?")
+    assert "And after it?" in text(checked(page.run()))
+
+
+def test_a_running_run_shows_its_step_its_numbers_and_the_time_left(tmp_path: Path, draw: Draw) -> None:
+    with made_up.running(tmp_path / "runs/now", steps=40):
+        page = draw(tmp_path, "Live")
+        assert "1 run going on" in text(page)
+        shown = {metric.label: metric.value for metric in page.metric}
+        assert shown["loss, nats per token"] == "3.1951" and shown["power, W"] == "310"
+    assert page.main.children  # it was drawn
+    made_up.run(tmp_path / "runs/cpu", steps=3, of=9, finished=False)
+
+
+def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> None:
+    import json
+
+    made_up.run(tmp_path / "r", steps=3, of=9, finished=False)
+    rows = [{**made_up.row(step), "watts": None, "celsius": None} for step in (1, 2, 3)]
+    (tmp_path / "r/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = {metric.label: metric.value for metric in draw(tmp_path, "Live").metric}
+    assert shown["power, W"] == "not measured" and shown["validation, bits per byte"] == "not measured"
+
+
+def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> None:
+    from deskside.plan.make import make_plan
+    from deskside.plan.request import ask
+
+    page = draw(tmp_path, "Planner")
+    page.selectbox(key="plan-card").set_value("RTX 5090")
+    page.number_input(key="plan-amount").set_value(8.0)
+    checked(next(button for button in page.button if button.label == "Plan").click().run())
+    plan = make_plan(ask(gpu="RTX 5090", hours=8.0, price_kwh=0.30, probes=str(tmp_path / "probes")))
+    assert plan.best is not None and plan.best.command in text(page)
+    assert any(reason in text(page) for reason in plan.reasons)
+
+
+def test_what_the_planner_refuses_is_one_line(tmp_path: Path, draw: Draw) -> None:
+    page = draw(tmp_path, "Planner")
+    page.selectbox(key="plan-kind").set_value("bits per byte to reach")
+    page.number_input(key="plan-amount").set_value(1e6)
+    checked(next(button for button in page.button if button.label == "Plan").click().run())
+    assert len(page.error) == 1
+
+
+def test_insights_are_those_of_the_study(tmp_path: Path, draw: Draw) -> None:
+    from deskside.study.sentences import insights
+
+    whole = made_up.study(tmp_path / "s")
+    page = draw(tmp_path, "Insights")
+    for goal in ("speed", "memory", "energy"):
+        checked(page.selectbox(key="insights-goal").set_value(goal).run())
+        for sentence in insights(whole, goal):
+            assert sentence in text(page)

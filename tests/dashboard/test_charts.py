@@ -1,0 +1,141 @@
+"""Charts show the numbers that they were given, with units and intervals, and emulation is marked without colour."""
+
+from dataclasses import replace
+
+import pytest
+
+from deskside.dashboard import charts, pictures
+from deskside.dashboard.forecasts import Forecast
+from deskside.report import study_words as words
+from deskside.study.compare import compare
+from deskside.study.metrics import METRICS
+from tests.study import made
+
+WHOLE = compare(made.results())
+
+
+def test_bars_carry_means_intervals_and_units() -> None:
+    figure = charts.bars(WHOLE, "joules_per_token")
+    assert figure is not None
+    native = next(bar for bar in figure.data if bar.name == "native")
+    arms = [arm for arm in WHOLE.arms if not arm.emulated]
+    found = [arm.estimates["joules_per_token"] for arm in arms]
+    assert list(native.x) == pytest.approx([1000 * f.mean for f in found])  # stored J, shown mJ
+    assert list(native.error_x.array) == pytest.approx([1000 * (f.high - f.mean) for f in found if f.high])
+    assert list(native.error_x.arrayminus) == pytest.approx([1000 * (f.mean - f.low) for f in found if f.low])
+    assert figure.layout.xaxis.title.text == "energy, mJ per token"
+
+
+def test_emulated_bars_are_hatched_and_named_so() -> None:
+    figure = charts.bars(WHOLE, "tokens_per_second")
+    assert figure is not None
+    patterns = {bar.name: bar.marker.pattern.shape for bar in figure.data if bar.type == "bar"}
+    assert patterns == {"native": "", charts.EMULATED: "/"}
+    assert figure.layout.showlegend
+
+
+def test_one_seed_draws_no_interval() -> None:
+    figure = charts.bars(compare(made.results(seeds=1)), "val_bpb")
+    assert figure is not None and figure.data[0].error_x.visible is False
+
+
+def test_nothing_measured_draws_nothing() -> None:
+    bare = replace(WHOLE, arms=[replace(arm, estimates={}, comparisons=[], trials=[]) for arm in WHOLE.arms])
+    assert charts.bars(bare, "val_bpb") is None
+    assert charts.forest(bare, "val_bpb") is None
+    assert charts.bubble(bare, "peak_memory_gib", "tokens_per_second") is None
+    assert charts.curves({}, "seconds", "loss") is None
+
+
+def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> None:
+    figure = charts.forest(WHOLE, "val_bpb")
+    assert figure is not None
+    marks = {trace.marker.symbol: trace for trace in figure.data}
+    drawn = sum(len(trace.x) for trace in marks.values())
+    compared = [c for arm in WHOLE.arms if (c := words.comparison(arm, "val_bpb"))]
+    assert drawn == len(compared)
+    unclear = [c for c in compared if c.verdict == "no difference shown"]
+    assert unclear and len(marks["circle-open"].x) == len(unclear)
+    assert sorted(marks["circle-open"].x) == pytest.approx(sorted(100 * c.relative for c in unclear))
+    assert "%" in figure.layout.xaxis.title.text and "left is better" in figure.layout.xaxis.title.text
+
+
+def test_bubbles_are_numbered_as_their_list_and_the_front_has_a_rim() -> None:
+    across, up = "peak_memory_gib", "tokens_per_second"
+    figure = charts.bubble(WHOLE, across, up)
+    assert figure is not None
+    arms = charts.both(WHOLE, across, up)
+    by_number = {
+        text: (x, y, rim)
+        for trace in figure.data
+        for text, x, y, rim in zip(trace.text, trace.x, trace.y, trace.marker.line.width, strict=True)
+    }
+    front = {name for found in charts.fronts_of(WHOLE, across, up) for name in found.arms}
+    assert front
+    for number, arm in enumerate(arms, 1):
+        x, y, rim = by_number[f"<b>{number}</b>"]
+        assert (x, y) == pytest.approx((arm.estimates[across].mean, arm.estimates[up].mean))
+        assert (rim > 1) is (arm.id in front)
+    assert figure.layout.xaxis.title.text == "peak memory, GiB (less is better)"
+
+
+def test_curves_differ_by_dash_and_marker() -> None:
+    lines = {arm.label: [trial.curve for trial in arm.trials] for arm in WHOLE.arms[:3]}
+    figure = charts.curves(lines, "tokens", "val_bpb", frozenset({WHOLE.arms[1].label}))
+    assert figure is not None
+    looks = {trace.legendgroup: (trace.line.dash, trace.marker.symbol) for trace in figure.data}
+    assert len(set(looks.values())) == 3
+    assert len(figure.data) == 9 and sum(trace.showlegend for trace in figure.data) == 3
+    assert "(emulated)" in next(t.name for t in figure.data if t.legendgroup == WHOLE.arms[1].label)
+    assert len(figure.data[0].x) == 4  # only where a validation was logged
+
+
+def test_markup_in_a_name_is_text() -> None:
+    arm = replace(WHOLE.arms[0], label="<img src=x onerror=alert(1)> & more")
+    figure = charts.bars(replace(WHOLE, arms=[arm]), "val_bpb")
+    assert figure is not None
+    assert "<img" not in figure.to_json().replace("\\u003c", "<")
+
+
+def test_arms_of_one_label_stay_apart() -> None:
+    twins = [replace(arm, label="same") for arm in WHOLE.arms[:2]]
+    assert len(set(charts.labels(twins).values())) == 2
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
+def test_every_axis_has_its_unit(metric) -> None:  # type: ignore[no-untyped-def]
+    figure = charts.bars(WHOLE, metric.key)
+    if figure is not None:
+        assert metric.unit in figure.layout.xaxis.title.text
+
+
+def test_ratios_carry_the_range_of_the_prediction() -> None:
+    figure = charts.ratios([Forecast("r", "speed", 100.0, 80.0, 125.0, 110.0, "plan")])
+    mark = figure.data[0]
+    assert mark.x[0] == pytest.approx(1.1)
+    assert mark.x[0] + mark.error_x.array[0] == pytest.approx(110 / 80)
+    assert mark.x[0] - mark.error_x.arrayminus[0] == pytest.approx(110 / 125)
+
+
+def test_the_drawn_fp4_values_are_on_the_grid() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert [float(v) for v in ml_dtypes.finfo(ml_dtypes.float4_e2m1fn).max.reshape(1)] == [pictures.E2M1[-1]]
+    codes = __import__("numpy").arange(8, dtype="uint8").view(ml_dtypes.float4_e2m1fn)
+    assert tuple(float(code) for code in codes) == pictures.E2M1
+
+
+def test_recomputation_as_drawn_needs_less_memory() -> None:
+    kept, again = pictures.recomputation().data
+    assert max(again.y) < max(kept.y) / 3
+    assert max(kept.y) == pictures.BLOCKS
+
+
+@pytest.mark.parametrize(("rows", "micro"), [(16, 16), (16, 4), (16, 1)])
+def test_micro_batches_are_one_box_per_pass_and_the_update(rows: int, micro: int) -> None:
+    assert len(pictures.micro_batches(rows, micro).layout.shapes) == rows // micro + 1
+
+
+@pytest.mark.parametrize("keys", [16, 4, 1])
+def test_every_query_head_has_one_line(keys: int) -> None:
+    lines, queries, shared = pictures.heads(16, keys).data
+    assert lines.x.count(None) == 16 and len(queries.x) == 16 and len(shared.x) == keys

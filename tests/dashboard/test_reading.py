@@ -1,0 +1,142 @@
+"""Reading studies and runs in every state that they can be in."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.dashboard import reading
+from deskside.dashboard.scan import scan
+from tests.dashboard import made_up
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_a_study_is_what_was_written(tmp_path: Path) -> None:
+    whole = made_up.study(tmp_path / "s")
+    study = reading.read_study(tmp_path / "s")
+    assert study is not None and study.results == whole and study.problem == ""
+
+
+def test_studies_that_cannot_be_read_keep_their_place_with_the_reason(tmp_path: Path) -> None:
+    made_up.broken(tmp_path)
+    studies = {path.name: reading.read_study(path) for path in scan(tmp_path).studies}
+    assert studies["elsewhere"] is None  # somebody else's results.json
+    for name, reason in (
+        ("broken", "cannot be read"),
+        ("odd", "is damaged"),
+        ("begun", "no trial has ended"),
+    ):
+        study = studies[name]
+        assert study is not None and study.results is None and reason in study.problem
+
+
+def test_a_run_that_ended(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "r")
+    brief = reading.read_brief(tmp_path / "r")
+    assert brief.finished and not brief.problems and not brief.emulated
+    assert brief.card == "a card that was made up"
+    assert brief.metrics["tokens_per_second"] == 131072.0
+    assert "watts" not in brief.metrics  # not measured is absent, not 0
+
+
+def test_runs_in_bad_states_are_told_and_not_raised(tmp_path: Path) -> None:
+    made_up.broken(tmp_path)
+    garbage = reading.read_brief(tmp_path / "runs/garbage")
+    assert any("run.json" in problem for problem in garbage.problems)
+    assert any("summary.json" in problem for problem in garbage.problems)
+    assert any("plan.json is no JSON object" in problem for problem in garbage.problems)
+    half = reading.read_brief(tmp_path / "runs/half")
+    assert not half.finished and half.total_steps == 60
+    rows = reading.read_rows(tmp_path / "runs/half")
+    assert [row["step"] for row in rows.steps] == list(range(1, 13)) and rows.problem == ""
+
+
+def test_a_damaged_line_is_counted_and_the_others_stay(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "r", steps=5)
+    path = tmp_path / "r/metrics.jsonl"
+    path.write_text(path.read_text() + "???\n[1]\n" + json.dumps(made_up.row(6)) + "\n")
+    rows = reading.read_rows(tmp_path / "r")
+    assert [row["step"] for row in rows.steps] == [1, 2, 3, 4, 5, 6]
+    assert rows.problem == "metrics.jsonl: 2 damaged lines were left out"
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "r", steps=3000)
+    rows = reading.read_rows(tmp_path / "r")
+    assert rows.steps[-1]["step"] == 3000 and 50 < len(rows.steps) < 1000 and rows.problem == ""
+
+
+@given(run=JSON, summary=JSON, plan=JSON, environment=JSON)
+def test_no_json_breaks_the_list(run: object, summary: object, plan: object, environment: object) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "r"
+        path.mkdir()
+        values = {"run": run, "summary": summary, "plan": plan, "environment": environment}
+        for name, value in values.items():
+            (path / f"{name}.json").write_text(json.dumps(value))
+        brief = reading.read_brief(path)
+        results = reading.as_results([brief], frozenset(), Path(folder))
+        assert results.arms[0].id == "r" and results.arms[0].label == "r"
+
+
+def test_runs_take_the_shape_of_a_study(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        made_up.run(tmp_path / f"runs/r{seed}", seed=seed)
+    made_up.run(tmp_path / "runs/open", finished=False)
+    briefs = [reading.read_brief(run.path) for run in scan(tmp_path).runs]
+    results = reading.as_results(briefs, frozenset({tmp_path / "runs/open"}), tmp_path)
+    assert {arm.label: arm.status for arm in results.arms} == {
+        "open": "running",
+        "r1": "finished",
+        "r2": "finished",
+    }
+    assert results.arms[1].estimates["val_bpb"].mean == pytest.approx(1.11)
+    assert results.arms[1].estimates["val_bpb"].low is None  # one run has no interval
+    assert results.arms[0].estimates == {}
+
+
+def test_a_run_is_live_while_its_lock_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    with made_up.running(path):
+        old = time.time() - 3600
+        for name in ("metrics.jsonl", "plan.json", "run.json"):
+            os.utime(path / name, (old, old))
+        assert reading.is_live(path, time.time(), reading.held_locks())
+    assert not reading.is_live(path, time.time(), reading.held_locks())
+
+
+def test_looking_does_not_take_the_lock(tmp_path: Path) -> None:
+    with made_up.running(tmp_path / "r"):
+        pass
+    reading.is_live(tmp_path / "r", time.time(), reading.held_locks())
+    taken = "import fcntl,sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    subprocess.run([sys.executable, "-c", taken, str(tmp_path / "r/.lock")], check=True)
+
+
+def test_a_run_without_a_lock_is_live_while_it_writes_and_has_no_summary(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "open", finished=False)
+    made_up.run(tmp_path / "done")
+    now = time.time()
+    assert reading.is_live(tmp_path / "open", now, frozenset())
+    assert not reading.is_live(tmp_path / "open", now + 1000, frozenset())
+    assert not reading.is_live(tmp_path / "done", now, frozenset())
+
+
+def test_the_whole_curve_and_what_is_missing_of_it(tmp_path: Path) -> None:
+    made_up.broken(tmp_path)
+    rows, missing = reading.read_curve(tmp_path / "runs/half")
+    assert len(rows) == 12 and rows[0]["loss"] == pytest.approx(7.0)
+    assert any("half written" in sentence for sentence in missing)

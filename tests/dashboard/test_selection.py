@@ -1,0 +1,70 @@
+"""The sidebar's filters."""
+
+from dataclasses import replace
+
+import pytest
+
+from deskside.dashboard.selection import Picked, select
+from deskside.study.compare import compare
+from deskside.study.results import Group
+from tests.study import made
+
+WHOLE = compare(made.results())
+
+
+def names(picked: Picked) -> set[str]:
+    return {arm.id for arm in select(WHOLE, picked).arms}
+
+
+def test_no_filter_leaves_everything() -> None:
+    assert select(WHOLE, Picked()) == WHOLE
+
+
+def test_levels_narrow_together() -> None:
+    assert names(Picked(levels={"size": frozenset({"small"}), "fp4": frozenset({"off"})})) == {
+        "small-gqa_off-fp4_off",
+        "small-gqa_on-fp4_off",
+    }
+
+
+def test_status_finds_arms_with_such_a_trial() -> None:
+    assert names(Picked(statuses=frozenset({"oom"}))) == {"medium-gqa_off-fp4_on"}
+    assert len(names(Picked(statuses=frozenset({"finished"})))) == 8
+
+
+def test_words_are_looked_for_in_label_and_id() -> None:
+    assert names(Picked(words="MEDIUM gqa on")) == {"medium-gqa_on-fp4_off", "medium-gqa_on-fp4_on"}
+    assert names(Picked(words="gqa_on-fp4")) == names(Picked(words="gqa on"))
+    assert names(Picked(words="no such")) == set()
+
+
+def test_a_factor_that_a_group_does_not_vary_hides_none_of_its_arms() -> None:
+    other = replace(WHOLE.arms[0], id="other", group="second", levels={"optimizer": "muon"})
+    groups = [*WHOLE.groups, Group("second", "", "124m", "full", "", [], [])]
+    both = replace(WHOLE, arms=[*WHOLE.arms, other], groups=groups)
+    left = select(both, Picked(levels={"size": frozenset({"small"})}))
+    assert [arm.id for arm in left.arms if arm.group == "second"] == ["other"]
+    assert [arm.id for arm in select(both, Picked(groups=frozenset({"second"}))).arms] == ["other"]
+    assert [group.name for group in select(both, Picked(groups=frozenset({"second"}))).groups] == ["second"]
+
+
+def test_fronts_keep_only_what_is_shown() -> None:
+    left = select(WHOLE, Picked(levels={"size": frozenset({"small"})}))
+    shown = {arm.id for arm in left.arms}
+    assert left.fronts and all(set(front.arms) <= shown for front in left.fronts)
+
+
+def test_fewer_seeds_are_compared_anew() -> None:
+    left = select(WHOLE, Picked(seeds=frozenset({1, 2})))
+    assert left.seeds == [1, 2]
+    arm = left.arm("small-gqa_on-fp4_off")
+    assert arm is not None and {trial.seed for trial in arm.trials} == {1, 2}
+    speeds = [trial.metrics["tokens_per_second"] for trial in arm.trials]
+    assert arm.estimates["tokens_per_second"].mean == pytest.approx(sum(speeds) / 2)
+    assert {found.n for found in arm.comparisons} == {2}
+    one = select(WHOLE, Picked(seeds=frozenset({3}))).arm("small-gqa_on-fp4_off")
+    assert one is not None and one.estimates["val_bpb"].low is None
+
+
+def test_all_seeds_are_no_filter() -> None:
+    assert select(WHOLE, Picked(seeds=frozenset({1, 2, 3}))) == WHOLE
