@@ -255,6 +255,8 @@ def _run(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str
         except KeyboardInterrupt:
             _say(f"stopped; go on with: deskside study {folder.path} --resume")
             raise
+        except RunError as error:
+            raise RunError(f"{error}; then go on with: deskside study {folder.path} --resume") from None
         results = runner.publish()
     page = None if stopped is not None else _report(folder)
     if options.json:

@@ -64,6 +64,7 @@ class Screen:
                 TextColumn("{task.fields[numbers]}", markup=False),
                 console=self.console,
                 transient=True,
+                refresh_per_second=2,  # the trials need the cores
             )
 
     def __enter__(self) -> "Screen":

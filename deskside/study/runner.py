@@ -68,16 +68,22 @@ class Runner:
         """What the journal does not tell of trials that ran when the study died, their directories tell."""
         for arm, seed in self.plan.trials():
             run, past = self.folder.run(arm.id, seed), self.journal.of(arm.id, seed)
-            if past.status == "running":
-                answer = read_answer(run) or ("", "")
-                if (run / "summary.json").exists() and answer[0] not in FINAL:
-                    answer = ("finished", "")
-                status, reason = answer if answer[0] in FINAL else ("pending", "the study died while it ran")
-                self.journal.ended(arm.id, seed, status, reason, None)
-                if status in FINAL:
-                    self.tidy(run, status)
+            if past.attempts and past.status not in FINAL:
+                self.settle_one(arm.id, seed, run, past.status)
             if self.journal.of(arm.id, seed).status in FINAL:
                 self.measured[arm.id, seed] = measure(run, arm.config)
+
+    def settle_one(self, arm: str, seed: int, run: Path, status: str) -> None:
+        """One that was running; or one that was stopped, and that a person may have resumed by hand since."""
+        answer = read_answer(run) or ("", "")
+        if answer[0] in FINAL:
+            self.journal.ended(arm, seed, *answer, None)
+        elif (run / "summary.json").exists():
+            self.journal.ended(arm, seed, "finished", "", None)
+        elif status == "running":
+            self.journal.ended(arm, seed, "pending", "the study died while it ran", None)
+        if (now := self.journal.of(arm, seed).status) in FINAL:
+            self.tidy(run, now)
 
     def left(self, again: Sequence[str] = ()) -> list[Trial]:
         """The trials to be run, in their order: those that are not done, and those with a status of `again`."""
@@ -170,9 +176,7 @@ class Runner:
             self.screen.clock.ended(arm.id, ended.seconds)
         self.screen.ended(arm, seed, one.run, ended, self.measured.get((arm.id, seed)), left)
         if ended.status == FULL:
-            raise RunError(
-                f"{ended.reason}; free space and go on with: deskside study {self.folder.path} --resume"
-            )
+            raise RunError(ended.reason)
         self.publish()
 
     def publish(self) -> Results:

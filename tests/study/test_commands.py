@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from deskside import cli
+from deskside.errors import RunError
 from deskside.study import results as files
 from deskside.study.definition import names
 from deskside.study.folder import StudyFolder
 from deskside.study.journal import FILE, replay_file
+from deskside.study.runner import Runner
 from tests.study import tiny_study
 from tests.study.fake_trials import ROOT
 from tests.train import tiny_run
@@ -58,6 +60,12 @@ def study(here: Path, data: Path) -> Path:
     return here / "tiny.toml"
 
 
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take longer than such small trials; the first test below has them."""
+    monkeypatch.setattr("deskside.report.commands.write_report", lambda folder: folder / "report.html")
+
+
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
     """The one line of a command that is refused and prints nothing else."""
     assert cli.main(["study", *argv]) == code
@@ -67,7 +75,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) 
 
 
 def test_from_the_definition_to_the_report(
-    study: Path, here: Path, capsys: pytest.CaptureFixture[str]
+    study: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.main(["study", "tiny.toml", "--json"]) == 0
     shown = capsys.readouterr()
@@ -100,7 +108,9 @@ def test_from_the_definition_to_the_report(
         "studies/tiny: holds a study already; go on with: deskside study studies/tiny --resume"
     )
     before = (folder / FILE).read_bytes()
-    assert cli.main(["study", "tiny.toml", "--resume"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("deskside.report.commands.write_report", lambda folder: folder / "report.html")
+        assert cli.main(["study", "tiny.toml", "--resume"]) == 0
     assert cli.main(["study", "--resume", "--out", "studies/tiny", "--dry-run"]) == 0
     assert "2 of 2 trials are done" in capsys.readouterr().out
     assert (folder / FILE).read_bytes() == before
@@ -117,6 +127,7 @@ def test_from_the_definition_to_the_report(
     assert files.read(folder).seeds == [1]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_study_whose_trials_all_fail_says_why(
     study: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +138,24 @@ def test_a_study_whose_trials_all_fail_says_why(
     assert "refused after" in shown.err or "failed after" in shown.err
     assert "deskside: x: no trial finished; of the first one: " in shown.err and "flash4" in shown.err
     assert "Traceback" not in shown.err
-    assert files.read(here / "x").complete and (here / "x" / "report.html").exists()
+    assert files.read(here / "x").complete
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(runner: Runner, todo: object) -> None:
+        raise RunError("s/runs/x: cannot be written: No space left on device")
+
+    monkeypatch.setattr(Runner, "run", full)
+    monkeypatch.setattr("deskside.study.data.prepare_all", lambda arms, say: None)
+    tiny_study.begin(here / "s")
+    assert cli.main(["study", "s", "--resume"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "deskside: s/runs/x: cannot be written: No space left on device; then go on with: deskside study s --resume"
+    )
 
 
 def test_what_is_refused_before_anything_is_made(
@@ -227,11 +255,12 @@ def wait_for(condition: Any, process: "subprocess.Popen[bytes]", log: Path, seco
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_a_trial_that_was_interrupted_goes_on_to_the_same_numbers(
     number: signal.Signals, study: Path, here: Path
 ) -> None:
-    study.write_text(study.read_text().replace("steps_per_arm = 12", "steps_per_arm = 150"))
+    study.write_text(study.read_text().replace("steps_per_arm = 12", "steps_per_arm = 300"))
     log, argv = here / "log", ["tiny.toml", "--only", "depth=one"]
     process = command(argv, here, log)
     run = here / "studies" / "tiny" / "runs" / "depth_one-s1"
