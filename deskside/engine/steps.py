@@ -157,7 +157,7 @@ class Slots:
     def put(self, lanes_B: Tensor, token_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
         """The same, as they are now. The slot that is nobody's stays at the beginning."""
         self.state_S3[lanes_B] = torch.stack((token_B, length_B, count_B), dim=1)
-        self.state_S3[self.nobody] = 0
+        self.state_S3[self.nobody].zero_()
 
 
 def prefill(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deskside.kernels import decode_triton
+from deskside.kernels import decode_noise_triton, decode_triton
 from deskside.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 from deskside.kernels.fused.types import QkvLayout
 
@@ -50,6 +50,15 @@ def _cases() -> Iterator[CompileCase]:
             CAPABILITIES,
             decode_triton.into_cache,
             *(_new(N, layout.width, dtype=dtype), norms, angles, layout, pages, pages, *places),
+        )
+    row, strided = _new(16, dtype=torch.int64), _new(16, 2, dtype=torch.int64)[:, 1]
+    for W in (64, 151936):
+        tokens = _new(W, dtype=torch.int64).expand(16, W) if W > 64 else _new(16, W, dtype=torch.int64)
+        yield recorded(
+            f"exponentials of {W}",
+            CAPABILITIES,
+            decode_noise_triton.exponentials,
+            *(strided, row, 1, tokens),
         )
 
 

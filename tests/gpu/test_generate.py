@@ -8,6 +8,7 @@ import torch
 from deskside.engine.engine import Engine
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
+from deskside.engine.noise import DRAW, exponentials, stream_of
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.kernels.attention.reference import decode_attention
@@ -59,6 +60,19 @@ def test_sampling_on_the_card_equals_the_uncached_loop(kind: str, graphs: bool) 
 def test_graphs_are_chosen_where_a_step_can_be_captured() -> None:
     assert Engine(card_model())._graphs is not None
     assert Engine(card_model("moe"))._graphs is None
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="elsewhere torch's grouped product may ask the host, which a capture does not allow",
+)
+def test_experts_in_graphs_where_it_is_asked_for() -> None:
+    model = card_model("moe").bfloat16()
+    asked = [Request(tuple(prompt), NEW) for prompt in PROMPTS]
+    captured, eager = (
+        Engine(model, max_batch=4, max_tokens=256, graphs=graphs).run(asked) for graphs in (True, False)
+    )
+    assert [a.tokens for (a,) in captured] == [a.tokens for (a,) in eager]
 
 
 def test_rows_that_end_by_a_token_the_host_sees_late() -> None:
@@ -148,6 +162,13 @@ def test_the_kernel_equals_float64(
     truth = decode_attention(q.double(), keys, values, positions, window)
     error = float((got.double() - truth).norm() / truth.norm())
     assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+def test_noise_on_the_card_is_that_of_the_cpu() -> None:
+    stream, count = torch.tensor([stream_of(seed) for seed in range(5)]), torch.arange(5) * 3
+    tokens = torch.arange(50_000).expand(5, -1)
+    there = exponentials(stream.to(DEVICE), count.to(DEVICE), DRAW, tokens.to(DEVICE)).cpu()
+    torch.testing.assert_close(there, exponentials(stream, count, DRAW, tokens), rtol=2e-6, atol=0)
 
 
 def test_long_prompts_over_the_cache_equal_one_pass() -> None:

@@ -1,6 +1,7 @@
 """Runs the decoding kernels in Triton's interpreter beside the torch forms; prints the errors as JSON."""
 
 import json
+from unittest import mock
 
 from tests.kernels.interpreter import mend
 
@@ -9,8 +10,13 @@ mend()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from deskside.kernels import decode, decode_triton  # noqa: E402
+from deskside.engine import fused  # noqa: E402
+from deskside.engine.engine import Engine  # noqa: E402
+from deskside.engine.noise import PROPOSE, exponentials, stream_of  # noqa: E402
+from deskside.engine.requests import Request  # noqa: E402
+from deskside.kernels import decode, decode_noise_triton, decode_triton  # noqa: E402
 from deskside.kernels.fused.types import QkvLayout  # noqa: E402
+from tests.engine.test_generate import VARIANTS, make, plain  # noqa: E402
 
 
 def error(ours: Tensor, truth: Tensor) -> float:
@@ -72,10 +78,50 @@ def into_cache(found: dict[str, float]) -> None:
             found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
 
 
+def noise(found: dict[str, float]) -> None:
+    """Both forms, over tokens in any order and as a row that all share; the smallest numbers among them."""
+    stream = torch.stack((torch.arange(4), torch.tensor([stream_of(s) for s in (0, 1, 5, 2**80)])), dim=1)[
+        :, 1
+    ]
+    count = torch.tensor([0, 7, 2**40, 3])
+    for name, tokens in (
+        ("some", torch.randint(0, 50_000, (4, 70))),
+        ("all", torch.arange(40_000).expand(4, -1)),
+    ):
+        ours = decode_noise_triton.exponentials(stream, count, PROPOSE, tokens)
+        truth = exponentials(stream, count, PROPOSE, tokens)
+        assert truth.min() < 1e-4 or name == "some"
+        found[f"noise of {name}"] = float(((ours - truth).abs() / truth).max())
+
+
+def engine(found: dict[str, float]) -> None:
+    """A whole engine that decodes with the kernels, with and without drafts: share of tokens unlike the uncached."""
+    for name in ("gqa", "window"):
+        model = make(**VARIANTS[name] | {"num_hidden_layers": 2})
+        prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15]]
+        with (
+            mock.patch.object(decode, "in_kernel", lambda rows, pool: True),
+            mock.patch.object(fused, "into_cache", decode_triton.into_cache),
+        ):
+            for draft in (None, model):
+                made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft, drafts=2)
+                for forward in made._forwards:
+                    forward._blocks = fused.FusedBlocks(model)
+                answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
+                wrong = sum(
+                    a != b
+                    for prompt, (answer,) in zip(prompts, answers, strict=True)
+                    for a, b in zip(answer.tokens, plain(model, prompt, 5), strict=True)
+                )
+                found[f"engine {name}, drafts {draft is not None}"] = float(wrong)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     found: dict[str, float] = {}
     attention(found)
     long_rows(found)
     into_cache(found)
+    noise(found)
+    engine(found)
     print(json.dumps(found))
