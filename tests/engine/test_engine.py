@@ -72,6 +72,7 @@ def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
         page_size=4,
         prefill_tokens=drawn(st.sampled_from([3, 8, 64])),
     )
+    engine._ahead = drawn(st.booleans())  # as on a GPU
     free = engine.free_tokens
     taken: dict[int, Request] = {}
     answers: dict[tuple[int, int], Answer] = {}
