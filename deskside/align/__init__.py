@@ -1,0 +1,1 @@
+"""What comes after pretraining: conversations, preferences and verifiable rewards, as objectives of the one loop."""

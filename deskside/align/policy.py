@@ -1,0 +1,100 @@
+"""The objective of GRPO and of its relatives, from the log-probabilities of sampled tokens.
+
+    GRPO     Shao et al. 2024, arXiv 2402.03300     DAPO     Yu et al. 2025, arXiv 2503.14476
+    Dr.GRPO  Liu et al. 2025, arXiv 2503.20783      GSPO     Zheng et al. 2025, arXiv 2507.18071
+
+With the ratio r = p(token) / p_sampled(token), the advantage A of the token's answer, and clipping to
+[1 - low, 1 + high], a token costs -min(r A, clip(r) A) + kl * k3. What differs between the four are options:
+
+    advantage  (reward - mean of the group) / its standard deviation, or without the division (Dr.GRPO: dividing favours
+               questions that are nearly always or nearly never solved)
+    ratio      of each token, or one of the whole answer, the geometric mean (GSPO)
+    clip_high  above clip_low lets unlikely tokens grow further (DAPO: 0.28 and 0.2)
+    average    "sequence": mean over an answer's tokens, then over answers (GRPO)
+               "token": mean over all tokens of the step (DAPO)
+               "fixed": sum over the longest answer allowed, mean over answers (Dr.GRPO: no bias towards short ones)
+
+k3 = exp(ref - p) - (ref - p) - 1 estimates KL(p || ref) without bias from tokens that p drew, and is never below zero
+(Schulman 2020, "Approximating KL divergence").
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Average = Literal["sequence", "token", "fixed"]
+Ratio = Literal["token", "sequence"]
+STD_FLOOR = 1e-4  # of a group's standard deviation, as in TRL
+
+
+def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
+    """Rewards of G groups of S answers -> advantages (G, S). Zero where all answers of a group got the same.
+
+    scale: divide by the group's standard deviation (of a sample: S - 1). Raises ValueError for groups of one.
+    """
+    if rewards_GS.shape[1] < 2:
+        raise ValueError("a group needs two answers or more")
+    centred_GS = rewards_GS - rewards_GS.mean(1, keepdim=True)
+    # Means of equal numbers are not always that number.
+    same_G1 = rewards_GS.amax(1, keepdim=True) == rewards_GS.amin(1, keepdim=True)
+    centred_GS = centred_GS.masked_fill(same_G1, 0.0)
+    return centred_GS / (rewards_GS.std(1, keepdim=True) + STD_FLOOR) if scale else centred_GS
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """loss: the sum to be divided by the step's number of answers, or of tokens for average "token".
+
+    clipped_SL: bool, tokens whose clip is active, so that they have no gradient. kl_SL: k3, zero without a reference.
+    """
+
+    loss: Tensor
+    clipped_SL: Tensor
+    kl_SL: Tensor
+
+
+def policy_terms(
+    logprobs_SL: Tensor,
+    sampled_SL: Tensor,
+    advantage_S: Tensor,
+    mask_SL: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio: Ratio = "token",
+    average: Average = "sequence",
+    longest: int = 1,
+    kl: float = 0.0,
+    reference_SL: Tensor | None = None,
+) -> PolicyTerms:
+    """The objective of S answers of up to L tokens.
+
+    logprobs_SL: by the model that trains; sampled_SL: by the one that drew them, at the same temperature; mask_SL:
+    bool, which tokens count. longest: tokens allowed in an answer, for average "fixed". reference_SL: for kl > 0.
+    """
+    logprobs_SL = logprobs_SL.masked_fill(~mask_SL, 0.0)
+    sampled_SL = sampled_SL.masked_fill(~mask_SL, 0.0)
+    tokens_S1 = mask_SL.sum(1, keepdim=True).clamp(min=1)
+    log_ratio_SL = logprobs_SL - sampled_SL
+    if ratio == "sequence":
+        log_ratio_SL = (log_ratio_SL.sum(1, keepdim=True) / tokens_S1).expand_as(log_ratio_SL)
+    ratio_SL, advantage_S1 = log_ratio_SL.exp(), advantage_S[:, None]
+    bounded_SL = ratio_SL.clamp(1 - clip_low, 1 + clip_high)
+    cost_SL = -torch.minimum(ratio_SL * advantage_S1, bounded_SL * advantage_S1)
+    clipped_SL = ((ratio_SL < 1 - clip_low) & (advantage_S1 < 0)) | (
+        (ratio_SL > 1 + clip_high) & (advantage_S1 > 0)
+    )
+    kl_SL = torch.zeros_like(cost_SL)
+    if reference_SL is not None:
+        apart_SL = reference_SL.masked_fill(~mask_SL, 0.0) - logprobs_SL
+        kl_SL = apart_SL.exp() - apart_SL - 1
+        if kl:
+            cost_SL = cost_SL + kl * kl_SL
+    weighted_SL = cost_SL * mask_SL
+    if average == "sequence":
+        weighted_SL = weighted_SL / tokens_S1
+    elif average == "fixed":
+        weighted_SL = weighted_SL / longest
+    return PolicyTerms(weighted_SL.sum(), clipped_SL & mask_SL, kl_SL.detach() * mask_SL)

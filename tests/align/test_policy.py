@@ -1,0 +1,113 @@
+"""The GRPO objective against TRL's GRPOTrainer on the same logits."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deskside.align.policy import STD_FLOOR, advantages, policy_terms
+from tests.align import trl_oracle
+
+S, L, V = 8, 9, 30
+AVERAGES = {"sequence": "grpo", "token": "dapo", "fixed": "dr_grpo"}
+
+
+def made(far: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(S, L, V, generator=generator, requires_grad=True)
+    tokens = torch.randint(V, (S, L), generator=generator)
+    lengths = torch.randint(1, L + 1, (S, 1), generator=generator)
+    mask = torch.arange(L) < lengths
+    now = logits.detach().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    sampled = now + far * torch.randn(S, L, generator=generator)
+    reference = now + far * torch.randn(S, L, generator=generator)
+    return logits, tokens, mask, torch.randn(S, generator=generator), sampled, reference
+
+
+@pytest.mark.parametrize(
+    ("average", "ratio"), [*itertools.product(AVERAGES, ["token"]), ("sequence", "sequence")]
+)
+@pytest.mark.parametrize("kl", [0.0, 0.04])
+@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.2, 0.28)])
+def test_as_trl_computes_it(average: str, ratio: str, kl: float, clip: tuple[float, float]) -> None:
+    logits, tokens, mask, advantage, sampled, reference = made(0.3)
+    options = {"ratio": ratio, "kl": kl}
+    wanted, metrics = trl_oracle.grpo(
+        logits, tokens, mask, advantage, sampled, reference,
+        loss=AVERAGES[average], low=clip[0], high=clip[1], longest=L, **options,
+    )  # fmt: skip
+    (wanted_grad,) = torch.autograd.grad(wanted, logits)
+    logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    found = policy_terms(
+        logprobs, sampled, advantage, mask, average=average, clip_low=clip[0], clip_high=clip[1],
+        longest=L, reference_SL=reference if kl else None, **options,
+    )  # fmt: skip
+    loss = found.loss / (mask.sum() if average == "token" else S)
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-5, atol=1e-7)
+    if kl:
+        assert (found.kl_SL.sum() / mask.sum()).item() == pytest.approx(metrics["kl"], rel=1e-4)
+    if ratio == "token":
+        share = (found.clipped_SL.sum() / mask.sum()).item()
+        assert share > 0
+        assert share == pytest.approx(metrics["clip_ratio/region_mean"], rel=1e-5)
+
+
+def test_clipped_tokens_have_no_gradient() -> None:
+    logits, tokens, mask, advantage, sampled, _ = made(0.6)
+    logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0].detach().requires_grad_()
+    found = policy_terms(logprobs, sampled, advantage, mask)
+    (grad,) = torch.autograd.grad(found.loss, logprobs)
+    assert found.clipped_SL.any()
+    assert not grad[found.clipped_SL].any()
+    assert grad[mask & ~found.clipped_SL].all()
+
+
+def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
+    logits, tokens, mask, advantage, _, _ = made(0.0)
+    logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    found = policy_terms(logprobs, logprobs.detach(), advantage, mask, average="token")
+    (grad,) = torch.autograd.grad(found.loss, logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(-(logprobs * mask * advantage[:, None]).sum(), logits)
+    torch.testing.assert_close(grad, wanted)
+
+
+def test_padding_may_hold_anything() -> None:
+    logits, tokens, mask, advantage, sampled, _ = made(0.1)
+    logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0].detach()
+    clean = policy_terms(logprobs, sampled, advantage, mask)
+    dirty = policy_terms(
+        logprobs.masked_fill(~mask, float("nan")), sampled.masked_fill(~mask, float("inf")), advantage, mask
+    )
+    assert clean.loss == dirty.loss
+
+
+def test_advantages_as_trl_normalises_them() -> None:
+    rewards = torch.tensor([[1.0, 0, 0, 1], [0.1, 0.1, 0.1, 0.1], [3, 1, 2, 2]])
+    std = rewards.std(1, keepdim=True)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    torch.testing.assert_close(advantages(rewards, scale=True), centred / (std + STD_FLOOR))
+    torch.testing.assert_close(advantages(rewards, scale=False), centred)
+    assert not advantages(rewards, scale=True)[1].any()
+    with pytest.raises(ValueError, match="two answers"):
+        advantages(rewards[:, :1], scale=True)
+
+
+@given(
+    st.lists(st.lists(st.floats(-100, 100, width=32), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(
+    rewards: list[list[float]], scale: bool
+) -> None:
+    given_GS = torch.tensor(rewards)
+    found_GS = advantages(given_GS, scale)
+    assert torch.isfinite(found_GS).all()
+    assert (found_GS.sum(1).abs() <= 1e-4 * (1 + given_GS.abs().sum(1))).all()
+    for group, advantage in zip(given_GS, found_GS, strict=True):
+        order = group.argsort()
+        assert (advantage[order].diff() >= 0).all()
