@@ -97,9 +97,12 @@ def fingerprint(path: Path) -> tuple[int, str]:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy tensors into a model's parameters by name. Raises RunError when names or shapes differ."""
-    own = dict(model.named_parameters())
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], trained_only: bool = False) -> None:
+    """Copy tensors into a model's parameters by name; trained_only: into those that train, and leave frozen ones.
+
+    Raises RunError when names or shapes differ.
+    """
+    own = {n: p for n, p in model.named_parameters() if p.requires_grad or not trained_only}
     if own.keys() != tensors.keys():
         odd = min(own.keys() ^ tensors.keys())
         raise RunError(f"these weights belong to another architecture: '{odd}' stands on one side only")

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from deskside.config.model import ModelConfig
 from deskside.data import folder as folders
+from deskside.data.tokenizer import end_of_text
+from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import UsageError
 from deskside.export.checkpoints import fingerprint
 from deskside.export.hf_families import FAMILIES, Family, family_of, to_hf_config
@@ -27,7 +29,6 @@ from deskside.export.hf_read import from_hf_config
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 
-END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MARK = "deskside.json"  # where an export came from, and its files
 
@@ -69,12 +70,11 @@ def save_hf(
     """
     hf_config, state = to_hf(model, config)
     generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
-    with _replaced_when_complete(out_dir) as folder:
+    with replaced_when_complete(out_dir) as folder:
         if tokenizer_path is not None:
-            end = _write_tokenizer(tokenizer_path, folder, config)
-            ids = {"bos_token_id": end, "eos_token_id": end}
-            hf_config |= ids
-            generation |= ids | {"pad_token_id": end}
+            ids = _write_tokenizer(tokenizer_path, folder, config)
+            generation |= ids
+            hf_config |= {name: ids[name] for name in ("bos_token_id", "eos_token_id")}
         hf_config["dtype"] = hf_config["torch_dtype"] = str(dtype).removeprefix("torch.")
         _write_json(folder / "config.json", hf_config)
         _write_json(folder / "generation_config.json", generation)
@@ -192,11 +192,12 @@ def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTen
     """Their name -> our tensors, in the order in which theirs stacks them."""
     result: dict[str, list[LogicalTensor]] = {}
     for tensor in logical_tensors(model):
-        result.setdefault(_hf_name(tensor.name, family), []).append(tensor)
+        result.setdefault(hf_name(tensor.name, family), []).append(tensor)
     return result
 
 
-def _hf_name(name: str, family: Family) -> str:
+def hf_name(name: str, family: Family) -> str:
+    """A logical tensor's name as that architecture calls it."""
     module, _, leaf = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
     return f"{family.names[re.sub(r'(?<=[.])[0-9]+(?=[.])', '{}', module)].format(*numbers)}.{leaf}"
@@ -206,14 +207,19 @@ def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
     return family.transposed and tensor.kind == "matrix"
 
 
-def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> int:
-    """Copy or write the tokenizer's files; returns the id of <|endoftext|>."""
+def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """Copy or write the tokenizer's files; returns the ids of the tokens that begin, end and pad a text.
+
+    Of a tokenizer for conversations several tokens end a text: those of the generation_config.json beside it.
+    """
     file = source / "tokenizer.json" if source.is_dir() else source
     content = read_json(file)
     ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-    if END_OF_TEXT not in ids:
-        raise UsageError(f"{file} has no special token {END_OF_TEXT}; train the tokenizer with it")
-    if max(ids.values()) >= config.vocab_size:
+    try:
+        name, end = end_of_text(load_tokenizer(file), file.parent)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+    if max(ids.values(), default=end) >= config.vocab_size:
         raise UsageError(
             f"{file} has token {max(ids.values())}, above the model's vocab_size {config.vocab_size}"
         )
@@ -224,18 +230,22 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> int:
     if not (folder / "tokenizer_config.json").exists():
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "pad_token": END_OF_TEXT,
+            "bos_token": name,
+            "eos_token": name,
+            "pad_token": name,
             "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-    return int(ids[END_OF_TEXT])
+    settings, ends = read_json(folder / "tokenizer_config.json"), file.parent / "generation_config.json"
+    begin = settings.get("bos_token")
+    begin = begin.get("content") if isinstance(begin, dict) else begin
+    stops = read_json(ends).get("eos_token_id", end) if ends.is_file() else end
+    return {"bos_token_id": ids.get(begin, end), "eos_token_id": stops, "pad_token_id": end}
 
 
 @contextmanager
-def _replaced_when_complete(out_dir: Path) -> Iterator[Path]:
+def replaced_when_complete(out_dir: Path) -> Iterator[Path]:
     """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails."""
     if out_dir.exists():
         folders.refuse_fixed(out_dir)

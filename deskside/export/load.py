@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
-from deskside.config.run import SCHEMA_VERSION
+from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import RunError, UsageError
@@ -37,6 +37,7 @@ from deskside.export.checkpoints import (
     verify,
 )
 from deskside.export.hf import load_hf, read_json
+from deskside.export.merge import merged, read_adapted
 from deskside.model.transformer import Transformer
 
 Kind = Literal["run", "checkpoint", "hf"]
@@ -115,7 +116,7 @@ def _from_run(run_dir: Path, device: torch.device | str, warn: Callable[[str], N
     found = find(run_dir / "checkpoints")
     for checkpoint in found:
         try:
-            model = _read_weights(checkpoint, config, device)
+            model = _read_weights(checkpoint, config, device, run_dir, run)
         except Damaged as damage:
             warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
             continue
@@ -143,7 +144,7 @@ def _from_checkpoint(path: Path, device: torch.device | str) -> Loaded:
     assert match is not None  # the caller has seen that it does
     checkpoint = Checkpoint(path, int(match[1]))
     try:
-        model = _read_weights(checkpoint, config, device)
+        model = _read_weights(checkpoint, config, device, run_dir, run)
     except Damaged as damage:
         raise RunError(f"{damage}; use the run itself ({run_dir}), which takes the newest good one") from None
     return _complete(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
@@ -201,8 +202,17 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
         raise UsageError(f"{path}: config.model.{first_problem(error)}") from None
 
 
-def _read_weights(checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str) -> Transformer:
-    """A model with a checkpoint's weights in float32. Raises Damaged, or RunError for another architecture's."""
+def _read_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    device: torch.device | str,
+    run_dir: Path,
+    run: dict[str, Any],
+) -> Transformer:
+    """A model with a checkpoint's weights in float32, adapters merged. Raises Damaged, or RunError for another
+    architecture's."""
+    if run["config"].get("adapter") is not None:
+        return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), device), device)
     verify(checkpoint, weights_only=True)
     with torch.device("meta"):
         model = Transformer(config)
@@ -222,6 +232,13 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig, device: torch.dev
     except RunError as error:
         raise RunError(f"{checkpoint.path}: {error}") from None
     return model
+
+
+def _whole_config(run_dir: Path, run: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(run["config"])
+    except ValidationError as error:
+        raise UsageError(f"{run_dir / 'run.json'}: config.{first_problem(error)}") from None
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ class CheckpointKeeper:
             files.load_sharded(found, self.weights(), tensors)
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         else:
-            load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device))
+            load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device), trained_only=True)
             # Offloaded state lies on the host and may be more than the card holds.
             place = torch.device("cpu") if self.config.optim.offload else self.world.device
             tensors = files.load_tensors(found, OPTIMIZER, place)
@@ -147,8 +147,13 @@ class CheckpointKeeper:
         return progress
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by name; one that is used in two places stands once."""
-        return {clean_name(name): parameter.detach() for name, parameter in self.model.named_parameters()}
+        """The parameters that train, by name; one that is used in two places stands once. What is frozen below adapters
+        never changes, and is in the run already (export/base.py)."""
+        return {
+            clean_name(name): parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
 
     def _newest_good(self) -> Checkpoint | None:
         folder, step = self.run.checkpoints, -1

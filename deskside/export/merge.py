@@ -1,0 +1,114 @@
+"""An adapted model -> a plain one: W + scale B A for every adapted projection, W being what its codes stand for.
+
+The merged model computes what the adapted one computed, up to rounding, and needs nothing of ours: it is what samples,
+summary and export are made of, and what `load_model` gives for a run with adapters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from deskside.config.adapter import AdapterConfig
+from deskside.config.base import first_problem
+from deskside.config.run import RunConfig
+from deskside.errors import RunError, UsageError
+from deskside.export import base
+from deskside.export.checkpoints import WEIGHTS, Checkpoint, Damaged, find, load_weights, verify
+from deskside.export.hf import read_json
+from deskside.model.transformer import Transformer
+from deskside.ops.linear import Embedding, Linear
+from deskside.precision.frozen import FrozenLinear
+
+
+@torch.no_grad()
+def merged(
+    model: Transformer, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """A model of its own on `device`, without adapters. dtype: of weights with two or more dimensions; sums are made
+    in float32. The given model stays as it is."""
+    with torch.device("meta"):
+        plain = Transformer(model.config)
+    given = dict(model.named_modules())
+    for path, target in plain.named_modules():
+        source = given[path]
+        for leaf, wanted in list(target.named_parameters(recurse=False)):
+            value = _weight(source) if leaf == "weight" else getattr(source, leaf).detach()
+            kind = dtype if wanted.ndim >= 2 else torch.float32
+            target.register_parameter(leaf, nn.Parameter(value.to(device, kind, copy=True)))
+    plain.reset_buffers()
+    return plain
+
+
+@dataclass(frozen=True)
+class AdaptedRun:
+    """A run's model with its adapters apart, the run's configuration, and the step of its checkpoint."""
+
+    model: Transformer
+    config: RunConfig
+    adapter: AdapterConfig
+    step: int
+    init: str | None
+
+
+def open_adapted(
+    run_dir: Path, warn: Callable[[str], None], device: torch.device | str = "cpu"
+) -> AdaptedRun:
+    """The newest good checkpoint of a run with adapters, beside its base.
+
+    Raises UsageError for a run without adapters or checkpoints, RunError when all are damaged.
+    """
+    path = run_dir / "run.json"
+    run = read_json(path)
+    try:
+        config = RunConfig.model_validate(run.get("config"))
+    except ValidationError as error:
+        raise UsageError(f"{path}: config.{first_problem(error)}") from None
+    if config.adapter is None:
+        raise UsageError(f"{run_dir}: was trained without adapters; they are made with: --adapter.rank 16")
+    found = find(run_dir / "checkpoints")
+    for checkpoint in found:
+        try:
+            model = read_adapted(run_dir, checkpoint, config, device)
+        except Damaged as damage:
+            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
+            continue
+        return AdaptedRun(model, config, config.adapter, checkpoint.step, run.get("init"))
+    if found:
+        raise RunError(f"{run_dir}: all {len(found)} checkpoints are damaged; restore one of them")
+    raise UsageError(f"{run_dir}: has no checkpoint yet; resume it first")
+
+
+def read_adapted(
+    run_dir: Path, checkpoint: Checkpoint, config: RunConfig, device: torch.device | str
+) -> Transformer:
+    """The model of one checkpoint. Raises Damaged for the checkpoint, RunError for the base below it."""
+    assert config.adapter is not None
+    verify(checkpoint, weights_only=True)
+    try:
+        trained = load_file(checkpoint.path / WEIGHTS, device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"{checkpoint.path / WEIGHTS} cannot be read ({error})") from None
+    model = base.reopen(run_dir, config.model, config.adapter, config.seed, device)
+    try:
+        load_weights(model, trained, trained_only=True)
+    except RunError as error:
+        raise RunError(f"{checkpoint.path}: {error}") from None
+    return model
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """The weight of a module as it computes, in float32."""
+    weight = module.dense() if isinstance(module, FrozenLinear) else module.get_parameter("weight").detach()
+    weight = weight.to(torch.float32, copy=True)
+    if isinstance(module, Linear) and module.adapter is not None:
+        for s in module.adapter.adapted:
+            weight[s.start : s.stop] += module.adapter.delta(s.name)
+    if isinstance(module, Linear | Embedding) and module.trained is not None:
+        weight[module.trained.ids] = module.trained.rows.detach().float()
+    return weight

@@ -1,0 +1,183 @@
+"""Adapters against PEFT on the same weights: output, gradients and merge; and NF4 against bitsandbytes' own layers."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deskside.errors import UsageError
+from deskside.export import base
+from deskside.export.hf import save_hf, to_hf
+from deskside.export.merge import merged
+from deskside.export.peft_dir import save_peft, to_peft
+from deskside.ops.lora import adapters_off
+from tests.export.adapted import trained
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5], [5, 5, 1, 0, 30, 31, 32, 33, 3, 3]])
+Case = tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "qwen3": ({}, (), {}),
+    "stabilised": ({"rank_stabilised": True}, (), {}),
+    "some": ({"targets": ["q_proj", "v_proj", "down_proj"]}, (), {}),
+    "separate": ({}, (), {"fused_qkv": False, "fused_gate_up": False}),
+    "llama with bias": ({}, (), {"qk_norm": False, "attention_bias": True, "mlp_bias": True}),
+    "new tokens": ({}, (3, 5, 60), {}),
+    "new tokens, tied": ({"targets": ["o_proj"]}, (60, 3), {"tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def peft() -> Iterator[Any]:
+    """The library trips over transformer-engine's meta package, which is there without its engine."""
+    before = sys.modules.get("transformer_engine")
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    try:
+        yield pytest.importorskip("peft")
+    finally:
+        if before is None:
+            del sys.modules["transformer_engine"]
+        else:
+            sys.modules["transformer_engine"] = before
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_output_gradients_and_merge_are_peft_s(case: Case, peft: Any, tmp_path: Path) -> None:
+    adapter, tokens, shape = case
+    model, options = trained(adapter, tokens, **shape)
+    with adapters_off(model):
+        before = model(TOKENS).detach()
+    frozen, _ = trained(adapter, (), **shape)
+    for module in frozen.modules():
+        if getattr(module, "adapter", None) is not None:
+            module.adapter = None
+    save_hf(merged(frozen), model.config, None, tmp_path / "base")
+    save_peft(model, options, str(tmp_path / "base"), tmp_path / "adapter")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    torch.testing.assert_close(theirs(TOKENS).logits, before, rtol=1e-5, atol=2e-5)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True)
+    expected = theirs(TOKENS).logits
+    ours = model(TOKENS)
+    assert float((ours - before).detach().abs().max()) > 0.1
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-5)
+
+    targets = TOKENS.roll(-1, 1)
+    model.loss(TOKENS, targets).backward()
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    _, names = to_peft(model, options, None)
+    gradients = {
+        name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad
+    }
+    assert gradients.keys() == names.keys() and all(g is not None for g in gradients.values())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            parameter.data = parameter.grad
+    for name, gradient in to_peft(model, options, None)[1].items():
+        torch.testing.assert_close(
+            gradient, gradients[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_merged_model_is_peft_s_and_computes_the_same(case: Case, peft: Any, tmp_path: Path) -> None:
+    adapter, tokens, shape = case
+    model, options = trained(adapter, tokens, **shape)
+    plain = merged(model)
+    assert not any("adapter" in name for name, _ in plain.named_parameters())
+    torch.testing.assert_close(plain(TOKENS), model(TOKENS), rtol=1e-5, atol=2e-5)
+    frozen, _ = trained(adapter, (), **shape)
+    for module in frozen.modules():
+        if getattr(module, "adapter", None) is not None:
+            module.adapter = None
+    save_hf(merged(frozen), model.config, None, tmp_path / "base")
+    save_peft(model, options, None, tmp_path / "adapter")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").merge_and_unload()
+    expected = theirs.state_dict()
+    for name, tensor in to_hf(plain, model.config)[1].items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_codes_with_adapters_compute_what_the_merged_model_does(format: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model, _ = trained({"base": format}, (3, 60))
+    torch.testing.assert_close(merged(model)(TOKENS), model(TOKENS), rtol=1e-4, atol=2e-4)
+
+
+def test_nf4_with_adapters_is_peft_on_bitsandbytes(peft: Any, tmp_path: Path) -> None:
+    """Their own 4-bit layers and adapters. Not fused, because 256 magnitudes share a scale, and a fused weight
+    has such groups over the border of two projections."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    apart = {"fused_qkv": False, "fused_gate_up": False}
+    model, options = trained({"base": "nf4"}, (), **apart)
+    whole, _ = trained({}, (), **apart)
+    for module in whole.modules():
+        if getattr(module, "adapter", None) is not None:
+            module.adapter = None
+    save_hf(merged(whole), model.config, None, tmp_path / "base")
+    save_peft(model, options, None, tmp_path / "adapter")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=how, dtype=torch.float32, device_map="cpu"
+    )
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").train()
+    expected = theirs(
+        TOKENS
+    ).logits  # with gradients and in training they dequantise; else a CPU kernel in BF16 runs
+    torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_what_peft_has_no_form_for_is_refused() -> None:
+    gpt2: dict[str, Any] = {
+        "num_key_value_heads": 4, "position_embedding": "learned", "hidden_act": "gelu_new", "gated_mlp": False,
+        "mlp_bias": True, "attention_bias": True, "norm": "layernorm", "norm_bias": True, "qk_norm": False,
+    }  # fmt: skip
+    model, options = trained({}, (), **gpt2)
+    with pytest.raises(
+        UsageError, match=r"--to peft: GPT2LMHeadModel has q, k and v in one module; use --to hf"
+    ):
+        to_peft(model, options, None)
+
+
+def test_the_directory_is_replaced_only_when_it_is_ours(tmp_path: Path) -> None:
+    model, options = trained()
+    out = save_peft(model, options, "Qwen/Qwen3-0.6B", tmp_path / "adapter")
+    content = json.loads((out / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == "Qwen/Qwen3-0.6B" and content["r"] == 4
+    save_peft(model, options, None, out)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"notes.txt, which `deskside export` did not write"):
+        save_peft(model, options, None, out)
+
+
+def test_weights_of_another_architecture_are_named() -> None:
+    from deskside.config.adapter import AdapterConfig
+    from deskside.config.model import ModelConfig
+    from deskside.errors import RunError
+    from tests.export.adapted import TINY, weights_of
+
+    config = ModelConfig(**TINY)
+    given = weights_of(config)
+    other = ModelConfig(**{**TINY, "intermediate_size": 32})
+    with pytest.raises(
+        RunError, match=r"another architecture: 'layers.0.mlp.*' is \(256, 64\), \(64, 64\) is needed"
+    ):
+        base.make(other, AdapterConfig(), 0, given, "cpu")
+    del given["embed.weight"]
+    with pytest.raises(RunError, match=r"'embed.weight' stands on one side only"):
+        base.make(config, AdapterConfig(), 0, given, "cpu")
