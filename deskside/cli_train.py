@@ -78,7 +78,13 @@ def run(argv: Sequence[str]) -> int:
     from deskside.train.initial import Initial
 
     if options.resume is not None:
-        outcome = pretrain.resume(Path(options.resume))
+        from deskside.align.registry import objective_of
+
+        outcome = pretrain.resume(Path(options.resume), objective=objective_of(config))
+        if config.align is not None:
+            from deskside.cli_align import finish
+
+            return finish(outcome, options.json)
     else:
         outcome = pretrain.start(
             config,
@@ -97,11 +103,11 @@ def run(argv: Sequence[str]) -> int:
         else:
             _print_outcome(outcome.run.path, outcome.summary, page)
     elif outcome.first and options.json:
-        print(strict_json.dumps(_stopped(outcome.run, outcome.status)))
+        print(strict_json.dumps(stopped(outcome.run, outcome.status)))
     return 0
 
 
-def _stopped(run: Any, signal: str) -> dict[str, Any]:
+def stopped(run: Any, signal: str) -> dict[str, Any]:
     """What --json says of a run that a signal ended; the steps are those that were saved."""
     from deskside.export.checkpoints import find
 
@@ -253,10 +259,10 @@ def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
         f"deskside eval {path}",
         f"deskside export {path} --to hf --out my-model",
     ):
-        print(f"  {_prefix()}{command}")
+        print(f"  {prefix()}{command}")
 
 
-def _prefix() -> str:
+def prefix() -> str:
     """How this program was started, so that the printed commands work when .venv/bin is not on the path."""
     folder = Path(sys.argv[0]).parent
     on_path = any(Path(p) == folder for p in os.environ.get("PATH", "").split(os.pathsep))

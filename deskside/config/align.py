@@ -22,7 +22,7 @@ class SftConfig(Part):
     )
     val: tuple[Spec, ...] = Field((), description="held-out conversations; none: a share of `data`")
     val_fraction: Annotated[float, Field(gt=0, lt=0.5)] | None = Field(
-        None, description="share of `data` that is held out; unset: 0.02, at most 1000 conversations"
+        None, description="share of `data` that is held out; unset: 0.02, and of few conversations up to 0.1"
     )
     template: str | None = Field(
         None, min_length=1, description="a chat template (.jinja) instead of the tokenizer's own"

@@ -23,6 +23,7 @@ from deskside.config.run import RunConfig
 from deskside.errors import UsageError
 
 Options = TypeVar("Options")
+SOURCES = ("name", "data", "val")  # of an objective: the command has them as options of its own
 
 
 def parse(
@@ -52,7 +53,9 @@ def parse(
 
 
 def _keys_of(align: type[Part] | None) -> list[tuple[Path, FieldInfo]]:
-    return [] if align is None else [(path, f) for path, f in keys(align, ("align",)) if path[-1] != "name"]
+    return (
+        [] if align is None else [(path, f) for path, f in keys(align, ("align",)) if path[-1] not in SOURCES]
+    )
 
 
 def _with_configuration(command: type, objective: Sequence[tuple[Path, FieldInfo]] = ()) -> type:

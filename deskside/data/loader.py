@@ -228,8 +228,7 @@ def validation_batches(
     wanted = total if max_rows is None else min(total, max_rows)
     numbers = np.arange(wanted) * total // max(1, wanted)
     cu_length = dataset.max_boundaries(micro_rows) + 1
-    all_rows = np.concatenate([p.row_tokens() for p in dataset.packings])
-    valid_total = int(all_rows[numbers].sum())
+    valid_total = int(dataset.row_valid[numbers].sum())
     for first in range(0, wanted, micro_rows):
         rows = dataset.plain_rows(numbers[first : first + micro_rows])
         n = len(rows.inputs)

@@ -30,10 +30,11 @@ IGNORE = -100  # the target of padding, which no loss counts
 class RowBatch:
     """n rows of T tokens; inputs, targets and positions are int64 [n, T].
 
-    Within a piece the target is the document's next token, also where the document goes on in another row. Positions
-    count from 0 in every piece. Padding holds the end-of-text token with target -100, as a piece of its own.
-    `boundaries` holds where every piece and every padding begins in the flattened n * T tokens, and row r's are
-    boundaries[row_boundaries[r] : row_boundaries[r + 1]]. `valid` [n] counts the targets of each row.
+    Within a piece the target is the document's next token, also where the document goes on in another row; in a
+    conversation it is -100 unless an assistant has to learn that token. Positions count from 0 in every piece. Padding
+    holds the end-of-text token with target -100, as a piece of its own. `boundaries` holds where every piece and every
+    padding begins in the flattened n * T tokens, and row r's are boundaries[row_boundaries[r] : row_boundaries[r + 1]].
+    `valid` [n] counts the targets of each row.
     """
 
     inputs: NDArray[np.int64]
@@ -44,8 +45,19 @@ class RowBatch:
     valid: NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Conversations that rows cannot hold: `shortened` to a row, and left out because `nothing` in it is learnt."""
+
+    shortened: int = 0
+    nothing: int = 0
+
+
 class PackedDataset:
-    """One split of a prepared data set, packed for one sequence length. Make it with `open`."""
+    """One split of a prepared data set, packed for one sequence length. Make it with `open`.
+
+    A conversation is never cut into pieces: what does not fit into a row is left out, and `cut` counts it.
+    """
 
     def __init__(
         self,
@@ -57,6 +69,8 @@ class PackedDataset:
         mixture: Mixture,
         tokens: list[NDArray[Any]],
         sequence_length: int,
+        masks: list[NDArray[np.uint8]] | None = None,
+        cut: Cut | None = None,
     ) -> None:
         self.directory, self.split, self.index = directory, split, index
         self.component_names, self.packings, self.mixture = names, packings, mixture
@@ -65,6 +79,10 @@ class PackedDataset:
         self._base = np.cumsum([0, *(len(t) for t in tokens)])[:-1]
         self._count_up = np.arange(sequence_length, dtype=np.int64)
         self._row_tokens = [p.row_tokens() for p in packings]
+        self._masks, self.cut = masks, cut or Cut()
+        self._row_valid = self._row_tokens
+        if masks is not None:
+            self._row_valid = [self._learnt_by_row(p, _learnt_before(masks)) for p in packings]
 
     @classmethod
     def open(
@@ -85,7 +103,7 @@ class PackedDataset:
         if sequence_length < 2:
             raise UsageError(f"sequence length {sequence_length}: at least 2.")
         info = index.splits[split]
-        tokens, starts, lengths, tags = [], [], [], []
+        tokens, starts, lengths, tags, marked = [], [], [], [], []
         base = 0
         for shard in info.shards:
             tokens.append(shards.open_tokens(directory, shard, index.dtype))
@@ -94,7 +112,19 @@ class PackedDataset:
             lengths.append(np.diff(table["start"], append=shard.tokens - 1))
             tags.append(table["tag"])
             base += shard.tokens
+            if (mask := shards.open_mask(directory, shard)) is not None:
+                marked.append(mask)
         start, length, tag = np.concatenate(starts), np.concatenate(lengths), np.concatenate(tags)
+        masks = marked if len(marked) == len(tokens) else None
+        cut = Cut()
+        if masks is not None:
+            start, length, keep, cut = _within_a_row(start, length, sequence_length, masks)
+            tag = tag[keep]
+            if not len(start):
+                raise UsageError(
+                    f"{directory}: no conversation of the {split} split has anything to learn in its first "
+                    f"{sequence_length} tokens. Take longer rows (--batch.sequence_length)."
+                )
         if weights:
             names, values, owner = components(index.tags, np.unique(tag).tolist(), weights)
             of_document = owner[tag]
@@ -106,7 +136,8 @@ class PackedDataset:
             if not mine.any():
                 raise UsageError(f"weight {name}: no document of it in the {split} split. Give it weight 0.")
             packings.append(pack(start[mine], length[mine], sequence_length))
-        return cls(directory, split, index, names, packings, Mixture.of(values), tokens, sequence_length)
+        mixture = Mixture.of(values)
+        return cls(directory, split, index, names, packings, mixture, tokens, sequence_length, masks, cut)
 
     @property
     def vocab_size(self) -> int:
@@ -116,7 +147,9 @@ class PackedDataset:
     @property
     def fingerprint(self) -> str:
         """Of the tokens and the tokenizer, wherever the data lies."""
-        checksums = [shard.checksum for split in self.index.splits.values() for shard in split.shards]
+        found = [shard for split in self.index.splits.values() for shard in split.shards]
+        checksums = [shard.checksum for shard in found]
+        checksums += [shard.mask_checksum for shard in found if shard.mask_checksum is not None]
         return xxhash.xxh3_128_hexdigest("\n".join([self.index.tokenizer.checksum, *checksums]).encode())
 
     @property
@@ -127,12 +160,17 @@ class PackedDataset:
     @property
     def num_tokens(self) -> int:
         """Targets in one pass over everything."""
-        return sum(p.num_tokens for p in self.packings)
+        return int(self.row_valid.sum())
 
     @property
     def utilisation(self) -> float:
         """The filled share of all rows, 0 to 1."""
-        return self.num_tokens / (self.num_rows * self.sequence_length)
+        return sum(p.num_tokens for p in self.packings) / (self.num_rows * self.sequence_length)
+
+    @property
+    def row_valid(self) -> NDArray[np.int64]:
+        """Targets of each row in the packing's own order, shape [num_rows]."""
+        return np.concatenate(self._row_valid)
 
     @cached_property
     def token_bytes(self) -> NDArray[np.uint32]:
@@ -172,7 +210,7 @@ class PackedDataset:
         valid = np.empty_like(row)
         for number in np.unique(component).tolist():
             mine = component == number
-            valid[mine] = self._row_tokens[number][row[mine]]
+            valid[mine] = self._row_valid[number][row[mine]]
         return valid
 
     def rows(
@@ -189,6 +227,12 @@ class PackedDataset:
         ends = np.cumsum([p.num_rows for p in self.packings])
         component = np.searchsorted(ends, numbers, side="right")
         return self._gather(component, numbers - np.concatenate(([0], ends))[component], None)
+
+    def _learnt_by_row(self, packing: Packing, before: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Targets of each row of a packing of conversations."""
+        first = packing.start + 1
+        learnt = before[first + packing.length] - before[first]
+        return np.add.reduceat(learnt, packing.row_start[:-1])
 
     def _gather(
         self,
@@ -221,6 +265,8 @@ class PackedDataset:
                 end = at + size
                 inputs[i, at:end] = text[:-1]
                 targets[i, at:end] = text[1:]
+                if self._masks is not None:
+                    targets[i, at:end][self._masks[shard][a + 1 : a + size + 1] == 0] = IGNORE
                 positions[i, at:end] = self._count_up[:size]
                 boundaries.append(i * width + at)
                 at = end
@@ -238,3 +284,23 @@ class PackedDataset:
             row_boundaries,
             self._valid(component, row),
         )
+
+
+def _learnt_before(masks: list[NDArray[np.uint8]]) -> NDArray[np.int64]:
+    """How many tokens before each place of the stream are learnt, shape [tokens + 1]."""
+    return np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
+
+
+def _within_a_row(
+    start: NDArray[np.int64], length: NDArray[np.int64], width: int, masks: list[NDArray[np.uint8]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Cut]:
+    """(start, length, which are kept, what was cut) of conversations as pieces of at most a row.
+
+    The last token is a target only, so a conversation of n tokens is a piece of n - 1.
+    """
+    length = length - 1
+    fits = np.minimum(length, width)
+    before = _learnt_before(masks)
+    keep = (fits > 0) & (before[start + 1 + fits] > before[start + 1])
+    cut = Cut(int((keep & (length > width)).sum()), int((~keep).sum()))
+    return start[keep], fits[keep], keep, cut

@@ -9,6 +9,9 @@
 A shard is `E text E text ... E`: every document begins with the end-of-text token E, and one E closes the shard. So the
 E that begins the next document is the target of a document's last token, and every token of a document has a target.
 
+Conversations (`data.chat`) have one more file, DIR/train-00000.mask.bin, a byte per token: 1 where an assistant has to
+learn the token. Their shards are `text text ... E`: a conversation begins with its first token, as a chat does.
+
 Files are written under a temporary name, flushed to the disk and renamed: under its final name a file is whole.
 Checksums are XXH3-128 (xxhash), which runs at memory speed.
 """
@@ -63,7 +66,10 @@ class TagCount(Part):
 
 
 class ShardInfo(Part):
-    """One shard. `tokens` counts every entry of the file; `key` is a checksum of the texts it was made from."""
+    """One shard. `tokens` counts every entry of the file; `key` is a checksum of the texts it was made from.
+
+    `mask` is the file that marks what is learnt, of conversations alone.
+    """
 
     file: FileName
     table: FileName
@@ -75,6 +81,8 @@ class ShardInfo(Part):
     table_checksum: str
     key: str
     tags: dict[NonNegativeInt, TagCount]
+    mask: FileName | None = None
+    mask_checksum: str | None = None
 
 
 class SplitInfo(Part):
@@ -100,6 +108,14 @@ class TokenizerInfo(Part):
     eos_id: NonNegativeInt
 
 
+class ChatInfo(Part):
+    """Of conversations: what ends a turn, tokens to learn by split, and how many have only their last turn learnt."""
+
+    turn_end: NonNegativeInt | None
+    learnt_tokens: dict[str, NonNegativeInt]
+    last_turn_only: NonNegativeInt
+
+
 class DatasetIndex(Part):
     """index.json. Raises pydantic.ValidationError where it contradicts itself."""
 
@@ -112,6 +128,7 @@ class DatasetIndex(Part):
     ignored_files: LeftOut | Annotated[dict[str, Any], Field(max_length=0)]
     duplicates_of_validation: NonNegativeInt
     arguments: dict[str, Any]
+    chat: ChatInfo | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> DatasetIndex:
@@ -132,8 +149,11 @@ class DatasetIndex(Part):
 
 @dataclass
 class EncodedDocument:
+    """`mask` (1 where a token is learnt) has every document of a shard of conversations, and no other."""
+
     tokens: NDArray[np.uint32]
     tag: int
+    mask: NDArray[np.uint8] | None = None
 
 
 def dtype_for(vocab_size: int) -> Dtype:
@@ -206,21 +226,26 @@ def write_shard(
     lengths: NDArray[np.uint32],
     key: str,
 ) -> ShardInfo:
-    """Writes `name`.bin and `name`.idx.npy, still under temporary names: `publish` gives them their own.
+    """Writes `name`.bin and `name`.idx.npy (and `name`.mask.bin), still under temporary names for `publish` to change.
 
     So a shard's name can be noted before there is a file of that name. `lengths` is bytes per token, shape [vocab].
     Raises: as `write_file`.
     """
-    sizes = np.array([len(d.tokens) + 1 for d in documents], dtype=np.int64)
+    lead = int(documents[0].mask is None)
+    sizes = np.array([len(d.tokens) + lead for d in documents], dtype=np.int64)
     table = np.zeros(len(documents), dtype=DOCUMENT)
     table["start"] = np.cumsum(sizes) - sizes
     table["tag"] = [d.tag for d in documents]
     tokens = np.empty(int(sizes.sum()) + 1, dtype=np.dtype(dtype).newbyteorder("<"))
     for start, document in zip(table["start"].tolist(), documents, strict=True):
         tokens[start] = eos_id
-        tokens[start + 1 : start + 1 + len(document.tokens)] = document.tokens
+        tokens[start + lead : start + lead + len(document.tokens)] = document.tokens
     tokens[-1] = eos_id
-    paths = [directory / f"{name}{suffix}{TEMPORARY}" for suffix in (".bin", ".idx.npy")]
+    paths = [directory / f"{name}{suffix}{TEMPORARY}" for suffix in (".bin", ".idx.npy", ".mask.bin")]
+    learnt = [d.mask for d in documents if d.mask is not None]
+    if learnt:
+        mask = np.concatenate([*learnt, np.zeros(1, np.uint8)])
+        write_file(paths[2], lambda file: file.write(mask.data))
     write_file(paths[0], lambda file: file.write(tokens.view(np.uint8).data))
     write_file(paths[1], lambda file: np.save(file, table, allow_pickle=False))
     present, inverse = np.unique(table["tag"], return_inverse=True)
@@ -240,12 +265,14 @@ def write_shard(
             int(tag): TagCount(documents=int(c), tokens=int(t))
             for tag, c, t in zip(present, counts, per_tag, strict=True)
         },
+        mask=paths[2].name.removesuffix(TEMPORARY) if learnt else None,
+        mask_checksum=checksum_file(paths[2]) if learnt else None,
     )
 
 
 def publish(directory: Path, info: ShardInfo) -> None:
-    """Gives the two files of a shard that `write_shard` wrote their names. Raises: as `write_file`."""
-    for path in (directory / info.file, directory / info.table):
+    """Gives the files of a shard that `write_shard` wrote their names. Raises: as `write_file`."""
+    for path in [directory / name for name in (info.file, info.table, info.mask) if name is not None]:
         try:
             os.replace(f"{path}{TEMPORARY}", path)
         except OSError as error:
@@ -309,11 +336,16 @@ def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
         return f"{binary.name} has {size} bytes, which is not {shard.tokens} tokens"
     if table.stat().st_size < shard.documents * DOCUMENT.itemsize:
         return f"{table.name} is too short for {shard.documents} documents"
+    mask = directory / shard.mask if shard.mask is not None else None
+    if mask is not None and (not mask.is_file() or mask.stat().st_size != shard.tokens):
+        return f"{mask.name} is missing or has not {shard.tokens} bytes"
     if checksums:
         if checksum_file(binary) != shard.checksum:
             return f"{binary.name} fails its checksum"
         if checksum_file(table) != shard.table_checksum:
             return f"{table.name} fails its checksum"
+        if mask is not None and checksum_file(mask) != shard.mask_checksum:
+            return f"{mask.name} fails its checksum"
     return ""
 
 
@@ -398,6 +430,12 @@ def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
             directory, {shard.file: f"has {path.stat().st_size} bytes, not {shard.tokens} {dtype} tokens"}
         )
     return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)
+
+
+def open_mask(directory: Path, shard: ShardInfo) -> NDArray[np.uint8] | None:
+    """Which tokens of a shard are learnt, as a read-only memory map of shape [tokens]; None where all are."""
+    path = directory / shard.mask if shard.mask is not None else None
+    return None if path is None else np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
 def open_table(directory: Path, shard: ShardInfo) -> NDArray[Any]:

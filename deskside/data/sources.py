@@ -127,7 +127,7 @@ class Source:
         if not path.exists() and any(c in spec for c in "*?["):
             found = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p))
             return _of_files(spec, path.parent.resolve().name, found, f"match {spec}")
-        if _kind(path) is None:
+        if kind_of(path) is None:
             raise UsageError(
                 f"{spec}: not a kind of source that is known. Known: {', '.join(_KINDS)}, a directory, hf:, bundled:."
             )
@@ -136,13 +136,13 @@ class Source:
         return cls(spec, _stem(path), (path,))
 
 
-def _kind(path: Path) -> str | None:
+def kind_of(path: Path) -> str | None:
     name = path.name.lower()
     return next((kind for kind in _KINDS if name.endswith(kind)), None)
 
 
 def _stem(path: Path) -> str:
-    kind = _kind(path) or ""
+    kind = kind_of(path) or ""
     return path.name[: len(path.name) - len(kind)] or path.name
 
 
@@ -160,11 +160,11 @@ def _walk(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
 def _of_files(
     spec: str, tag: str, found: list[Path], where: str, unreadable: Sequence[tuple[str, str]] = ()
 ) -> Source:
-    known = tuple(p for p in found if _kind(p))
+    known = tuple(p for p in found if kind_of(p))
     if not known:
         also = "".join(f" {place} cannot be read ({reason})." for place, reason in unreadable[:1])
         raise UsageError(f"no files {where}. Known kinds: {', '.join(_KINDS)}.{also}")
-    ignored = tuple(str(p) for p in found if not _kind(p))
+    ignored = tuple(str(p) for p in found if not kind_of(p))
     return Source(spec, tag, known, ignored=ignored, unreadable=tuple(unreadable))
 
 
@@ -180,7 +180,7 @@ def _parse_hub(spec: str) -> Source:
 def _parse_bundled(spec: str) -> Source:
     name = spec.removeprefix("bundled:")
     folder = Path(str(files("deskside.data") / "bundled"))
-    names = sorted(p.name for p in folder.iterdir() if _kind(p))
+    names = sorted(p.name for p in folder.iterdir() if kind_of(p))
     if name not in names:
         raise UsageError(f"{spec}: no such bundled text. Bundled: {', '.join(names)}.")
     return Source(spec, _stem(Path(name)), (folder / name,))
@@ -198,7 +198,7 @@ def iter_documents(source: Source, bad: BadInputLog, *, text_field: str = "text"
     for place, reason in source.unreadable:
         bad.add(MISSING, place, reason)
     for path in source.paths:
-        kind = _kind(path)
+        kind = kind_of(path)
         try:
             if kind == ".txt":
                 yield from _iter_text(path, source.tag, bad)
@@ -223,7 +223,7 @@ def _iter_text(path: Path, tag: str, bad: BadInputLog) -> Iterator[Document]:
 
 
 def _iter_jsonl(path: Path, tag: str, bad: BadInputLog, text_field: str) -> Iterator[Document]:
-    for number, raw in enumerate(_iter_lines(path, bad), start=1):
+    for number, raw in enumerate(iter_lines(path, bad), start=1):
         origin = f"{path}:{number}"
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -259,17 +259,17 @@ def _of_record(
     except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no UTF-8 can
         bad.add(NOT_UTF8, origin, "lone surrogate")
         return
-    yield Document(text, _tag_of(record.get("source")) or tag, _tag_of(record.get("lang")), origin)
+    yield Document(text, tag_of(record.get("source")) or tag, tag_of(record.get("lang")), origin)
 
 
-def _tag_of(value: object) -> str:
+def tag_of(value: object) -> str:
     """The tag of a `source` or `lang` value: what stands before the first colon ("wiki:Page:3" -> "wiki")."""
     if not isinstance(value, str):
         return ""
     return value.split(":", 1)[0].encode("utf-8", "replace").decode("utf-8")
 
 
-def _iter_lines(path: Path, bad: BadInputLog) -> Iterator[bytes]:
+def iter_lines(path: Path, bad: BadInputLog) -> Iterator[bytes]:
     """Lines without their newline. A damaged archive yields every whole line before the damage, then is reported."""
     import zstandard
 

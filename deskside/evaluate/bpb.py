@@ -49,11 +49,16 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class BitsPerByte:
-    """Summed -log p in nats, bytes of text, and tokens that stand for it."""
+    """Summed -log p in nats, bytes of text, and tokens that stand for it.
+
+    target_nats and targets count every target, special tokens too; of a data set alone.
+    """
 
     nats: float
     bytes: int
     tokens: int
+    target_nats: float = 0.0
+    targets: int = 0
 
     @property
     def bpb(self) -> float:
@@ -92,13 +97,12 @@ def evaluate_dataset(
     bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
     max_rows = None if max_tokens is None else max(1, max_tokens // dataset.sequence_length)
     batches = validation_batches(dataset, micro_rows, "cpu", max_rows, document_mask)
-    totals = torch.zeros(3, dtype=torch.float64)
+    totals = torch.zeros(5, dtype=torch.float64)
     for batch, counted in _share(batches, rank, world_size):
         targets_BT = batch.targets_BT.to(device)
-        bytes_BT = torch.where(targets_BT == IGNORE, 0, bytes_V[targets_BT.clamp(min=0)])
-        targets_BT = torch.where(bytes_BT > 0, targets_BT, IGNORE)
         if not counted:
             targets_BT = torch.full_like(targets_BT, IGNORE)
+        bytes_BT = torch.where(targets_BT == IGNORE, 0, bytes_V[targets_BT.clamp(min=0)])
         context = _context(attention)
         positions_BT = None
         if batch.cu_seqlens is not None and batch.positions_BT is not None:
@@ -106,8 +110,10 @@ def evaluate_dataset(
             context = replace(context, cu_seqlens=batch.cu_seqlens.to(device), max_seqlen=length)
             positions_BT = batch.positions_BT.to(device)
         losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
-        text_BT = targets_BT != IGNORE
-        totals += _sums(losses_BT, bytes_BT * text_BT, text_BT)
+        text_BT = bytes_BT > 0
+        all_BT = targets_BT != IGNORE
+        sums = _sums(losses_BT * text_BT, bytes_BT, text_BT)
+        totals += torch.cat([sums, torch.stack([losses_BT.double().sum(), all_BT.double().sum()]).cpu()])
         if tick is not None:
             tick(batch.num_valid)
     if reduce is not None:
@@ -177,12 +183,12 @@ def _sums(losses_BT: Tensor, bytes_BT: Tensor, text_BT: Tensor) -> Tensor:
 
 
 def _result(totals: Tensor, what: str) -> BitsPerByte:
-    nats, size, tokens = totals.tolist()
+    nats, size, tokens, *all_targets = totals.tolist()
     if not size or not tokens:
         raise UsageError(f"{what} holds no text to evaluate")
     if not math.isfinite(nats):
         raise RunError(f"the model's loss on {what} is {nats}: its weights or its activations are not finite")
-    return BitsPerByte(nats, int(size), int(tokens))
+    return BitsPerByte(nats, int(size), int(tokens), *all_targets[:1], *map(int, all_targets[1:]))
 
 
 def _pieces(

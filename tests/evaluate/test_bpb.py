@@ -199,8 +199,9 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
             )
     finally:
         del setting.model.token_losses
-    nats, size, tokens = torch.stack(parts).sum(0).tolist()
-    assert (int(size), int(tokens)) == (whole.bytes, whole.tokens)
+    nats, size, tokens, target_nats, targets = torch.stack(parts).sum(0).tolist()
+    assert (int(size), int(tokens), int(targets)) == (whole.bytes, whole.tokens, whole.targets)
+    assert target_nats == pytest.approx(whole.target_nats, rel=1e-9)
     assert nats == pytest.approx(whole.nats, rel=1e-9)
     batches = math.ceil(dataset.num_rows / 3)
     assert set(calls) == {math.ceil(batches / world_size)}

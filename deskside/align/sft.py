@@ -1,0 +1,125 @@
+"""Supervised fine-tuning: the next token, where an assistant speaks.
+
+The loss is that of pretraining; what differs is the data (`data.chat`: every token that nobody has to learn has target
+-100, and conversations in one row never see each other) and how the run is measured: the loss per token that an
+assistant says on held-out conversations, before the first step and at the end, with answers to some of them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from deskside.config.run import RunConfig
+from deskside.data.chat import SAMPLES_FILE, told
+from deskside.data.chat_template import ChatTemplate, NotRendered
+from deskside.data.rows import PackedDataset
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.engine.generate import generate
+from deskside.engine.sampling import GREEDY
+from deskside.errors import UsageError
+from deskside.model.transformer import Transformer
+from deskside.train.objective import Measured, NextToken, Session
+from deskside.train.rundir import RunDirectory
+
+ANSWER_TOKENS = 96
+BEFORE = "samples_before.json"
+
+
+class Sft(NextToken):
+    """See the module."""
+
+    name, command, measured_first = "sft", "deskside sft", True
+
+    def __init__(self) -> None:
+        self.opened: list[PackedDataset] = []
+
+    def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
+        dataset = super().open(config, path, split, sequence_length)
+        if dataset.index.chat is None:
+            raise UsageError(f"data.path: {path} holds text, not conversations; give those with --data")
+        self.opened.append(dataset)
+        return dataset
+
+    def begin(self, session: Session) -> None:
+        told(self.opened[0].index, session.say)
+        for dataset in self.opened:
+            cut, length = dataset.cut, dataset.sequence_length
+            if cut.shortened or cut.nothing:
+                session.say(
+                    f"{dataset.split}: {cut.shortened:,} conversations are longer than a row of {length} tokens "
+                    f"and end there; {cut.nothing:,} are left out, because nobody answers in their first {length}"
+                )
+        if not session.resumed and session.world.first and not session.world.sharded:
+            with session.precision.plain():
+                answers = self._answers(session, session.model)
+            session.run.write_json(BEFORE, {"samples": answers})
+        session.world.barrier()
+
+    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+        dataset = cast(PackedDataset, session.validation)
+        # Rows hold more tokens than those that count, and `evaluate` counts rows by all of them.
+        share = dataset.num_rows * dataset.sequence_length / max(1, dataset.num_tokens)
+        found = self.evaluate(session, dataset, None if max_tokens is None else int(max_tokens * share))
+        loss = found.target_nats / found.targets
+        summary = {
+            "val_loss": loss,
+            "val_bpb": found.bpb,
+            "val_tokens": found.targets,
+            "val_bytes": found.bytes,
+            "gzip_bpb": None,
+            "unigram_bpb": None,
+        }
+        said = f"{loss:.4f} nats per token that an assistant says, on {found.targets:,} held-out tokens"
+        return Measured({"val_bpb": found.bpb, "val_loss": loss}, summary, said, found.targets)
+
+    def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
+        before: list[dict[str, Any]] = []
+        if (session.run.path / BEFORE).exists():
+            before = session.run.read_json(BEFORE)["samples"]
+        after = self._answers(session, model)
+        for sample, earlier in zip(after, before, strict=False):
+            sample["before"] = earlier["text"]
+        return after
+
+    def _answers(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
+        """The model's greedy answers to the last question of some held-out conversations."""
+        path = self.opened[0].directory / SAMPLES_FILE
+        return answers(model, session.run, json.loads(path.read_text("utf-8")) if path.is_file() else [])
+
+
+def answers(
+    model: Transformer, run: RunDirectory, conversations: list[list[dict[str, str]]]
+) -> list[dict[str, Any]]:
+    """What the model says where each conversation's last message stands, with that message as "reference"."""
+    if not conversations:
+        return []
+    template, tokenizer = ChatTemplate(run.path), load_tokenizer(run.tokenizer)
+    room = model.config.max_position_embeddings - ANSWER_TOKENS
+    asked, prompts = [], []
+    for messages in conversations:
+        try:
+            tokens = template.prompt(messages[:-1])
+        except NotRendered:  # a template may want a last message of its own
+            continue
+        if len(tokens) <= room:
+            asked.append(messages)
+            prompts.append(tokens)
+    if not prompts:
+        return []
+    ends = run.read_json("generation_config.json")["eos_token_id"]
+    results = generate(
+        model,
+        prompts,
+        max_new_tokens=ANSWER_TOKENS,
+        sampling=GREEDY,
+        eos_tokens=tuple(ends) if isinstance(ends, list) else (ends,),
+        seed=0,
+    )
+    return [
+        {
+            "prompt": "\n".join(f"{m['role']}: {m['content']}" for m in messages[:-1]),
+            "text": tokenizer.decode(result.tokens, skip_special_tokens=True),
+            "reference": messages[-1]["content"],
+        }
+        for messages, result in zip(asked, results, strict=True)
+    ]
