@@ -120,6 +120,7 @@ class Runner:
                     for device in self.devices:
                         if device.name not in running and waiting and stop.requested is None:
                             running[device.name] = self.begin(*waiting.popleft(), device)
+                            self.publish()
                     for name, one in list(running.items()):
                         ended = one.child.poll()
                         if ended is not None:
@@ -158,7 +159,6 @@ class Runner:
         except BaseException:
             child.kill()
             raise
-        self.publish()
         self.screen.started(arm, seed, device.name, run, resume)
         return one
 
