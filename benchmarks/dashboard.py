@@ -2,6 +2,7 @@
 
     python -m benchmarks.dashboard                            a directory of 1,000 runs is made, and timed
     python -m benchmarks.dashboard --screenshots docs/images  a picture of every tab, of a made-up study
+    python -m benchmarks.dashboard --screenshots docs/images --of studies/claims
 
 A browser is needed: chromium on the PATH, and playwright. Times are of this machine, the browser's share included.
 """
@@ -106,18 +107,26 @@ def timed(runs: int) -> dict[str, float]:
         return times
 
 
-def screenshots(folder: Path) -> None:
-    """A picture of every tab, and one of a phone."""
+def screenshots(folder: Path, of: Path | None) -> None:
+    """A picture of every tab, and one of a phone; of a made-up study where no directory is given."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
+        if of is not None:
+            with serving(of) as address, browsing() as browser:
+                _every(browser, address, folder)
+            return
         root = Path(place) / "work"
         made_up.study(root / "studies/made")
         for number in range(3):
             made_up.run(root / f"runs/run-{number}", seed=number + 1)
         with made_up.running(root / "runs/live"), serving(root) as address, browsing() as browser:
-            for tab in TABS:
-                picture(browser, f"{address}/?tab={tab}", DESKTOP, folder / f"dashboard-{tab.lower()}.png")
-            picture(browser, f"{address}/?tab={PHONE_TAB}", PHONE, folder / "dashboard-phone.png")
+            _every(browser, address, folder)
+
+
+def _every(browser: Browser, address: str, folder: Path) -> None:
+    for tab in TABS:
+        picture(browser, f"{address}/?tab={tab}", DESKTOP, folder / f"dashboard-{tab.lower()}.png")
+    picture(browser, f"{address}/?tab={PHONE_TAB}", PHONE, folder / "dashboard-phone.png")
 
 
 def picture(browser: Browser, address: str, size: dict[str, int], path: Path) -> None:
@@ -141,9 +150,10 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=1000, help="how many runs the timed directory has")
     parser.add_argument("--screenshots", type=Path, metavar="DIR", help="write pictures there instead")
+    parser.add_argument("--of", type=Path, metavar="DIR", help="take the pictures of this directory")
     options = parser.parse_args()
     if options.screenshots is not None:
-        screenshots(options.screenshots)
+        screenshots(options.screenshots, options.of)
         return
     times = timed(options.runs)
     print(json.dumps({"runs": options.runs, "seconds": {k: round(v, 2) for k, v in times.items()}}, indent=1))

@@ -19,7 +19,8 @@ STYLE = """<style>
 
 def main(root: Path) -> None:
     """Draw the page. Only the open tab is computed; which one that is stands in the address."""
-    st.set_page_config(page_title="deskside", page_icon=":material/monitoring:", layout="wide")
+    # No icon of streamlit's: the browser would fetch it from elsewhere.
+    st.set_page_config(page_title="deskside", layout="wide")
     st.html(STYLE)
     found = cached.found(str(root))
     context = Context(root, found, sidebar.show(root, found))

@@ -82,7 +82,8 @@ def seeds_told(selection: Selection, key: str) -> str:
     """Behind how many seeds the intervals of a chart stand."""
     if selection.folder is None:
         return "One run each, so no interval."
-    return f"Measured; means with their intervals, {words.seeds(selection.results.arms, key)}."
+    seeds = words.seeds(selection.results.arms, key)
+    return f"Measured, {seeds}." if "no " in seeds else f"Measured; means with their intervals, {seeds}."
 
 
 def sentence(words_: str) -> str:

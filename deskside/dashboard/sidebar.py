@@ -12,12 +12,14 @@ from deskside.dashboard.selection import Picked, Selection, statuses
 from deskside.report import study_words as words
 from deskside.study.results import Results
 
+MOST_OPEN = 6  # factors; with more their filters are folded away
+
 
 def show(root: Path, found: Found) -> Selection | None:
     """Draw the sidebar; returns what was picked, None when there is nothing to pick from."""
     with st.sidebar:
         st.title("deskside")
-        st.caption(f"studies and runs below `{root}`")
+        st.caption(f"studies and runs below `{root.name or root}`", help=str(root))
         studies = [study for path in found.studies if (study := cached.study(path)) and study.results]
         choices: list[Study | None] = sorted(studies, key=_updated, reverse=True)
         if found.own_runs:
@@ -63,39 +65,39 @@ def _name(study: Study | None, root: Path, runs: int) -> str:
 def _filters(whole: Results, study: str) -> Picked:
     """The filters of a study; their state belongs to that study."""
 
-    def several(label: str, options: list[str], shown: dict[str, str] | None = None) -> frozenset[str] | None:
+    def several(
+        name: str, label: str, options: list[str], shown: dict[str, str] | None = None
+    ) -> frozenset[str] | None:
         if len(options) < 2:
             return None
-        names = shown or {}
-        return (
-            frozenset(
-                st.multiselect(
-                    label,
-                    options,
-                    placeholder="all",
-                    key=f"{study}: {label}",
-                    format_func=lambda option: names.get(option, option),
-                )
-            )
-            or None
+        words_of = shown or {}
+        chosen = st.multiselect(
+            label,
+            options,
+            placeholder="all",
+            key=f"{study}: {name}",
+            format_func=lambda option: words_of.get(option, option),
         )
+        return frozenset(chosen) or None
 
     search = st.text_input("arm contains", key=f"{study}: search", placeholder="words of its name")
     titles = {group.name: words.group_title(group) for group in whole.groups}
-    groups = several("group", [group.name for group in whole.groups], titles)
+    groups = several("group", "group", [group.name for group in whole.groups], titles)
     levels: dict[str, frozenset[str]] = {}
     factors: dict[str, tuple[str, list[str]]] = {}
     for group in whole.groups:
         for factor in group.factors if groups is None or group.name in groups else []:
             label, known = factors.setdefault(factor.name, (factor.label, []))
             known += [level for level in factor.levels if level not in known]
-    for name, (label, known) in factors.items():
-        chosen = several(label, known)
-        if chosen is not None:
-            levels[name] = chosen
+    varied = {name: found for name, found in factors.items() if len(found[1]) > 1}
+    with st.expander(f"{len(varied)} options", expanded=False) if len(varied) > MOST_OPEN else st.container():
+        for name, (label, known) in varied.items():
+            chosen = several(f"factor {name}", label, known)
+            if chosen is not None:
+                levels[name] = chosen
     present = sorted({status for arm in whole.arms for status in statuses(arm)})
-    status = several("status", present, {name: words.status(name) for name in present})
-    seeds = several("seed", [str(seed) for seed in whole.seeds]) if whole.machine else None
+    status = several("status", "status", present, {name: words.status(name) for name in present})
+    seeds = several("seed", "seed", [str(seed) for seed in whole.seeds]) if whole.machine else None
     return Picked(
         groups=groups,
         levels=levels,

@@ -36,12 +36,17 @@ def _tables(selection: Selection) -> None:
     )
     frame = tables.shown_arms(results) if kind == "arms" else tables.shown_trials(results)
     formats = {column: form for column, form in tables.formats().items() if column in frame.columns}
-    shown = (
-        frame.style.format(formats, na_rep=words.NOT_MEASURED) if frame.size <= MOST_COLUMNS_STYLED else frame
-    )
+    shown = frame.style.format(formats) if frame.size <= MOST_COLUMNS_STYLED else frame
     wide = {name: st.column_config.TextColumn(width="medium") for name in ("arm", "status") if name in frame}
     height = min(640, 40 + 35 * max(1, len(frame)))
-    st.dataframe(shown, hide_index=True, width="stretch", height=height, column_config=wide)
+    st.dataframe(
+        shown,
+        hide_index=True,
+        width="stretch",
+        height=height,
+        column_config=wide,
+        placeholder=words.NOT_MEASURED,
+    )
     st.caption(
         "A click on a heading sorts. Means over the finished trials; measured, and an emulated arm's speed is not its "
         "format's. The sidebar filters; the files hold what is shown, with all digits and every interval."

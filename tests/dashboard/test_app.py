@@ -98,12 +98,43 @@ def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:
     made_up.study(tmp_path / "s")
     page = draw(tmp_path, "Results")
     assert len(page.dataframe[0].value) == 8
-    checked(page.multiselect(key="s: size").set_value(["small"]).run())
+    checked(page.multiselect(key="s: factor size").set_value(["small"]).run())
     assert set(page.dataframe[0].value["size"]) == {"small"} and len(page.dataframe[0].value) == 4
     checked(page.text_input(key="s: search").set_value("gqa on").run())
     assert len(page.dataframe[0].value) == 2
     checked(page.text_input(key="s: search").set_value("no such arm").run())
     assert "Clear one of them" in text(page)
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_several_groups_whose_factors_have_the_same_words(tmp_path: Path, draw: Draw, tab: str) -> None:
+    from dataclasses import replace
+
+    from deskside.study.compare import compare
+    from deskside.study.results import Factor, Group
+    from tests.study import made
+
+    one = made.results()
+    names = [f"f{number}" for number in range(8)]
+    factors = [Factor(name, "status", ["off", "on"]) for name in names]  # the word of another filter
+    second = [
+        replace(
+            arm,
+            id=f"second-{arm.id}",
+            group="second",
+            baseline=f"second-{arm.baseline}",
+            levels=dict.fromkeys(names, "on" if number else "off"),
+        )
+        for number, arm in enumerate(one.arms)
+    ]
+    groups = [*one.groups, Group("second", "A second", "124m", "full", "10 steps", factors, [])]
+    both = compare(replace(one, groups=groups, arms=[*one.arms, *second]))
+    made_up.study(tmp_path / "s", groups=both.groups, arms=both.arms, fronts=both.fronts)
+    page = draw(tmp_path, tab)
+    checked(page.multiselect(key="s: group").set_value(["second"]).run())
+    assert any("8 of 16 arms shown" in caption.value for caption in page.caption)
+    checked(page.multiselect(key="s: factor f0").set_value(["off"]).run())
+    assert any("1 of 16 arms shown" in caption.value for caption in page.caption)
 
 
 def test_fewer_seeds_change_the_numbers(tmp_path: Path, draw: Draw) -> None:
