@@ -29,8 +29,9 @@ from deskside.probe.point import (
     quantile,
     random_batches,
 )
-from deskside.train import machine, setup
+from deskside.train import machine
 from deskside.train.fit import Fit
+from deskside.train.objective import NextToken
 
 PROFILED_STEPS = 3
 HOT_STEPS = 5  # at least, however slow
@@ -107,7 +108,7 @@ def _real_batches(
     path: str, config: RunConfig, fit: Fit, step_rows: int, device: torch.device
 ) -> list[Batch]:
     """The first micro-batches of a run on a prepared dataset; they are used in turn. Raises UsageError."""
-    dataset = setup.open_split(config, Path(path), "train", config.batch.sequence_length)
+    dataset = NextToken().open(config, Path(path), "train", config.batch.sequence_length)
     kept: list[Batch] = []
     masked = config.data.document_mask
     with Loader(

@@ -26,9 +26,9 @@ from deskside.ops.linear import Linear
 from deskside.optim.build import build
 from deskside.precision.apply import apply, refused, restore
 from deskside.precision.selfcheck import check
+from deskside.train.attention import Attention
 from deskside.train.guard import Guard
 from deskside.train.parallel import World
-from deskside.train.attention import Attention
 from deskside.train.step import Stepper
 from tests.precision.small import SIZES, backward, everywhere, fresh, make, tokens, worst
 
