@@ -18,6 +18,7 @@ from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY
 from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
+from deskside.ops.lora import is_adapted
 from deskside.train.objective import Measured, NextToken, Session
 from deskside.train.rundir import RunDirectory
 
@@ -76,7 +77,8 @@ class Sft(NextToken):
         before: list[dict[str, Any]] = []
         if (session.run.path / BEFORE).exists():
             before = session.run.read_json(BEFORE)["samples"]
-        after = self._answers(session, model)
+        # A merged model lies on the host; the one that was trained gives the same answers on its device.
+        after = self._answers(session, session.model if is_adapted(session.model) else model)
         for sample, earlier in zip(after, before, strict=False):
             sample["before"] = earlier["text"]
         return after

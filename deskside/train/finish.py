@@ -16,7 +16,9 @@ from deskside.engine.sampling import Sampling
 from deskside.errors import UsageError
 from deskside.export.checkpoints import load_weights
 from deskside.export.hf import save_hf
+from deskside.export.merge import merged
 from deskside.model.transformer import Transformer
+from deskside.ops.lora import is_adapted
 from deskside.train.parallel import World
 from deskside.train.rundir import RunDirectory
 
@@ -114,7 +116,12 @@ def export(run: RunDirectory, model: Transformer) -> str:
 
 
 def whole_model(model: Transformer, world: World) -> Transformer:
-    """The model with all its weights on this process. Every rank calls this; sharded weights are gathered."""
+    """The model with all its weights on this process, adapters merged into them.
+
+    Every rank calls this; sharded weights are gathered.
+    """
+    if is_adapted(model):
+        return merged(model)
     if not world.sharded:
         return model
     tensors: dict[str, Tensor] = {}

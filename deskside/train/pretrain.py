@@ -14,11 +14,11 @@ from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.errors import RunError, UsageError
-from deskside.export.checkpoints import load_weights
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
 from deskside.train import finish, machine, parallel, setup
+from deskside.train.adapted import facts as adapter_facts
 from deskside.train.clock import Clock, StepPlan
 from deskside.train.fit import Fit
 from deskside.train.guard import Guard
@@ -167,9 +167,8 @@ class _Run:
         self.stage_plans = setup.open_stages(config, data, objective)
         self.validation = objective.open(config, data, "val", config.batch.sequence_length)
         self.check_data(data, initial)
-        self.model: Transformer = setup.build_model(config, world, self.recipe)
-        if initial is not None:
-            load_weights(self.model, initial.weights)
+        start = setup.Start(initial, run.path, resumed, self.say)
+        self.model: Transformer = setup.build_model(config, world, self.recipe, start)
         self.attention, self.attention_facts = world.shared(
             lambda: setup.choose_attention(
                 config, self.model, world, config.batch.sequence_length, self.recorded.get("attention")
@@ -212,7 +211,7 @@ class _Run:
             self.config.compute,
             self.attention,
             self.config.optim.grad_clip,
-            list(self.model.parameters()),
+            [p for p in self.model.parameters() if p.requires_grad],
             self.precision,
             self.config.precision,
             self.objective,
@@ -418,8 +417,9 @@ class _Run:
             "precision": self.precision_facts,
             "compile": self.execution.mode,
         }
-        before = {"before": self.before} if self.before else {}
-        return first_facts(self.config, plan, stages, self.reserve(), memory) | settled | before
+        settled |= {"before": self.before} if self.before else {}
+        settled |= {"adapter": adapter_facts(self.model, self.config)} if self.config.adapter else {}
+        return first_facts(self.config, plan, stages, self.reserve(), memory) | settled
 
     def modelled_memory(self, micro_tokens: int) -> float:
         native, world = bool(self.precision_facts["native"]), self.world

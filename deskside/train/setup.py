@@ -13,6 +13,7 @@ from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
 from deskside.data.prepare import prepare
 from deskside.errors import RunError, UsageError
+from deskside.export.checkpoints import load_weights
 from deskside.kernels.attention import Requirements, choose
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
@@ -21,10 +22,11 @@ from deskside.precision.apply import Applied, apply, not_covered
 from deskside.precision.backends import not_in_checkpoints
 from deskside.precision.selfcheck import check, check_head
 from deskside.precision.units import NONE, Units, units
-from deskside.train import parallel
+from deskside.train import adapted, parallel
 from deskside.train.activation import recompute
 from deskside.train.attention import Attention
 from deskside.train.check_step import check_block
+from deskside.train.initial import Initial
 from deskside.train.objective import Objective, Rows
 from deskside.train.parallel import World
 
@@ -113,12 +115,39 @@ def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) 
     return {"native": head.native, "errors": dict(head.errors)}
 
 
-def build_model(config: RunConfig, world: World, recipe: str) -> Transformer:
-    """The model on its device, initialised from the seed, with the recipe's dtype of activations."""
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    model.to_empty(device=world.device)
-    initialize(model, config.seed)
+@dataclass(frozen=True)
+class Start:
+    """What a run's model begins with: given weights or none, or of a resumed run what stands in its directory."""
+
+    initial: Initial | None
+    run_dir: Path
+    resumed: bool
+    say: Say
+
+
+def build_model(config: RunConfig, world: World, recipe: str, start: Start | None = None) -> Transformer:
+    """The model on its device, with given weights or initialised from the seed, in the recipe's dtype of activations.
+
+    With adapters the weights that they stand beside are kept in the run, and read from there when it is resumed.
+    """
+    initial = start.initial if start is not None else None
+    if config.adapter is not None:
+        if start is not None and start.resumed:
+            model = adapted.reopen(config, start.run_dir, world.device)
+        else:
+            weights, fresh = (initial.weights, initial.fresh) if initial is not None else (None, ())
+            model = adapted.make(config, weights, world.device, fresh)
+            if start is not None and world.first:
+                adapted.keep_base(model, start.run_dir)
+        if start is not None:
+            start.say(adapted.sentence(model, config))
+    else:
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        model.to_empty(device=world.device)
+        initialize(model, config.seed)
+        if initial is not None:
+            load_weights(model, initial.weights)
     apply(model, "fp32" if recipe == "fp32" else "bf16")
     return model
 
@@ -257,6 +286,8 @@ def _backend(config: RunConfig, recipe: str) -> str:
 
 def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: str) -> str:
     """How the step is executed: see `Execution`. Raises UsageError for what this model or this library cannot have."""
+    if config.adapter is not None:
+        return adapted.execution_mode(config, world.device)
     mode: str = config.compute.compile
     backend = _backend(config, recipe)
     quantized = recipe_named(recipe).quantized
