@@ -7,7 +7,7 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,11 +84,11 @@ def run(argv: Sequence[str]) -> int:
         )
     if not options.sources:
         raise UsageError("--data is missing: which conversations? deskside sft RUN --data chats.jsonl")
-    _length_into(given, options.epochs, options.hours)
+    length_into(given, options.epochs, options.hours)
     align = _objective(given, options)
     loaded = load(options.source)
     with tempfile.TemporaryDirectory() as folder:
-        chat = _chat_tokenizer(loaded, align.template, Path(folder))
+        chat = chat_tokenizer(loaded, align.template, Path(folder))
         path = _prepared(options, given, align, Path(folder))
     config = _configure(loaded, given, align, path, chat.vocab_size)
     command = shlex.join(["deskside", "sft", *argv])
@@ -149,8 +149,11 @@ def resume(path: str) -> Any:
     return pretrain.resume(Path(path), objective=objective_of(config))
 
 
-def finish(outcome: Any, as_json: bool) -> int:
-    """Write the report and print what came of a run; returns the exit code."""
+def finish(outcome: Any, as_json: bool, gained: Callable[[dict[str, Any]], str] | None = None) -> int:
+    """Write the report and print what came of a run; returns the exit code.
+
+    gained: the line that says what the objective reached, from the summary; by default that of `sft`.
+    """
     if outcome.first and outcome.status == "finished":
         from deskside.report.commands import write_report
 
@@ -158,7 +161,7 @@ def finish(outcome: Any, as_json: bool) -> int:
         if as_json:
             print(strict_json.dumps(outcome.summary))
         else:
-            _print_outcome(outcome.run.path, outcome.summary, page)
+            _print_outcome(outcome.run.path, outcome.summary, page, gained or _gained)
     elif outcome.first and as_json:
         from deskside.cli_train import stopped
 
@@ -169,8 +172,10 @@ def finish(outcome: Any, as_json: bool) -> int:
 # The parts of `sft`
 
 
-def _length_into(given: dict[str, Any], epochs: str | None, hours: str | None) -> None:
-    """--epochs and --hours are the schedule's length, of which there is one."""
+def length_into(
+    given: dict[str, Any], epochs: str | None, hours: str | None, default: str = f"{EPOCHS} epochs"
+) -> None:
+    """--epochs and --hours are the schedule's length, of which there is one; `default` when nothing was given."""
     schedule = given.setdefault("schedule", {})
     written = [name for name in ("length", *merge.LENGTH_ALIASES) if name in schedule]
     asked = [f"--schedule.{name}" for name in written]
@@ -180,7 +185,7 @@ def _length_into(given: dict[str, Any], epochs: str | None, hours: str | None) -
     if hours is not None:
         schedule["hours"] = hours
     elif not written:
-        schedule["length"] = f"{epochs if epochs is not None else EPOCHS} epochs"
+        schedule["length"] = f"{epochs} epochs" if epochs is not None else default
 
 
 def _objective(given: dict[str, Any], options: SftOptions) -> SftConfig:
@@ -191,7 +196,7 @@ def _objective(given: dict[str, Any], options: SftOptions) -> SftConfig:
     return align
 
 
-def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
+def chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
     from deskside.data import chat_template
 
     text = None
@@ -211,7 +216,7 @@ def _prepared(options: SftOptions, given: dict[str, Any], align: SftConfig, toke
     spec = ChatSpec(align.data, align.val, align.val_fraction, align.turns)
     key = cache_key(spec, tokenizer)
     asked = given.get("data", {}).get("path")
-    path = Path(asked) if asked is not None else Path("data") / f"{_stem(align.data[0])}-chat-{key}"
+    path = Path(asked) if asked is not None else Path("data") / f"{stem(align.data[0])}-chat-{key}"
     deadline = time.monotonic() + WAIT_SECONDS
     while not (path / INDEX).is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
         time.sleep(0.5)  # the first process prepares
@@ -220,7 +225,7 @@ def _prepared(options: SftOptions, given: dict[str, Any], align: SftConfig, toke
     return path
 
 
-def _stem(spec: str) -> str:
+def stem(spec: str) -> str:
     name = Path(spec.removeprefix("hf:").rstrip("/")).name.split(":")[0]
     return name.split(".")[0] or "data"
 
@@ -239,7 +244,7 @@ def _configure(
     defaults = {
         **ALIGNED,
         "align": align.model_dump(mode="json"),
-        "optim": _optimizer(model["hidden_size"], given),
+        "optim": optimizer(model["hidden_size"], given),
         # A cosine without a floor: a fine-tuned model is used as it ends, nothing is trained on from it.
         "schedule": {"name": "cosine", "warmup": 0.03, "final_lr_fraction": 0.0},
         "batch": {
@@ -261,7 +266,7 @@ def _step_tokens(tokens: int, length: int) -> int:
     return int(2 ** (rows.bit_length() - 1)) * length
 
 
-def _optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
+def optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
     """AdamW without decay, as given: the rules of scaling are for training from nothing.
 
     The rate is 1e-4 at a width of 768 and falls with the width, as Adam's best rate does (Yang et al. 2022, arXiv
@@ -281,9 +286,15 @@ def _optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
     return optimizer if adapted else {**optimizer, "scale": False}
 
 
-def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
+def _gained(summary: dict[str, Any]) -> str:
     before = summary["before"]["val_loss"]
-    print(f"held out    {before:.3f} -> {summary['val_loss']:.3f} nats per token that the assistant says")
+    return f"{before:.3f} -> {summary['val_loss']:.3f} nats per token that the assistant says"
+
+
+def _print_outcome(
+    path: Path, summary: dict[str, Any], page: Path, gained: Callable[[dict[str, Any]], str]
+) -> None:
+    print(f"held out    {gained(summary)}")
     speed = (
         f"{summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else "speed not known"
     )

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from deskside.config.align_dpo import DpoConfig
+from deskside.config.align_grpo import GrpoConfig
 from deskside.config.base import Part
 
 Spec = Annotated[str, Field(min_length=1)]
@@ -36,4 +38,4 @@ class SftConfig(Part):
         return self
 
 
-AlignConfig = SftConfig
+AlignConfig = Annotated[SftConfig | DpoConfig | GrpoConfig, Field(discriminator="name")]

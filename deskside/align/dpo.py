@@ -1,0 +1,290 @@
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290): of two answers, prefer the better one.
+
+The loss (losses.py) compares the model with its reference, the weights that the run starts from. Their
+log-probabilities never change, so they are computed once, before the first step, and kept beside the data under the
+weights' checksum: a second run with another learning rate finds them, and no second model stands in memory. A run with
+adapters begins as its base, so this holds for it too.
+
+A step's loss is the mean over its pairs. Reported, in training and on held-out pairs: the implicit rewards of both
+answers, their margin, the share of pairs in which the chosen one has the larger reward (a tie counts half, so that
+a run begins at 0.5), and `kl`: k3 per token of the answers, which estimates KL(reference || model) as far as the
+answers are such as the reference gives.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from deskside.align import answers
+from deskside.align.answers import AnswerBatch, check_compute, full_row_texts, lay_out, moved
+from deskside.align.losses import pair_scores
+from deskside.align.preference_data import PairRows
+from deskside.align.prepared import SAMPLES_FILE, told
+from deskside.align.samples import keep_before, with_before
+from deskside.config.align_dpo import DpoConfig
+from deskside.config.parts import ComputeConfig
+from deskside.config.run import RunConfig
+from deskside.data.loader import Batch
+from deskside.errors import RunError
+from deskside.kernels.attention import AttentionContext
+from deskside.model.transformer import Transformer
+from deskside.train.fit import RowShape
+from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
+
+REFERENCE = "reference.json"  # in the run: which log-probabilities it compares with
+EXTRAS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl", "scored_tokens")
+
+
+@dataclass(frozen=True)
+class PairBatch(AnswerBatch):
+    """Texts 2p and 2p + 1 of the batch are a pair. reference_SL: the reference's log-probabilities of its tokens."""
+
+    reference_SL: Tensor
+
+
+class Dpo:
+    """The objective; see the module and `train.objective.Objective`."""
+
+    name, command, extras, measured_first = "dpo", "deskside dpo", EXTRAS, True
+
+    def __init__(self, options: DpoConfig) -> None:
+        self.options = options
+        self.opened: dict[str, PairRows] = {}
+        self.reference: dict[str, NDArray[np.float32]] = {}  # of all texts' scored tokens, by split
+
+    def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PairRows:
+        check_compute(config)
+        self.opened[split] = PairRows(path, split, sequence_length, config.model.vocab_size)
+        return self.opened[split]
+
+    def begin(self, session: Session) -> None:
+        told(self.opened["train"].index, session.say)
+        for rows in self.opened.values():
+            if rows.left_out:
+                session.say(
+                    f"{rows.split}: {rows.left_out:,} pairs do not fit a row of {rows.sequence_length} tokens and are "
+                    "left out; a longer --batch.sequence_length takes them in"
+                )
+        key = self._key(session)
+        path = self.opened["train"].directory / "reference" / f"{key}.safetensors"
+        if session.world.shared(path.is_file):
+            session.say("the reference's log-probabilities are those of an earlier run from the same weights")
+        elif session.resumed:
+            raise RunError(
+                f"{path}: the reference's log-probabilities are missing, and the weights that they are of have been "
+                f"trained since; put the file back, or start the run again"
+            )
+        else:
+            session.say("the reference's log-probabilities of all pairs are computed once")
+            with session.precision.plain():
+                found = {split: self._log_reference(session, rows) for split, rows in self.opened.items()}
+            if session.world.first:
+                _keep(path, found)
+        session.world.barrier()
+        self.reference = load_file(path)
+        if not session.resumed:
+            if session.world.first:
+                session.run.write_json(REFERENCE, {"key": key})
+            keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
+
+    def loader(self, dataset: Rows, feed: Feed) -> Batches:
+        return _PairLoader(self, cast(PairRows, dataset), feed)
+
+    def dry_batch(
+        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+    ) -> Batch:
+        texts = [full_row_texts(dataset.sequence_length, 2, dataset.vocab_size) for _ in range(rows)]
+        return self._batch(cast(PairRows, dataset), texts, None, rows * passes_everywhere, device)
+
+    def loss(
+        self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
+    ) -> Loss:
+        batch = cast(PairBatch, batch)
+        found = answers.score(model, batch, context, compute)
+        loss_P, extra = self._compare(found.logprobs_SL, batch)
+        return Loss(loss_P.sum(), found.balance, extra)
+
+    def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
+        chosen, rejected = extra["chosen_reward"] / count, extra["rejected_reward"] / count
+        return {
+            "accuracy": extra["accuracy"] / count,
+            "margin": chosen - rejected,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+            "kl": extra["kl"] / max(1.0, extra["scored_tokens"]),
+        }
+
+    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+        rows = cast(PairRows, session.validation)
+        sums = dict.fromkeys(("loss", *EXTRAS), 0.0)
+        pairs = seen = 0
+        for numbers in _spread(rows, session, max_tokens):
+            batch = self._batch_of(rows, [rows.rows[n] for n in numbers], 1, session.world.device)
+            with torch.no_grad():
+                scores = answers.score(session.model, batch, _context(session, batch), session.config.compute)
+                loss_P, extra = self._compare(scores.logprobs_SL, batch)
+            for name, value in {"loss": loss_P.sum(), **extra}.items():
+                sums[name] += float(value)
+            pairs, seen = pairs + len(loss_P), seen + len(numbers)
+        names = list(sums)
+        totals = torch.tensor(
+            [*(sums[n] for n in names), pairs, seen], dtype=torch.float64, device=session.world.device
+        )
+        *values, pairs, seen = session.world.summed(totals).tolist()
+        total = dict(zip(names, values, strict=True))
+        row = {f"val_{k}": v for k, v in self.row(total, pairs).items()} | {"val_loss": total["loss"] / pairs}
+        said = (
+            f"{row['val_accuracy']:.1%} of {int(pairs):,} held-out pairs the right way round, margin "
+            f"{row['val_margin']:.3f}, KL {row['val_kl']:.4f} per token"
+        )
+        return Measured(row, {**row, "val_pairs": int(pairs)}, said, int(seen) * rows.sequence_length)
+
+    def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
+        return with_before(session, model, self.opened["val"].directory / SAMPLES_FILE)
+
+    # Parts
+
+    def _compare(self, logprobs_SL: Tensor, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Each pair's loss, and the sums that are reported."""
+        tokens_S = batch.mask_SL.sum(1)
+        mine_S, reference_S = logprobs_SL.sum(1), batch.reference_SL.sum(1)
+        found = pair_scores(
+            mine_S[0::2],
+            mine_S[1::2],
+            reference_S[0::2],
+            reference_S[1::2],
+            tokens_S[0::2],
+            tokens_S[1::2],
+            loss=self.options.loss,
+            beta=self.options.beta,
+            label_smoothing=self.options.label_smoothing,
+        )
+        margin_P = found.chosen_reward_P - found.rejected_reward_P
+        apart_SL = logprobs_SL.detach() - batch.reference_SL
+        extra = {
+            "chosen_reward": found.chosen_reward_P.sum(),
+            "rejected_reward": found.rejected_reward_P.sum(),
+            "accuracy": ((margin_P > 0).float() + 0.5 * (margin_P == 0)).sum(),
+            "kl": ((apart_SL.exp() - apart_SL - 1) * batch.mask_SL).sum(),
+            "scored_tokens": tokens_S.sum().float(),
+        }
+        return found.loss_P, extra
+
+    def _batch_of(
+        self, rows: PairRows, pairs: list[NDArray[np.int64]], everywhere: int, device: torch.device
+    ) -> PairBatch:
+        """The rows that hold these pairs. everywhere: pairs of the whole step."""
+        starts = rows.scored_start
+        numbers = [2 * int(p) + side for row in pairs for p in row for side in (0, 1)]
+        reference = self.reference.get(rows.split)
+        values = None if reference is None else [reference[starts[n] : starts[n + 1]] for n in numbers]
+        return self._batch(rows, rows.texts_of(pairs), values, everywhere, device)
+
+    def _batch(
+        self,
+        rows: PairRows,
+        texts: list[Any],
+        reference: list[NDArray[np.float32]] | None,
+        everywhere: int,
+        device: torch.device,
+    ) -> PairBatch:
+        fields = lay_out(texts, rows.sequence_length, rows.max_boundaries(len(texts)) + 1, rows.filler)
+        reference_SL = torch.zeros(fields["mask_SL"].shape)
+        if reference:
+            reference_SL[fields["mask_SL"]] = torch.from_numpy(np.concatenate(reference))
+        pairs = sum(len(row) for row in texts) // 2
+        return PairBatch(
+            **moved({**fields, "reference_SL": reference_SL}, device),
+            num_valid=pairs,
+            num_valid_step=everywhere,
+        )
+
+    def _log_reference(self, session: Session, rows: PairRows) -> NDArray[np.float32]:
+        """The starting model's log-probabilities of every text's scored tokens, one text after the other."""
+        found = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
+        for numbers in _spread(rows, session, None):
+            pairs = [rows.rows[n] for n in numbers]
+            batch = self._batch_of(rows, pairs, 1, session.world.device)
+            with torch.no_grad():
+                scores = answers.score(session.model, batch, _context(session, batch), session.config.compute)
+            values = scores.logprobs_SL[batch.mask_SL].float().cpu()
+            at = 0
+            for number in (2 * int(p) + side for row in pairs for p in row for side in (0, 1)):
+                first, last = int(rows.scored_start[number]), int(rows.scored_start[number + 1])
+                found[first:last] = values[at : at + last - first]
+                at += last - first
+        return np.asarray(session.world.summed(found.to(session.world.device)).cpu().numpy())
+
+    def _key(self, session: Session) -> str:
+        """Of weights, data and the dtype of activations; recorded, because the weights of a resumed run are others."""
+        if session.resumed:
+            return str(session.run.read_json(REFERENCE)["key"])
+        digest = xxhash.xxh3_128(self.opened["train"].fingerprint.encode())
+        digest.update(f"{session.model.activation_dtype} {self.opened['train'].sequence_length}".encode())
+        for name, tensor in sorted(session.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return str(session.world.shared(digest.hexdigest))
+
+
+def _spread(rows: PairRows, session: Session, max_tokens: int | None) -> Iterator[list[int]]:
+    """This process's share of all rows, or of about `max_tokens` spread over them, a micro-batch at a time."""
+    wanted = rows.num_rows
+    if max_tokens is not None:
+        wanted = min(wanted, max(session.world.size, max_tokens // rows.sequence_length))
+    numbers = (np.arange(wanted) * rows.num_rows // wanted)[session.world.rank :: session.world.size].tolist()
+    for first in range(0, len(numbers), session.micro_rows):
+        yield numbers[first : first + session.micro_rows]
+
+
+def _context(session: Session, batch: Batch) -> AttentionContext:
+    """How an evaluation attends."""
+    tokens = batch.tokens_BT.shape[1]
+    full, windowed = session.attention.at(tokens, None)
+    return AttentionContext(
+        cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
+    )
+
+
+def _keep(path: Path, found: Mapping[str, NDArray[np.float32]]) -> None:
+    """Whole or not at all. Raises RunError when the disk refuses."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        save_file(dict(found), temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+class _PairLoader:
+    """Optimizer steps of pairs; which rows a step has is a function of seed and position, as in pretraining."""
+
+    def __init__(self, objective: Dpo, rows: PairRows, feed: Feed):
+        self.objective, self.rows, self.feed, self.at = objective, rows, feed, feed.start_row
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        feed = self.feed
+        pairs = self.rows.pairs_at(feed.seed, np.arange(self.at, self.at + feed.rows_per_step))
+        self.at += feed.rows_per_step
+        everywhere = sum(len(row) for row in pairs)
+        mine = feed.rows_per_step // feed.world_size
+        pairs = pairs[feed.rank * mine : (feed.rank + 1) * mine]
+        return [
+            self.objective._batch_of(self.rows, pairs[i : i + feed.micro_batch_rows], everywhere, feed.device)
+            for i in range(0, mine, feed.micro_batch_rows)
+        ]
+
+    def close(self) -> None:
+        pass

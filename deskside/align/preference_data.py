@@ -1,0 +1,162 @@
+"""Preference pairs: records to token arrays, and token arrays to rows in which a pair is never split.
+
+A record has `prompt` (a text, or messages), `chosen` and `rejected` (texts, or messages of which the last one is the
+assistant's). Both answers are rendered after the same question; what is scored is the assistant's last turn with the
+token that ends it, exactly as SFT learns it. In a row, the two answers are two texts with the question each, and
+neither sees the other one.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from deskside.align.answers import Text, pack_units
+from deskside.align.prepared import SAMPLE_CHARACTERS, Made, Maker, Spec, fingerprint, open_index
+from deskside.data.chat_template import ChatTemplate, NotRendered, checked_messages
+from deskside.data.order import key_of, permute
+from deskside.errors import UsageError
+
+FIELDS = ("prompt", "chosen", "rejected")
+
+
+def prepare_pairs(spec: Spec, tokenizer: Path, out: Path) -> dict[str, Any]:
+    """Make the folder `out`; returns its index. tokenizer: a folder that `chat_template.make` wrote.
+
+    Raises UsageError for wrong sources and where no pair can be used, RunError when the disk refuses.
+    """
+    return Maker(spec, FIELDS, _pair, _write).make(tokenizer, out)
+
+
+def question_of(prompt: Any) -> list[dict[str, Any]]:
+    """The messages of a prompt, which may be a text. Raises NotRendered."""
+    return checked_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+
+def answered(template: ChatTemplate, end: int | None, question: list[dict[str, Any]], answer: str) -> Text:
+    """A question with an answer, up to the token that ends it. end: that token where the template writes none.
+
+    Raises NotRendered.
+    """
+    tokens = template.conversation([*question, {"role": "assistant", "content": answer}], turns="last")
+    learnt = np.flatnonzero(tokens.mask)
+    if not len(learnt) or not learnt[0]:
+        raise NotRendered("the chat template shows no answer after the question")
+    ids = tokens.ids[: learnt[-1] + 1].astype(np.int64)
+    if end is not None:
+        ids = np.append(ids, end)
+    return Text(ids, int(learnt[0]))
+
+
+def _pair(template: ChatTemplate, end: int | None, fields: dict[str, Any]) -> Made:
+    question = question_of(fields["prompt"])
+    chosen, rejected = (_answer(question, fields[name]) for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise NotRendered("both answers are the same")
+    texts = (answered(template, end, question, chosen), answered(template, end, question, rejected))
+    shown = [*question, {"role": "assistant", "content": chosen}]
+    short = sum(len(m["content"]) for m in shown) <= SAMPLE_CHARACTERS
+    return Made(texts, json.dumps(question, sort_keys=True), shown if short else None)
+
+
+def _answer(question: list[dict[str, Any]], given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    messages = checked_messages(given)
+    if messages[-1]["role"] != "assistant":
+        raise NotRendered("an answer's last message is not the assistant's")
+    if len(messages) > 1 and messages[:-1] != question:
+        raise NotRendered("an answer's messages do not begin with those of the prompt")
+    return str(messages[-1]["content"])
+
+
+def _write(folder: Path, split: str, pairs: list[tuple[Text, Text]]) -> tuple[str, dict[str, Any]]:
+    texts = [text for pair in pairs for text in pair]
+    tokens = np.concatenate([text.tokens for text in texts])
+    arrays = {
+        "tokens": tokens.astype(np.uint32),
+        "start": np.cumsum([0, *(len(text.tokens) for text in texts)], dtype=np.int64),
+        "answer": np.array([text.answer for text in texts], np.int64),
+    }
+    save_file(arrays, folder / f"{split}.safetensors")
+    return f"{split}.safetensors", {"count": len(pairs), "tokens": len(tokens)}
+
+
+class PairRows:
+    """One split of a prepared folder, packed for one sequence length. Text 2p is pair p's chosen one, 2p + 1 rejected.
+
+    Pairs that do not fit a row are left out; `left_out` counts them.
+    """
+
+    def __init__(self, path: Path, split: str, sequence_length: int, vocabulary: int):
+        """Raises UsageError when no pair fits, RunError for damaged data."""
+        self.directory, self.split, self.sequence_length = path, split, sequence_length
+        self.index = open_index(path, "preference", vocabulary)
+        arrays = load_file(path / self.index["splits"][split]["file"])
+        self._tokens, self._start, self._answer = arrays["tokens"], arrays["start"], arrays["answer"]
+        rooms = np.diff(self._start) - 1
+        pair_rooms = rooms[0::2] + rooms[1::2]
+        fits = np.flatnonzero(pair_rooms <= sequence_length)
+        self.left_out = len(pair_rooms) - len(fits)
+        if not len(fits):
+            raise UsageError(
+                f"batch.sequence_length: no pair of the {split} split fits {sequence_length} tokens, the shortest "
+                f"takes {pair_rooms.min()}; give a longer one"
+            )
+        self.rows = [fits[row] for row in pack_units(pair_rooms[fits], sequence_length)]
+        self._pairs_of_row = np.array([len(row) for row in self.rows], np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self._pairs_of_row.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.sequence_length
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.index["vocab_size"])
+
+    @property
+    def filler(self) -> int:
+        return int(self.index["eos_id"])
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.index)
+
+    @cached_property
+    def scored_start(self) -> NDArray[np.int64]:
+        """Where each text's scored tokens begin when those of all texts stand after one another; [texts + 1]."""
+        return np.concatenate(([0], np.cumsum(np.diff(self._start) - self._answer)))
+
+    def max_boundaries(self, rows: int) -> int:
+        """The most texts and paddings that `rows` rows can hold."""
+        return rows * (2 * int(self._pairs_of_row.max()) + 1)
+
+    def text(self, number: int) -> Text:
+        part = slice(int(self._start[number]), int(self._start[number + 1]))
+        return Text(self._tokens[part].astype(np.int64), int(self._answer[number]))
+
+    def pairs_at(self, seed: int, positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """The pairs of the rows at these positions of the endless shuffled order."""
+        epoch, inside = np.divmod(np.asarray(positions, np.int64), self.num_rows)
+        found = np.empty_like(inside)
+        for e in np.unique(epoch).tolist():
+            mine = epoch == e
+            found[mine] = permute(inside[mine], self.num_rows, key_of(seed, e, self.sequence_length))
+        return [self.rows[row] for row in found.tolist()]
+
+    def texts_of(self, rows: Sequence[NDArray[np.int64]]) -> list[list[Text]]:
+        """Chosen, rejected, chosen, rejected ... of each row's pairs."""
+        return [[self.text(2 * int(p) + side) for p in row for side in (0, 1)] for row in rows]

@@ -1,0 +1,212 @@
+"""Prepared folders of preference pairs and of questions: made once, whole or not at all, checked when opened.
+
+NAME/index.json   what it holds, from what, with checksums      NAME/tokenizer.json, chat_template.jinja, ...
+     train.*      one file for each split                       NAME/samples.json   a few held-out questions
+     val.*
+"""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from deskside.data import shards
+from deskside.data import tokenizer as bpe
+from deskside.data.chat_template import ChatTemplate, NotRendered
+from deskside.data.records import Record, content_key, iter_records
+from deskside.data.scan import is_validation
+from deskside.data.sources import BadInputLog, Source
+from deskside.errors import RunError, UsageError
+
+VERSION = 1
+FEWEST_HELD_OUT = 32
+SAMPLES, SAMPLE_CHARACTERS = 4, 600
+SAMPLES_FILE = "samples.json"
+Kind = Literal["preference", "questions"]
+NOUN = {"preference": "pair", "questions": "question"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What decides a prepared folder, apart from the tokenizer. `options` are those of the kind itself."""
+
+    kind: Kind
+    sources: tuple[str, ...]
+    val_sources: tuple[str, ...] = ()
+    val_fraction: float | None = None
+    most_held_out: int = 500
+    seed: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def key(self, tokenizer: Path) -> str:
+        """A short name of what is made, from the content of everything that decides it. Raises UsageError."""
+        parts = [content_key([Source.parse(s) for s in names]) for names in (self.sources, self.val_sources)]
+        parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", "chat_template.jinja")]
+        parts.append(
+            repr((VERSION, self.kind, self.val_fraction, self.most_held_out, self.seed, self.options))
+        )
+        return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
+
+
+@dataclass
+class Made:
+    """One item: what its split's file holds of it, which question it asks (so that copies of a question stand on one
+    side), and a conversation to show, if it is short enough."""
+
+    value: Any
+    question: str
+    sample: list[dict[str, str]] | None
+
+
+@dataclass
+class Maker:
+    """Makes a folder.
+
+    `item` turns a record into `Made`, given the template, and the token that must end an answer where the template
+    writes none; it raises NotRendered for what cannot be used. `write` puts a split's values into a file and returns
+    its name, and facts for the index.
+    """
+
+    spec: Spec
+    fields: tuple[str, ...]
+    item: Callable[[ChatTemplate, int | None, dict[str, Any]], Made]
+    write: Callable[[Path, str, list[Any]], tuple[str, dict[str, Any]]]
+    log: BadInputLog = field(default_factory=BadInputLog)
+    duplicates: int = 0
+
+    def make(self, tokenizer: Path, out: Path) -> dict[str, Any]:
+        """The folder `out`, which must not exist. Raises UsageError and RunError; nothing is left then."""
+        noun = NOUN[self.spec.kind]
+        if not self.spec.sources:
+            raise UsageError(
+                f"--data: no {noun}s were named; give a .jsonl or .parquet file, a folder or hf:owner/name"
+            )
+        if out.exists():
+            raise UsageError(f"{out}: is there already; remove it, or give another --data.path")
+        with _folder(tokenizer, out) as new:
+            self._template, coder = ChatTemplate(new), bpe.load(new)
+            eos = bpe.end_of_text(coder, new)[1]
+            self._end = eos if self._template.turn_end is None else None
+            val = list(self._items(self.spec.val_sources))
+            asked = {made.question for made in val}
+            train = []
+            everything = list(self._items(self.spec.sources))
+            fraction = self._fraction(len(everything)) if not val else 0.0
+            for made in everything:
+                if made.question in asked and self.spec.val_sources:
+                    self.duplicates += 1
+                elif is_validation(made.question.encode(), self.spec.seed, fraction):
+                    val.append(made)
+                else:
+                    train.append(made)
+            if train and not val:  # so few that the share caught none
+                train, val = train[:-1], train[-1:]
+            splits = {}
+            for name, items in (("train", train), ("val", val)):
+                if not items:
+                    raise UsageError(f"--data: no {noun} is left for the {name} split{self._why()}")
+                file, facts = self.write(new, name, [made.value for made in items])
+                splits[name] = {"file": file, "checksum": shards.checksum_file(new / file), **facts}
+            samples = [made.sample for made in val if made.sample][:SAMPLES]
+            (new / SAMPLES_FILE).write_text(json.dumps(samples, ensure_ascii=False, indent=1) + "\n", "utf-8")
+            index = {
+                "schema_version": VERSION,
+                "kind": self.spec.kind,
+                "vocab_size": max(coder.get_vocab(with_added_tokens=True).values()) + 1,
+                "eos_id": eos,
+                "tokenizer": shards.checksum_file(new / "tokenizer.json"),
+                "splits": splits,
+                "left_out": self.log.as_dict(),
+                "duplicates_of_validation": self.duplicates,
+            }
+            (new / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        return index
+
+    def _fraction(self, count: int) -> float:
+        if self.spec.val_fraction is not None:
+            return self.spec.val_fraction
+        share = min(0.05, self.spec.most_held_out / max(1, count))
+        return max(share, min(0.1, FEWEST_HELD_OUT / max(1, count)))
+
+    def _items(self, names: Iterable[str]) -> Iterator[Made]:
+        for name in names:
+            for record in iter_records(Source.parse(name), self.fields, self.log):
+                try:
+                    yield self.item(self._template, self._end, record.fields)
+                except NotRendered as error:
+                    self._refuse(record, error)
+
+    def _refuse(self, record: Record, error: NotRendered) -> None:
+        self.log.add(f"no {NOUN[self.spec.kind]} that can be used", record.origin, str(error))
+
+    def _why(self) -> str:
+        if not self.log.total:
+            return "; give more, or held-out ones with --align.val"
+        first = "; ".join(
+            f"{n} x {reason}, first {self.log.examples[reason][0]}" for reason, n in self.log.counts.items()
+        )
+        return f" ({first})"
+
+
+@contextlib.contextmanager
+def _folder(tokenizer: Path, out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` with the tokenizer's files, which becomes `out` when all went well."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
+    except OSError as error:
+        raise shards.disk_error(out, error) from error
+    try:
+        for file in tokenizer.iterdir():
+            shutil.copyfile(file, new / file.name)
+        yield new
+        new.chmod(0o755)
+        new.rename(out)
+    except OSError as error:
+        raise shards.disk_error(out, error) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
+    """index.json of a prepared folder. Raises UsageError for another kind or too many tokens, RunError when damaged."""
+    try:
+        index: dict[str, Any] = json.loads((path / "index.json").read_text("utf-8"))
+        found = index.get("kind", "text")
+        splits = index["splits"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{path / 'index.json'}: is damaged ({error}); prepare the data again") from None
+    if found != kind:
+        raise UsageError(f"data.path: {path} holds {found}, not {kind}; give {NOUN[kind]}s with --data")
+    if index["vocab_size"] > vocabulary:
+        raise UsageError(
+            f"model.vocab_size: {path} has {index['vocab_size']} tokens, the model {vocabulary}; prepare it with the "
+            "model's own tokenizer"
+        )
+    for split in splits.values():
+        file = path / split["file"]
+        if not file.is_file() or shards.checksum_file(file) != split["checksum"]:
+            raise RunError(f"{file}: is not what was written there; remove {path} and prepare the data again")
+    return index
+
+
+def fingerprint(index: dict[str, Any]) -> str:
+    """Of what the splits hold, wherever they lie."""
+    parts = [index["tokenizer"], *(split["checksum"] for split in index["splits"].values())]
+    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+
+def told(index: dict[str, Any], say: Callable[[str], None]) -> None:
+    """What a person should know of prepared data."""
+    noun, splits = NOUN[index["kind"]], index["splits"]
+    say(f"{splits['train']['count']:,} {noun}s to train on, {splits['val']['count']:,} held out")
+    for reason, left in index["left_out"].items():
+        say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
+    if index["duplicates_of_validation"]:
+        say(f"left out: {index['duplicates_of_validation']:,} that are held out too")
