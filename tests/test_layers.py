@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "deskside"
 
 # Highest first, as in the design. Modules of the top floor may import anything.
-TOP = ("cli", "cli_study", "cli_train", "go", "__main__")
+TOP = ("cli", "cli_align", "cli_align_dpo", "cli_align_grpo", "cli_study", "cli_train", "go", "__main__")
 SHELF = (
     "dashboard", "serve", "report",
     "study", "plan", "probe",

@@ -18,6 +18,7 @@ from deskside.errors import RunError
 from deskside.train.rundir import RunDirectory
 
 CURVE_POINTS = 200
+ROWS_PER_TEXT = 1.25  # tokens of the rows that hold a text, padding and ends of documents included, at most
 LAST_SHARE = 0.05  # of the logged steps, that the training loss is the mean of
 SETTLING_SECONDS, SETTLING_SHARE = (
     10.0,
@@ -73,7 +74,7 @@ def measure(run: Path, config: RunConfig) -> Measured:
     precision = plan.get("precision")
     return Measured(
         {key: float(value) for key, value in found.items() if value is not None},
-        _curve(steps, found.get("val_bpb")),
+        _curve(steps, found.get("val_bpb") if _whole_split(summary, config) else None),
         not precision["native"] if isinstance(precision, Mapping) and "native" in precision else None,
         _read(run, "environment.json"),
     )
@@ -176,6 +177,16 @@ def _micro_tokens(plan: Mapping[str, Any], config: RunConfig) -> float | None:
     fits = plan.get("fit")
     rows = _number(fits[-1], "micro_rows") if isinstance(fits, list) and fits else None
     return None if rows is None else rows * config.stages()[-1].sequence_length
+
+
+def _whole_split(summary: Mapping[str, Any], config: RunConfig) -> bool:
+    """Whether evaluations on the way read the text of the one at the end, which takes the whole split.
+
+    Of another text the last point would stand on a curve of its own, and arms compared at equal tokens would be read
+    off both.
+    """
+    whole = _number(summary, "val_tokens")
+    return whole is not None and config.evaluate.tokens >= ROWS_PER_TEXT * whole
 
 
 def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, float | None]]:

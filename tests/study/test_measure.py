@@ -162,7 +162,7 @@ def test_a_thinned_curve_keeps_what_matters(
     for row in rows:
         if row["step"] in evaluated:
             row["val_bpb"] = 2.0
-    summary = {"val_bpb": 1.0} if finished else None
+    summary = {"val_bpb": 1.0, "val_tokens": 500_000} if finished else None
     curve = measure(write(tmp_path_factory.mktemp("run"), rows, summary), CONFIG).curve
     places = [point["tokens"] for point in curve]
     assert len(curve) == min(steps, CURVE_POINTS) and places == sorted(set(places))
@@ -172,6 +172,14 @@ def test_a_thinned_curve_keeps_what_matters(
         there = len({n for n in evaluated if n <= steps} | ({steps} if finished else set()))
         assert kept >= min(there, CURVE_POINTS - 1)
         assert (curve[-1]["val_bpb"] == 1.0) == finished
+
+
+def test_the_end_stands_on_the_curve_only_where_all_its_points_are_of_one_text(tmp_path: Path) -> None:
+    rows = rows_of(10)
+    rows[4]["val_bpb"] = 2.0
+    summary = {"val_bpb": 1.0, "val_tokens": 5_000_000}  # evaluations on the way take 1,000,000 tokens of it
+    curve = measure(write(tmp_path, rows, summary), CONFIG).curve
+    assert [point["val_bpb"] for point in curve if point["val_bpb"] is not None] == [2.0]
 
 
 # Quantised parameters, against the layers that a recipe is applied to
