@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "sft": ("deskside.cli_align", "run", "fine-tune a model on conversations, to answer in them"),
     "eval": ("deskside.serve.commands", "run_eval", "bits per byte of a run or a Hugging Face model"),
     "chat": ("deskside.serve.commands", "run_chat", "talk to a run or a Hugging Face model in the terminal"),
+    "serve": ("deskside.serve.server", "run_serve", "a model behind OpenAI's API, with a page to chat in"),
     "export": ("deskside.serve.commands", "run_export", "write a run as a Hugging Face model"),
     "study": (
         "deskside.cli_study",

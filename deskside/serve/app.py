@@ -1,0 +1,369 @@
+"""The server's paths: OpenAI's three, /health, and a page to chat in.
+
+A request takes one place for each choice that it wants, from its admission to its last byte. When all are taken the
+next one hears 429 and when to come back. A client that goes away gives its places back at once.
+"""
+
+import asyncio
+import base64
+import hashlib
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from deskside import __version__
+from deskside.data.chat_template import NotRendered
+from deskside.engine.engine import Engine
+from deskside.engine.requests import Answer, Event, check_prompt
+from deskside.engine.requests import Request as EngineRequest
+from deskside.errors import RunError, UsageError
+from deskside.export.load import Loaded
+from deskside.serve.answers import DONE, Writer, sse
+from deskside.serve.prompts import Prompts
+from deskside.serve.protocol import ChatRequest, CompletionRequest, Refusal, read
+from deskside.serve.worker import Ticket, Told, Worker
+
+T = TypeVar("T")
+RETRY_SECONDS = 1
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is served. places: choices that run or wait at once. max_tokens: of one answer. longest: tokens that a
+    prompt and its answer may have together."""
+
+    loaded: Loaded
+    engine: Engine
+    name: str
+    places: int
+    max_tokens: int
+    longest: int
+    on_failure: Callable[[RunError], None]
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application; the engine's thread lives as long as it does."""
+    desk = _Desk(service)
+    text, policy = _read_page()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        desk.worker = Worker(service.engine, asyncio.get_running_loop(), service.on_failure)
+        desk.worker.start()
+        yield
+        desk.worker.stop()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Refusal) -> Response:
+        retry = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+        return JSONResponse(refusal.body, refusal.status, {**HEADERS, **retry})
+
+    @app.exception_handler(HTTPException)
+    async def no_such_path(request: Request, error: HTTPException) -> Response:
+        told = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+        return JSONResponse(told.body, error.status_code, {**HEADERS, **(error.headers or {})})
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        told = Refusal(500, "the server failed on this request; its own log says why")
+        return JSONResponse(told.body, 500, HEADERS)
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(text, headers={**HEADERS, **policy})
+
+    @app.get("/health")
+    async def health() -> Response:
+        failed = desk.worker is not None and desk.worker.failed is not None
+        return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200, HEADERS)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [desk.card]}, headers=HEADERS)
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        desk.check_model(name)
+        return JSONResponse(desk.card, headers=HEADERS)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await desk.answer(read(ChatRequest, await request.body()), request)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await desk.answer(read(CompletionRequest, await request.body()), request)
+
+    return app
+
+
+class _Desk:
+    """Where requests are admitted and answered."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self.worker: Worker | None = None
+        self._taken = 0
+        self._prompts = Prompts(service.loaded)
+        self._coding = ThreadPoolExecutor(1, "prompts")  # long texts must not stop the event loop
+        step = service.loaded.step
+        self._fingerprint = f"deskside-{__version__}" + ("" if step is None else f"-step-{step}")
+        self.card = {
+            "id": service.name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "deskside",
+            "max_model_len": service.longest,
+            "chat_template": self._prompts.chats,
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Raises Refusal for a model that is not served here."""
+        if name is not None and name != self.service.name:
+            raise Refusal(
+                404,
+                f"model: {name[:80]} is not served here; this is {self.service.name}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
+        """The response, or one that will stream. Raises Refusal."""
+        self.check_model(asked.model)
+        many = len(asked.prompts()) if isinstance(asked, CompletionRequest) else 1
+        weight = many * asked.count
+        self._take(weight)
+        job: _Job | None = None
+        try:
+            prompts = await asyncio.get_running_loop().run_in_executor(self._coding, self._encode, asked)
+            job = self._begin(asked, prompts, weight)
+            if asked.stream:
+                return _Streamed(job)
+            found = await _unless_gone(job.whole(), request.receive)
+        except BaseException:
+            self._end(job, weight)
+            raise
+        self._end(job, weight)
+        return JSONResponse(found, headers=HEADERS) if found is not None else Response(status_code=499)
+
+    def _take(self, weight: int) -> None:
+        places = self.service.places
+        if weight > places:
+            raise Refusal(400, f"n: {weight} choices in one request; {places} at most", param="n")
+        if self._taken + weight > places:
+            raise Refusal(
+                429,
+                f"all {places} places are taken; try again in a moment",
+                code="rate_limit_exceeded",
+                retry_after=RETRY_SECONDS,
+            )
+        self._taken += weight
+
+    def _end(self, job: "_Job | None", weight: int) -> None:
+        """Give places back, and what the engine still holds for them."""
+        self._taken -= weight
+        if job is not None:
+            job.cancel()
+
+    def _encode(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
+        """Tokens of every prompt. Raises Refusal."""
+        if isinstance(asked, ChatRequest):
+            if not self._prompts.chats:
+                raise Refusal(
+                    400,
+                    "this model has no chat template, so it cannot chat; use /v1/completions",
+                    param="messages",
+                )
+            try:
+                prompts = [self._prompts.messages(asked.turns())]
+            except NotRendered as error:
+                raise Refusal(400, str(error), param="messages") from None
+        else:
+            prompts = [self._prompts.text(p) if isinstance(p, str) else p for p in asked.prompts()]
+        longest = self.service.longest
+        for prompt in prompts:
+            name = "messages" if isinstance(asked, ChatRequest) else "prompt"
+            if len(prompt) >= longest:
+                raise Refusal(
+                    400,
+                    f"{name}: {len(prompt)} tokens, and this server takes {longest - 1} at most",
+                    param=name,
+                    code="context_length_exceeded",
+                )
+            try:
+                check_prompt(prompt, self.service.loaded.config.vocab_size, longest, name)
+            except UsageError as error:
+                raise Refusal(400, str(error), param=name) from None
+        return prompts
+
+    def _begin(
+        self, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], weight: int
+    ) -> "_Job":
+        service = self.service
+        most = service.max_tokens
+        if asked.limit is not None and asked.limit > most:
+            raise Refusal(
+                400, f"max_tokens: {asked.limit} is more than this server's {most}", param="max_tokens"
+            )
+        seed = int.from_bytes(os.urandom(8)) if asked.seed is None else asked.seed % (1 << 64)
+        requests = [
+            EngineRequest(
+                tuple(prompt),
+                min(most if asked.limit is None else asked.limit, service.longest - len(prompt)),
+                asked.sampling(),
+                seed,
+                samples=asked.count,
+                first_sample=number * asked.count,
+                eos_tokens=service.loaded.eos_tokens,
+                stop_strings=asked.stops,
+                logprobs=asked.wants_logprobs,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        chat = isinstance(asked, ChatRequest)
+        tokenizer = service.loaded.tokenizer
+        writer = Writer(chat, service.name, self._fingerprint, tokenizer, asked.wants_logprobs)
+        assert self.worker is not None  # the lifespan has begun
+        return _Job(self.worker, requests, writer, asked.usage_in_stream, lambda job: self._end(job, weight))
+
+
+class _Job:
+    """The engine's requests that one HTTP request has become. ended: gives its places back."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        requests: Sequence[EngineRequest],
+        writer: Writer,
+        usage: bool,
+        ended: Callable[["_Job"], None],
+    ):
+        self.ended = ended
+        self._worker, self._requests, self._writer, self._usage = worker, requests, writer, usage
+        self._news: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
+        self._left = sum(request.samples for request in requests)
+        self._tickets: list[Ticket] = []
+        try:
+            for number, request in enumerate(requests):
+                self._tickets.append(worker.submit(request, partial(self._hear, number)))
+        except RunError as error:
+            self.cancel()
+            raise Refusal(503, str(error)) from None
+
+    def _hear(self, number: int, told: Told) -> None:
+        self._news.put_nowait((number, told))
+
+    @property
+    def _prompts(self) -> list[int]:
+        return [len(request.prompt) for request in self._requests]
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        if self._left:
+            for ticket in self._tickets:
+                self._worker.cancel(ticket)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer when all of it is there. Raises Refusal when the engine fails."""
+        answers = [Answer(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
+        async for choice, event in self._events():
+            answers[choice].add(event)
+        return self._writer.whole(answers, self._prompts)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The answer as it comes. A failure is the last thing that is said, as OpenAI says it."""
+        choices = self._left
+        said, count = [0] * choices, 0
+        if self._writer.chat:
+            for choice in range(choices):
+                yield self._writer.first(choice)
+        try:
+            async for choice, event in self._events():
+                count += event.token is not None
+                if event.text or event.reason is not None or (event.logprob is not None):
+                    yield self._writer.piece(choice, event, said[choice])
+                said[choice] += len(event.text)
+        except Refusal as refusal:
+            yield sse(refusal.body)
+            return
+        if self._usage:
+            yield self._writer.counts(self._prompts, count)
+        yield DONE
+
+    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+        samples = self._requests[0].samples
+        while self._left:
+            number, told = await self._news.get()
+            if isinstance(told, Exception):
+                raise Refusal(503 if isinstance(told, RunError) else 400, str(told))
+            self._left -= told.reason is not None
+            yield number * samples + told.sample, told
+
+
+class _Streamed(Response):
+    """A stream of server-sent events, which ends its job however it ends."""
+
+    def __init__(self, job: _Job):
+        super().__init__(media_type="text/event-stream", headers=HEADERS)
+        self._job = job
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for piece in self._job.pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        try:
+            await _unless_gone(write(), receive)
+        finally:
+            self._job.ended(self._job)
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """What `work` gives; None, and an end to it, when the client has gone away before."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return doing.result() if doing.done() else None
+    finally:
+        doing.cancel()
+        leaving.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+def _read_page() -> tuple[str, dict[str, str]]:
+    """The page, and headers that let it run nothing but its own script and style, and talk to nobody but us."""
+    text = files("deskside.serve").joinpath("page.html").read_text("utf-8")
+
+    def digest(tag: str) -> str:
+        inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert inside is not None
+        return base64.b64encode(hashlib.sha256(inside[1].encode()).digest()).decode()
+
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, {"content-security-policy": policy, "referrer-policy": "no-referrer"}
