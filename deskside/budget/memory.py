@@ -44,6 +44,9 @@ last pass of a step. So every GPU holds whole gradients when there are several p
 of the blocks on their way and of the root, whose group is the last to leave. A test tracks two processes doing it.
 Replicas copy their gradients into a bucket to sum them.
 
+Where adapters train beside frozen weights (`budget/adapters.py`), gradients and optimiser states are theirs alone, no
+head's gradient is there, and a frozen weight in codes is in the activations' dtype while it is used.
+
 What lies beside blocks that torch compiles was found from 63 configurations measured on an H200, with the loss of that
 day (docs/planner-accuracy.md): 7 D bytes per token for the stream's two ends, 1.36 times a part's activations while it
 is recomputed and differentiated.
@@ -52,10 +55,11 @@ is recomputed and differentiated.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deskside.budget.adapters import adapter_params, dense_bytes, frozen_bytes, kept_more
 from deskside.budget.formats import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
 from deskside.budget.states import on_gpu
-from deskside.budget.work import Checkpointing, Work
+from deskside.budget.work import AdapterWork, Checkpointing, Work
 
 ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm
 END = 4  # the same of the hand-written step, and only until the backward begins
@@ -112,7 +116,64 @@ def instants(shape: Shape, work: Work) -> dict[str, Memory]:
     return {name: Memory({k: int(v) for k, v in items.items()}, name) for name, items in found.items()}
 
 
+def _adapted_instants(shape: Shape, work: Work, adapter: AdapterWork) -> dict[str, dict[str, float]]:
+    """The four instants where only adapters train. Blocks run as they are written."""
+    trained = 4.0 * adapter_params(shape, adapter)
+    D, V, N = shape.hidden_size, shape.vocab_size, work.micro_tokens
+    wide = work.precision == "fp32"
+    width, rung = 2 if wide else 1, work.activation_checkpointing
+    parts = _Parts(shape, work.compiled, width)
+    always: dict[str, float] = {
+        "weights": frozen_bytes(shape, adapter) + trained,
+        "optimizer": on_gpu(shape, work),
+    }
+    more = width * kept_more(shape, work)
+    kept = parts.kept(rung) + shape.num_hidden_layers * more * {"none": 1.0, "block": 0.0}.get(rung, 0.5)
+    # Weights in 16 bits are what BF16 activations meet; for others autograd keeps a copy.
+    copies = 4.0 * parts.copied_weights(rung) if wide and adapter.base == "bf16" else 0.0
+    ends, dense = ENDS * N * D * width, dense_bytes(shape, work)
+    earlier = trained if work.accumulation > 1 else 0.0
+    logits = min(work.loss_chunk_tokens, N) * V * logit_bytes(work) + hidden_bytes(work) * N * D
+    bucket = 0 if work.gpus == 1 else min(trained, 4.0 * BUCKET_WEIGHTS)
+    return {
+        "loss": {
+            **always,
+            "gradients": earlier,
+            "copies": copies + (4 * V * D if wide else 0),
+            "activations": N * kept + ends,
+            "logits": logits,
+            "workspace": LIBRARIES,
+        },
+        "backward": {
+            **always,
+            "gradients": earlier,
+            "copies": copies,
+            "activations": N * kept + ends,
+            "logits": 0,
+            "workspace": LIBRARIES + N * (parts.backward(rung) + (more if rung == "block" else 0)) + dense,
+        },
+        "gradients": {
+            **always,
+            "gradients": trained,
+            "copies": 0,
+            "activations": N * (parts.block + more) + ends,
+            "logits": 0,
+            "workspace": LIBRARIES + N * parts.last_gradients + dense,
+        },
+        "update": {
+            **always,
+            "gradients": trained,
+            "copies": 0,
+            "activations": 0,
+            "logits": 0,
+            "workspace": LIBRARIES + bucket,
+        },
+    }
+
+
 def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
+    if work.adapter is not None:
+        return _adapted_instants(shape, work, work.adapter)
     parameters, matrices = num_params(shape), block_matrices(shape)
     D, V, N = shape.hidden_size, shape.vocab_size, work.micro_tokens
     width = 2 if work.precision == "fp32" else 1  # the tables' bytes are bfloat16's

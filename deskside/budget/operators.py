@@ -15,12 +15,17 @@ for each channel of keys), and 2.
 A weight is cast once in the forward pass, and its gradient is cast and added up in float32: 24 bytes per weight and
 pass; once per step where BF16 weights are cached and the products add gradients up themselves. Muon's iteration is
 Newton-Schulz on the smaller side of each logical matrix (Jordan et al. 2024).
+
+A frozen weight has no gradient, which saves a third of its products; in codes it is read, and written dense, for each
+of them. An adapter beside it reads and writes what enters and leaves it 4 times more in both passes. That is counted by
+hand and not measured yet.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from deskside.budget.adapters import adapter_params, matrix_bytes, projection_sizes
 from deskside.budget.formats import FP8_TRAFFIC, Kind, RunsAs, kinds, nvfp4_bytes, quantized, runs_as
 from deskside.budget.shape import (
     Shape,
@@ -104,13 +109,14 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
     rope = elements * ((q + kv) * units.rope + kv * units.rope_keys)
     activation = elements * inside * (units.gated if shape.gated_mlp else units.plain)
 
+    each = float(product_flops(work))
     found = [
-        *_products("attention projections", 6.0 * tokens * layers * attention_weights, shape, work),
-        *_products("MLP", 6.0 * tokens * layers * mlp_weights, shape, work),
+        *_products("attention projections", each * tokens * layers * attention_weights, shape, work),
+        *_products("MLP", each * tokens * layers * mlp_weights, shape, work),
         Operator(
             "head",
             "head",
-            6.0 * tokens * D * shape.vocab_size,
+            each * tokens * D * shape.vocab_size,
             runs_as=runs_as("fp8", work.native) if work.fp8_head else _plain(work),
         ),
         Operator("attention", "attention", 3 * scores, width=shape.head_dim),
@@ -118,7 +124,8 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
         Operator("QK-norm and RoPE", "traffic", rope),
         Operator("activation", "traffic", activation),
         Operator("loss", "loss_traffic", tokens * shape.vocab_size * unit * loss_units(work)),
-        Operator("weights", "weights", float(WEIGHT_BYTES * num_params(shape) * weight_passes(work))),
+        *_weights(shape, work),
+        *_adapters(shape, work),
         Operator("layers", "layers", float(layers * work.accumulation)),
         *_quantizing(norm + rope + activation, values_quantized(shape, tokens), work, layers),
     ]
@@ -159,6 +166,38 @@ def loss_units(work: Work) -> float:
 def weight_passes(work: Work) -> int:
     """Passes of a step in which weights are cast and gradients added up outside of products."""
     return 1 if work.copies == "step" and work.precision == "bf16" else work.accumulation
+
+
+def product_flops(work: Work) -> int:
+    """Of a weight and token: output, gradient of the input and, where it trains, its own."""
+    return 6 if work.adapter is None else 4
+
+
+def _weights(shape: Shape, work: Work) -> list[Operator]:
+    """Casts of weights, and their gradients added up; dense forms of codes, for every product again."""
+    if work.adapter is None:
+        return [Operator("weights", "weights", float(WEIGHT_BYTES * num_params(shape) * weight_passes(work)))]
+    trained = float(WEIGHT_BYTES * adapter_params(shape, work.adapter) * work.accumulation)
+    found = [Operator("weights", "weights", trained)]
+    if work.adapter.base != "bf16":
+        uses = 2 if work.activation_checkpointing == "none" else 3
+        once = matrix_bytes(shape, work.adapter) + 2.0 * block_matrices(shape)
+        found.append(Operator("dense forms of codes", "weights", uses * once * work.accumulation))
+    return found
+
+
+def _adapters(shape: Shape, work: Work) -> list[Operator]:
+    if work.adapter is None:
+        return []
+    tokens = float(work.tokens // work.gpus)
+    sizes = projection_sizes(shape)
+    channels = sum(sum(sizes[name]) for name in work.adapter.targets)
+    traffic = 4.0 * tokens * shape.num_hidden_layers * channels * (4 if work.precision == "fp32" else 2)
+    flops = 6.0 * tokens * adapter_params(shape, work.adapter)
+    return [
+        Operator("adapters", "matmul", flops, runs_as=_plain(work)),
+        Operator("adapters' inputs and outputs", "traffic", traffic),
+    ]
 
 
 def _plain(work: Work) -> RunsAs:
@@ -242,7 +281,7 @@ def newton_schulz_flops(shape: Shape) -> float:
 
 def _optimizer(shape: Shape, work: Work) -> list[Operator]:
     """The update, once per step. Sharded AdamW updates its shard; every GPU does all of Muon's iteration."""
-    parameters, matrices = num_params(shape), block_matrices(shape)
+    parameters, matrices = trained_params(shape, work), block_matrices(shape)
     shards = work.gpus if work.sharded else 1
     adamw, muon = adamw_bytes(work), muon_bytes(work)
     if work.optimizer == "adamw":
@@ -252,6 +291,11 @@ def _optimizer(shape: Shape, work: Work) -> list[Operator]:
         Operator("Muon", "optimizer_traffic", muon * matrices),
         Operator("AdamW", "optimizer_traffic", adamw * (parameters - matrices) / shards),
     ]
+
+
+def trained_params(shape: Shape, work: Work) -> int:
+    """Numbers that the optimizer updates."""
+    return num_params(shape) if work.adapter is None else adapter_params(shape, work.adapter)
 
 
 def adamw_bytes(work: Work) -> float:
@@ -267,7 +311,7 @@ def muon_bytes(work: Work) -> float:
 def _between_gpus(shape: Shape, work: Work) -> list[Operator]:
     """Bytes that each GPU sends and receives, and what travels to the host where the optimizer lives there."""
     found = []
-    weights = 4.0 * num_params(shape)
+    weights = 4.0 * trained_params(shape, work)
     share = (work.gpus - 1) / work.gpus
     if work.gpus > 1 and work.sharded:
         # Blocks are gathered in the forward and in the backward of every pass, the rest once for both; gradients are

@@ -11,6 +11,7 @@ are those of `optim/offload.py`; a test holds them equal.
 
 from dataclasses import dataclass
 
+from deskside.budget.adapters import adapter_params
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
 from deskside.budget.work import StateFormat, Work
 
@@ -44,7 +45,10 @@ class StateBytes:
 
 
 def state_bytes(shape: Shape, work: Work) -> StateBytes:
-    """Of one GPU's optimiser."""
+    """Of one GPU's optimiser. Adapters are matrices, and all that trains."""
+    if work.adapter is not None:
+        each = ADAMW_STATE[work.states]
+        return StateBytes(each * adapter_params(shape, work.adapter), 0.0, 0.0, each)
     shards = work.gpus if work.sharded else 1
     matrices, tables = block_matrices(shape), root_params(shape)
     vectors = num_params(shape) - matrices - tables

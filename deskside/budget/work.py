@@ -12,6 +12,15 @@ StateFormat = Literal["float32", "bfloat16", "8bit"]
 
 
 @dataclass(frozen=True)
+class AdapterWork:
+    """What trains beside frozen weights: rank of the adapters, the projections that have one, format of the weights."""
+
+    rank: int
+    targets: tuple[str, ...]
+    base: Literal["bf16", "int8", "nf4"]
+
+
+@dataclass(frozen=True)
 class Work:
     """One optimiser step. Raises ValueError for sizes that do not divide.
 
@@ -23,7 +32,7 @@ class Work:
     products are in FP8; copies: how long BF16 copies of weights are kept, "pass": from forward to backward
     (autograd), "step": from pass to pass (the cache, as formats below 16 bits always have it), "use": not at all;
     states: format of the optimizer states; offload_optimizer: they lie on the host and are streamed through the GPU
-    at each step.
+    at each step; adapter: only adapters train, beside weights that are frozen.
     """
 
     sequence_length: int
@@ -43,6 +52,7 @@ class Work:
     loss_chunk_tokens: int = 8192
     states: StateFormat = "float32"
     offload_optimizer: bool = False
+    adapter: AdapterWork | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "tokens", "micro_tokens", "gpus", "loss_chunk_tokens"):

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from typing import TypedDict
 
 from deskside.budget.formats import LowKind, Precision
-from deskside.budget.work import Checkpointing, CopiesKept, OptimizerName, StateFormat
+from deskside.budget.work import AdapterWork, Checkpointing, CopiesKept, OptimizerName, StateFormat
+from deskside.config.adapter import PROJECTIONS
 from deskside.config.dimensions import projections
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
@@ -22,6 +23,7 @@ class StepOptions(TypedDict):
     offload_optimizer: bool
     activation_checkpointing: Checkpointing
     loss_chunk_tokens: int
+    adapter: AdapterWork | None
 
 
 class FormatOptions(TypedDict):
@@ -42,7 +44,19 @@ def step_options(config: RunConfig) -> StepOptions:
         "offload_optimizer": config.optim.offload,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "loss_chunk_tokens": config.compute.loss_chunk_tokens,
+        "adapter": adapter_work(config),
     }
+
+
+def adapter_work(config: RunConfig) -> AdapterWork | None:
+    """What adapters ask of a step: experts have none, and without a gate there is no gate_proj."""
+    if config.adapter is None:
+        return None
+    there = {name for weight in projections(config.model) for name in weight}
+    there -= {"gate_proj", "up_proj", "down_proj"} if config.model.num_experts else set()
+    wanted = PROJECTIONS if config.adapter.targets == "all" else config.adapter.targets
+    targets = tuple(name for name in PROJECTIONS if name in wanted and name in there)
+    return AdapterWork(config.adapter.rank, targets, config.adapter.base)
 
 
 def recipe_of(config: RunConfig, precision: Precision) -> Recipe:

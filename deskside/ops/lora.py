@@ -45,12 +45,15 @@ class Adapter(nn.Module):
         rank: int,
         scale: float,
         dropout: float = 0.0,
+        device: torch.device | None = None,
     ):
         super().__init__()
         self.rows, self.adapted, self.rank = rows, tuple(slices), rank
         self.scale, self.dropout, self.active = scale, dropout, True
-        self.a = nn.ParameterDict({s.name: nn.Parameter(torch.empty(rank, in_features)) for s in slices})
-        self.b = nn.ParameterDict({s.name: nn.Parameter(torch.zeros(s.stop - s.start, rank)) for s in slices})
+        a = {s.name: torch.empty(rank, in_features, device=device) for s in slices}
+        b = {s.name: torch.zeros(s.stop - s.start, rank, device=device) for s in slices}
+        self.a = nn.ParameterDict({name: nn.Parameter(values) for name, values in a.items()})
+        self.b = nn.ParameterDict({name: nn.Parameter(values) for name, values in b.items()})
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:

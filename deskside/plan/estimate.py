@@ -14,7 +14,15 @@ from deskside.budget.formats import LowKind, emulated, quantized
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import step_seconds
-from deskside.budget.work import Checkpointing, CopiesKept, OptimizerName, Precision, StateFormat, Work
+from deskside.budget.work import (
+    AdapterWork,
+    Checkpointing,
+    CopiesKept,
+    OptimizerName,
+    Precision,
+    StateFormat,
+    Work,
+)
 from deskside.config import recipes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
@@ -68,6 +76,7 @@ class Setting:
     loss_chunk_tokens: int = 8192
     states: StateFormat = "float32"
     offload_optimizer: bool = False
+    adapter: AdapterWork | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -87,7 +96,8 @@ class Setting:
     @property
     def shardable(self) -> bool:
         """Whether training takes it sharded over several GPUs."""
-        return not quantized(self.precision) and self.states != "8bit" and not self.offload_optimizer
+        light = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
+        return not quantized(self.precision) and not light
 
     @property
     def tokens_per_step(self) -> float:
@@ -135,6 +145,7 @@ class Setting:
                     loss_chunk_tokens=self.loss_chunk_tokens,
                     states=self.states,
                     offload_optimizer=self.offload_optimizer,
+                    adapter=self.adapter,
                 ),
             )
 
@@ -289,6 +300,7 @@ def _covered(config: RunConfig) -> bool:
     model, sizes = config.model, config.model.head_dim
     return (
         config.compute.compile in ("auto", "fused")
+        and config.adapter is None
         and (model.norm, model.norm_position, model.num_experts) == ("rmsnorm", "pre", 0)
         and model.fused_qkv
         and (model.fused_gate_up or not model.gated_mlp)
@@ -316,6 +328,7 @@ def of_config(
         start = stage.until
     longest = max(stage.sequence_length for stage in stages)
     asked = config.batch.micro_tokens
+    nf4 = config.adapter is not None and config.adapter.base == "nf4"  # its blocks are not compiled
     micro = max(longest, min(stage.tokens for stage in stages) // gpus) if asked == "auto" else asked
     setting = Setting(
         model=config.model,
@@ -323,7 +336,7 @@ def of_config(
         micro_tokens=micro,
         gpus=gpus,
         sharded=gpus > 1 and config.parallel.mode == "shard",
-        compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
+        compiled=config.compute.compile != "off" and not (config.compute.compile == "auto" and (cpu or nf4)),
         **step_options(config),
     )
     return in_precision(setting, config, precision, native)

@@ -1,9 +1,9 @@
 """The memory of a step, item by item, at the instant of its peak (`budget/memory.py` has the four instants)."""
 
-from deskside.budget import memory, states
+from deskside.budget import adapters, memory, states
 from deskside.budget.formats import weight_copies
 from deskside.budget.shape import block_matrices, num_params, root_params
-from deskside.budget.work import Work
+from deskside.budget.work import AdapterWork, Work
 from deskside.config.model import ModelConfig
 from deskside.plan.estimate import Estimate
 from deskside.plan.formula import Line, plain, product
@@ -15,6 +15,8 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
     """How one of `Memory.items` comes about, in the stage that needs most."""
     shape, work = _hungriest(found)
     value = found.memory.items[item]
+    if work.adapter is not None:
+        return _adapted(shape, work, work.adapter, found.memory.instant, item, value)
     parts, text = {
         "weights": _weights,
         "gradients": _gradients,
@@ -26,6 +28,36 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
     }[item](shape, work, found.memory.instant)
     formula, filled = text
     return [*parts, Line(f"{item}, at the instant '{found.memory.instant}'", formula, filled, value, "bytes")]
+
+
+def _adapted(
+    shape: ModelConfig, work: Work, adapter: AdapterWork, instant: str, item: str, value: int
+) -> list[Line]:
+    """The same where adapters train beside frozen weights."""
+    trained = adapters.adapter_params(shape, adapter)
+    frozen = adapters.frozen_bytes(shape, adapter)
+    name = f"{item}, at the instant '{instant}'"
+    text = ("as counted by budget/memory.py", plain(value))
+    told: list[Line] = []
+    if item == "weights":
+        per_weight = adapters.matrix_bytes(shape, adapter) / block_matrices(shape)
+        told = [
+            Line(
+                f"frozen in {adapter.base}",
+                "weights of the blocks x bytes of one + 2 bytes x embedding and head + 4 bytes x vectors",
+                f"{product(block_matrices(shape), per_weight)} + {product(2, root_params(shape))} + "
+                f"{product(4, num_params(shape) - block_matrices(shape) - root_params(shape))}",
+                frozen,
+                "bytes",
+            )
+        ]
+        text = ("frozen weights + 4 bytes x what trains", f"{plain(frozen)} + {product(4, trained)}")
+    elif item == "gradients" and value:
+        text = ("4 bytes x what trains", product(4, trained))
+    elif item == "optimizer" and not work.offload_optimizer:
+        each = states.ADAMW_STATE[work.states]
+        text = (f"{plain(each)} bytes x what trains", product(each, trained))
+    return [*told, Line(name, *text, value, "bytes")]
 
 
 def needed(request: Request, found: Estimate) -> list[Line]:

@@ -2,7 +2,7 @@
 
 from deskside.budget import formats, operators, speed
 from deskside.budget.operators import Operator, step_operators
-from deskside.budget.shape import attention_span, block_matrices, matmul_params, num_params, root_params
+from deskside.budget.shape import attention_span, block_matrices, matmul_params, root_params
 from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds, step_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
@@ -137,20 +137,22 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
     activation = units * tokens * layers * unit * inside
     half = operators.RECOMPUTED
     adamw, muon = operators.adamw_bytes(work), operators.muon_bytes(work)
-    parameters, matrices = num_params(shape), block_matrices(shape)
+    parameters, matrices = operators.trained_params(shape, work), block_matrices(shape)
+    each = 2 if operator.recompute else operators.product_flops(work)
     shards = work.gpus if work.sharded else 1
     share = (work.gpus - 1) / work.gpus
     again = operator.recompute
     table: dict[str, tuple[str, str]] = {
         "attention projections": (
-            f"{2 if again else 6} x tokens x layers x hidden x (2 q + 2 kv)",
-            f"{product(2 if again else 6, tokens, layers, D)} x (2 x {q} + 2 x {kv})",
+            f"{each} x tokens x layers x hidden x (2 q + 2 kv)",
+            f"{product(each, tokens, layers, D)} x (2 x {q} + 2 x {kv})",
         ),
         "MLP": (
-            f"{2 if again else 6} x tokens x layers x MLP weights",
-            product(2 if again else 6, tokens, layers, mlp),
+            f"{each} x tokens x layers x MLP weights",
+            product(each, tokens, layers, mlp),
         ),
-        "head": ("6 x tokens x hidden x vocabulary", product(6, tokens, D, shape.vocab_size)),
+        "head": (f"{each} x tokens x hidden x vocabulary", product(each, tokens, D, shape.vocab_size)),
+        "adapters": ("6 x tokens x parameters of adapters", product(6, tokens, parameters)),
         "attention": (
             f"{4 if again else 12} x q x tokens seen, summed over layers x tokens",
             product(4 if again else 12, q, span, tokens),
@@ -173,7 +175,11 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
         ),
         "weights": (
             f"{operators.WEIGHT_BYTES} x parameters x passes that cast and add up outside of products",
-            product(operators.WEIGHT_BYTES, parameters, operators.weight_passes(work)),
+            product(
+                operators.WEIGHT_BYTES,
+                parameters,
+                operators.weight_passes(work) if work.adapter is None else work.accumulation,
+            ),
         ),
         "layers": ("layers x passes", product(layers, work.accumulation)),
         "Muon, Newton-Schulz": (

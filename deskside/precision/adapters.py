@@ -36,8 +36,14 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
         if not slices:
             continue
         adapter = Adapter(
-            module.in_features, module.out_features, slices, config.rank, config.scale, config.dropout
-        ).to(_device(module))
+            module.in_features,
+            module.out_features,
+            slices,
+            config.rank,
+            config.scale,
+            config.dropout,
+            _device(module),
+        )
         adapter.reset(_generator(seed, path))
         module.adapter = adapter
         count += len(slices)

@@ -121,14 +121,15 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer = layer
         if layer.format == "int8":
-            return (F.linear(x, layer.codes.to(x.dtype)).float() * layer.row_scale).to(x.dtype)
+            # In float32 number by number: a float32 copy of the output would be as large as two of it.
+            return F.linear(x, layer.codes.to(x.dtype)).mul_(layer.row_scale)
         return F.linear(x, layer.dense(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
         (grad,), layer = grads, ctx.layer
         if layer.format == "int8":
-            grad = (grad.float() * layer.row_scale).to(grad.dtype)
+            grad = torch.mul(grad, layer.row_scale, out=torch.empty_like(grad))
             return grad @ layer.codes.to(grad.dtype), None
         return grad @ layer.dense(grad.dtype), None
 

@@ -91,6 +91,15 @@ def plans() -> dict[str, Plan]:
             found[f"{states} {offload} {optimizer}"] = make_plan(
                 made.request("tokens", 1e9, given=made.given("d12", **layer), overrides=layer)
             )
+    for base, rung in (("bf16", "none"), ("int8", "mlp"), ("nf4", "block")):
+        layer = {
+            "optim": {"name": "adamw"},
+            "adapter": {"rank": 16, "base": base},
+            "compute": {"activation_checkpointing": rung},
+        }
+        found[f"adapters {base}"] = make_plan(
+            made.request("tokens", 1e8, gpus=2, given=made.given("d16", **layer), overrides=layer)
+        )
     # Few tokens: the peak comes after the backward.
     for mode in ("auto", "shard"):
         for passes in (1, 2):

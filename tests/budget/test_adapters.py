@@ -1,0 +1,203 @@
+"""Memory of adapters beside frozen weights: bytes of live storages, and those of one eager step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deskside.budget.adapters import adapter_params, frozen_bytes, matrix_bytes
+from deskside.budget.memory import LIBRARIES, instants, training_memory
+from deskside.budget.scaling import Scaling
+from deskside.budget.shape import block_matrices
+from deskside.budget.work import AdapterWork, Work
+from deskside.config.adapter import PROJECTIONS, AdapterConfig
+from deskside.config.model import ModelConfig
+from deskside.config.optim import AdamWConfig
+from deskside.config.run import RunConfig
+from deskside.config.work import adapter_work, step_options
+from deskside.kernels.attention import AttentionContext
+from deskside.kernels.cross_entropy import linear_cross_entropy
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
+from deskside.optim.build import build
+from deskside.precision.adapters import attach, trained_parameters
+from deskside.precision.apply import apply
+from deskside.precision.frozen import stored_bytes
+from deskside.train.activation import recompute
+from tests.budget.test_memory_oracle import SMALL
+
+FORMATS: list[Any] = ["bf16", "int8", "nf4"]
+MLP_ONLY = ("gate_proj", "up_proj", "down_proj")
+
+
+def work_of(adapter: AdapterWork, passes: int = 1, **options: Any) -> Work:
+    settings: dict[str, Any] = {"optimizer": "adamw", "compiled": False, "loss_chunk_tokens": 256, **options}
+    return Work(512, passes * 8 * 512, 8 * 512, adapter=adapter, **settings)
+
+
+def adapted(shape: ModelConfig, adapter: AdapterWork) -> Transformer:
+    model = Transformer(shape)
+    options = AdapterConfig(rank=adapter.rank, base=adapter.base, targets=adapter.targets)  # type: ignore[arg-type]
+    attach(model, options, 0)
+    return model
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, {"gated_mlp": False, "hidden_act": "gelu"}, {"attention_bias": True}],
+    ids=["default", "tied", "not gated", "bias"],
+)
+def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[str, Any]) -> None:
+    shape = ModelConfig(**{**SMALL, "num_hidden_layers": 2, **changes})
+    targets = tuple(name for name in PROJECTIONS if shape.gated_mlp or name != "gate_proj")
+    adapter = AdapterWork(8, targets, format)
+    model = Transformer(shape)
+    initialize(model, 0)
+    attach(model, AdapterConfig(rank=8, base=format), 0)
+    assert trained_parameters(model) == adapter_params(shape, adapter)
+    live = stored_bytes(model) - sum(t.nbytes for t in (model.rope_cos, model.rope_sin) if t is not None)
+    assert live == pytest.approx(frozen_bytes(shape, adapter) + 4 * adapter_params(shape, adapter), rel=2e-4)
+
+
+def test_bits_per_weight() -> None:
+    shape = ModelConfig(**SMALL)
+    bits = {
+        f: 8 * matrix_bytes(shape, AdapterWork(1, ("q_proj",), f)) / block_matrices(shape) for f in FORMATS
+    }
+    assert bits["bf16"] == 16
+    assert bits["int8"] == pytest.approx(8.04, abs=0.03) and bits["nf4"] == pytest.approx(4.14, abs=0.02)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that are there, after each operation. torch's own tracker refuses frozen parameters."""
+
+    def __init__(self, *before: Tensor):
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self._note(before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._note([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+        return out
+
+    def _note(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)
+            self.storages[reference.cdata] = (reference, storage.nbytes())
+        self.peak = max(self.peak, self.total())
+
+    def total(self) -> int:
+        self.storages = {key: pair for key, pair in self.storages.items() if not pair[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+
+@dataclass(frozen=True)
+class Tracked:
+    kept: int
+    gradients: int
+    states: int
+    after_backward: int
+    peak: int
+
+
+def track(shape: ModelConfig, work: Work) -> Tracked:
+    """One optimiser step on fake tensors: shapes can be real ones."""
+    assert work.adapter is not None
+    with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps its table of quantiles
+        model = adapted(shape, work.adapter)
+        apply(model, work.precision)
+        recompute(model.layers, work.activation_checkpointing)
+        optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
+        optimizer.set_progress(1.0, 0.0, 1)
+        optimizer.create_state()
+        states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
+        tokens_BT = torch.zeros(work.rows, work.sequence_length, dtype=torch.int64)
+        rope = [t for t in (model.rope_cos, model.rope_sin) if t is not None]
+        own = [*model.parameters(), *(b for b in model.buffers() if not any(b is t for t in rope)), *states]
+        with Live(*own) as live:
+            before = live.total()
+            for _ in range(work.accumulation):
+                hidden_BTD = model.hidden(tokens_BT, AttentionContext(backend="sdpa"))
+                kept = (
+                    live.total()
+                    - before
+                    - sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+                )
+                loss = linear_cross_entropy(
+                    hidden_BTD.flatten(0, 1), model.head_weight, tokens_BT.flatten(), chunk_tokens=256
+                )
+                del hidden_BTD
+                loss.backward()
+                del loss
+            after = live.total()
+            gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+            optimizer.clip_and_norm(1.0)
+            optimizer.step(torch.zeros(()))
+        return Tracked(kept, gradients, sum(t.nbytes for t in states), after, live.peak)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "options"),
+    [
+        (AdapterWork(16, PROJECTIONS, "bf16"), {}),
+        (AdapterWork(16, PROJECTIONS, "bf16"), {"passes": 2}),
+        (AdapterWork(64, ("q_proj", "v_proj"), "bf16"), {}),
+        (AdapterWork(4, MLP_ONLY, "bf16"), {}),
+        (AdapterWork(16, PROJECTIONS, "int8"), {}),
+        (AdapterWork(16, PROJECTIONS, "nf4"), {}),
+        (AdapterWork(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}),
+    ],
+    ids=["all", "two passes", "q and v", "mlp", "int8", "nf4", "recomputed"],
+)  # fmt: skip
+def test_every_item_and_the_peak(adapter: AdapterWork, options: dict[str, Any]) -> None:
+    shape, work = ModelConfig(**SMALL), work_of(adapter, **options)
+    found = track(shape, work)
+    items = instants(shape, work)
+    update = items["update"].items
+    assert found.gradients == pytest.approx(update["gradients"], rel=1e-3)
+    assert found.states == pytest.approx(update["optimizer"], rel=1e-3)
+    assert found.after_backward == pytest.approx(sum(update.values()) - LIBRARIES, rel=0.02)
+    peak = training_memory(shape, work).allocated - LIBRARIES
+    # Before the first adapter nothing needs a gradient: of a model whose attention has none, a half block is free.
+    above = 1.1 if adapter.targets == MLP_ONLY else 1.2 if "activation_checkpointing" in options else 1.03
+    assert 0.99 * found.kept <= items["loss"].items["activations"] <= above * found.kept
+    assert 0.99 * found.peak <= peak <= (above + 0.02) * found.peak
+
+
+def test_a_run_asks_for_what_trains() -> None:
+    given = {"optim": {"name": "adamw"}, "adapter": {"rank": 8, "base": "nf4"}}
+    config = RunConfig.model_validate(given)
+    assert step_options(config)["adapter"] == AdapterWork(8, PROJECTIONS, "nf4")
+    without_gate = RunConfig.model_validate({**given, "model": {"gated_mlp": False}})
+    work = adapter_work(without_gate)
+    assert work is not None and "gate_proj" not in work.targets and len(work.targets) == 6
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    config = RunConfig.model_validate({**given, "model": experts, "adapter": {"rank": 8}})
+    work = adapter_work(config)
+    assert work is not None and work.targets == PROJECTIONS[:4]
+    assert adapter_work(RunConfig()) is None
+
+
+def test_four_bits_take_a_fraction_of_full_training() -> None:
+    """At 1.5B parameters, as the issue asks: weights, gradients and states of everything against NF4 and adapters."""
+    shape = ModelConfig(
+        vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        head_dim=128, intermediate_size=8960, tie_word_embeddings=True,
+    )  # fmt: skip
+    full = training_memory(shape, Work(1024, 1024, 1024, optimizer="adamw", copies="step"))
+    nf4 = training_memory(
+        shape, Work(1024, 1024, 1024, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, "nf4"))
+    )
+    assert nf4.items["weights"] < 0.23 * full.items["weights"]
+    assert nf4.allocated < 0.2 * full.allocated
