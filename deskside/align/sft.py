@@ -96,14 +96,15 @@ def answers(
     if not conversations:
         return []
     template, tokenizer = ChatTemplate(run.path), load_tokenizer(run.tokenizer)
-    room = model.config.max_position_embeddings - ANSWER_TOKENS
+    positions = model.config.max_position_embeddings
+    longest = min(ANSWER_TOKENS, positions // 2)
     asked, prompts = [], []
     for messages in conversations:
         try:
             tokens = template.prompt(messages[:-1])
         except NotRendered:  # a template may want a last message of its own
             continue
-        if len(tokens) <= room:
+        if len(tokens) <= positions - longest:
             asked.append(messages)
             prompts.append(tokens)
     if not prompts:
@@ -112,7 +113,7 @@ def answers(
     results = generate(
         model,
         prompts,
-        max_new_tokens=ANSWER_TOKENS,
+        max_new_tokens=longest,
         sampling=GREEDY,
         eos_tokens=tuple(ends) if isinstance(ends, list) else (ends,),
         seed=0,

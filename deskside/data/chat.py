@@ -213,9 +213,9 @@ class _Maker:
     def _finish(self) -> DatasetIndex:
         for name, split in self.splits.items():
             if not split.done:
+                why = f"({self.duplicates} are held out)" if self.duplicates else _reasons(self.logs["train"])
                 raise UsageError(
-                    f"--data: no conversation is left for the {name} split {_reasons(self.logs['train'])}; give more, "
-                    "or held-out ones with --val"
+                    f"--data: no conversation is left for the {name} split {why}; give more, or others with --val"
                 )
         (self.out / SAMPLES_FILE).write_text(
             json.dumps(self.samples, ensure_ascii=False, indent=1) + "\n", "utf-8"
@@ -285,6 +285,6 @@ def _sum_up(infos: list[shards.ShardInfo]) -> SplitInfo:
 
 def _reasons(log: BadInputLog) -> str:
     if not log.total:
-        return "(the sources are empty)"
+        return "(there are too few)"
     first = "; ".join(f"{n} x {reason}, first {log.examples[reason][0]}" for reason, n in log.counts.items())
     return f"that can be used ({first})"

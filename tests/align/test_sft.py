@@ -1,0 +1,300 @@
+"""`deskside sft`, from a tiny pretrained model to answers: losses, resuming, the deadline, what is typed wrong."""
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deskside.align.sft import Sft
+from deskside.cli import main
+from deskside.data.loader import validation_batches
+from deskside.data.rows import IGNORE
+from deskside.engine.sampling import GREEDY
+from deskside.errors import UsageError
+from deskside.evaluate.bpb import evaluate_dataset
+from deskside.export.load import load_model
+from deskside.kernels.attention import AttentionContext
+from deskside.serve.chat import ChatOptions, Conversation
+from deskside.train import pretrain
+from tests.train import tiny_run
+from tests.train.tiny_run import curve, kill_at_step, plan, rows
+
+COLOURS = {"sea": "blue", "grass": "green", "coal": "black", "snow": "white", "blood": "red", "sun": "yellow"}
+OPENINGS = ("What colour is the {}?", "Tell me: the {}, which colour?", "The {} is what colour?")
+SMALL = ["--compute.device", "cpu", "--compute.attention", "reference", "--batch.sequence_length", "64"]
+MODEL = {**tiny_run.SHAPE, "vocab_size": 384, "hidden_size": 64, "head_dim": 32, "intermediate_size": 128}
+
+
+def colours() -> list[list[dict[str, str]]]:
+    """Every question with its answer, and pairs of them as conversations of two turns."""
+    single = [
+        [{"role": "user", "content": o.format(a)}, {"role": "assistant", "content": f"The {a} is {c}."}]
+        for o in OPENINGS
+        for a, c in COLOURS.items()
+    ]
+    return single + [a + b for a, b in zip(single, single[1:] + single[:1], strict=True)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with conversations, and a base model that has seen their words as plain text."""
+    folder = tmp_path_factory.mktemp("sft")
+    (folder / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": m, "source": "colours"}) + "\n" for m in colours() * 4)
+    )
+    # Their questions are asked alone in what is trained on, so what is held out can be learnt.
+    (folder / "held.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in colours()[-6:]))
+    (folder / "text.txt").write_text(
+        "\n".join(" ".join(m["content"] for m in c) for c in colours() * 6) + "\n"
+    )
+    with within(folder):
+        assert main(["data", "prepare", "text.txt", "--out", "text", "--vocab-size", "384"]) == 0
+        config = tiny_run.config(
+            "text",
+            model=MODEL,
+            batch={"sequence_length": 64, "tokens": 1024},
+            schedule={"length": "40 steps"},
+        )
+        tiny_run.train(folder / "runs", config, "base")
+    return folder
+
+
+class within:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        self.before = os.getcwd()
+        os.chdir(self.folder)
+
+    def __exit__(self, *error: object) -> None:
+        os.chdir(self.before)
+
+
+def arguments(name: str, *more: str) -> list[str]:
+    return ["sft", "runs/base", "--data", "chats.jsonl", "--val", "held.jsonl", "--name", name, *SMALL, *more]
+
+
+def sft(place: Path, name: str, *more: str) -> Path:
+    """A run of the command in this process."""
+    with within(place):
+        assert main(arguments(name, *more)) == 0
+    return place / "runs" / name
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path) -> Path:
+    return sft(place, "chat", "--optim.lr", "4e-3", "--schedule.steps", "250", "--batch.tokens", "512")
+
+
+def test_it_learns_to_answer_in_the_template(finished: Path) -> None:
+    """The loss on held-out conversations falls, answers become right ones, and end by themselves."""
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["objective"] == "sft" and summary["val_loss"] < 0.2 * summary["before"]["val_loss"]
+    assert plan(finished)["before"] == summary["before"]
+    assert len(summary["samples"]) == 4
+    assert all(s["text"] == s["reference"] != s["before"] for s in summary["samples"])
+    loaded = load_model(finished)
+    conversation = Conversation(loaded, ChatOptions(GREEDY, 40, 0, None))
+    assert "".join(conversation.reply("What colour is the snow?")) == "The snow is white."
+    assert conversation.reason == "eos"
+    assert "".join(conversation.reply("Tell me: the coal, which colour?")) == "The coal is black."
+
+
+def test_transformers_answers_the_same(finished: Path) -> None:
+    """The exported model is complete: template, tokens that end an answer, and weights."""
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    model = AutoModelForCausalLM.from_pretrained(finished / "model")
+    messages = [{"role": "user", "content": "The sun is what colour?"}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    tokens = model.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(tokens) == "The sun is yellow.<|im_end|>"
+
+
+def test_the_loss_is_that_of_transformers(finished: Path) -> None:
+    """Of packed rows against each conversation by itself, with labels -100 where no assistant speaks."""
+    dataset = Sft().open(*opened(finished))
+    model = AutoModelForCausalLM.from_pretrained(finished / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    mine, ends = load_model(finished).model, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    theirs, counted = 0.0, 0
+    for line in (finished.parent.parent / "held.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=False)
+        labels = torch.full_like(ids, -100)
+        for n in range(1, len(messages), 2):
+            prompt = tokenizer.apply_chat_template(
+                messages[:n], add_generation_prompt=True, return_dict=False
+            )
+            end = ids[0].tolist().index(ends, len(prompt)) + 1
+            labels[0, len(prompt) : end] = ids[0, len(prompt) : end]
+        count = int((labels != -100).sum())
+        theirs += model(ids, labels=labels).loss.item() * count
+        counted += count
+    ours = 0.0
+    for batch in validation_batches(dataset, 2):
+        context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.tokens_BT.shape[1])
+        ours += float(mine.loss(batch.tokens_BT, batch.targets_BT, context, positions_BT=batch.positions_BT))
+    assert counted == dataset.num_tokens
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    found = evaluate_dataset(mine, dataset, micro_rows=2, device="cpu", document_mask=True)
+    assert found.target_nats == pytest.approx(theirs, rel=1e-5) and found.targets == counted
+    assert json.loads((finished / "summary.json").read_text())["val_loss"] == pytest.approx(
+        theirs / counted, rel=1e-4
+    )
+
+
+def opened(run: Path) -> tuple[Any, Path, str, int]:
+    from deskside.train.rundir import RunDirectory
+
+    config = RunDirectory.open(run).config()
+    return config, run.parent.parent / str(config.data.path), "val", config.batch.sequence_length
+
+
+def test_conversations_in_one_row_do_not_see_each_other(finished: Path) -> None:
+    """The losses of packed rows are those of rows with one conversation each."""
+    dataset = Sft().open(*opened(finished))
+    model = load_model(finished).model
+    assert int((dataset.plain_rows(np.array([0])).positions == 0).sum()) > 1  # there is something to see
+    packed, alone = 0.0, 0.0
+    for batch in validation_batches(dataset, 1):
+        context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.tokens_BT.shape[1])
+        packed += float(
+            model.loss(batch.tokens_BT, batch.targets_BT, context, positions_BT=batch.positions_BT)
+        )
+        edges = sorted({*batch.cu_seqlens.tolist()}) if batch.cu_seqlens is not None else []
+        for a, b in itertools.pairwise(edges):
+            if bool((batch.targets_BT[0, a:b] != IGNORE).any()):
+                alone += float(model.loss(batch.tokens_BT[:, a:b], batch.targets_BT[:, a:b]))
+    assert packed == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
+    more = ["--schedule.steps", "40", "--checkpoint.every", "7 steps"]
+    more += ["--batch.tokens", "512", "--evaluate.every", "none"]
+    whole = sft(place, "straight", *more)
+    with within(place):
+        child = tiny_run.command(arguments("killed", *more), tmp_path / "log")
+        run = place / "runs" / "killed"
+        kill_at_step(run, 18, lambda: child.kill(signal.SIGKILL), child.alive)
+        child.wait()
+        assert not (run / "summary.json").exists()
+        assert main(["train", "--resume", str(run)]) == 0  # finds the objective by itself
+    assert curve(run) == curve(whole)
+    a, b = (json.loads((r / "summary.json").read_text()) for r in (run, whole))
+    assert a["val_loss"] == b["val_loss"] and a["before"] == b["before"] and a["samples"] == b["samples"]
+
+
+def test_epochs_are_times_through_the_data(place: Path) -> None:
+    run = sft(place, "epochs", "--epochs", "2", "--batch.tokens", "256")
+    made = json.loads((run / "run.json").read_text())["config"]
+    dataset = Sft().open(*opened(run)[:2], "train", 64)
+    assert made["schedule"]["length"] == "2 epochs"
+    assert rows(run)[-1]["step"] == -(-2 * dataset.num_rows * 64 // 256)
+
+
+def test_a_run_in_time_ends_on_time(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
+    run = sft(
+        place, "timed", "--schedule.length", "5s", "--batch.tokens", "256", "--schedule.clock", "training"
+    )
+    summary = json.loads((run / "summary.json").read_text())
+    assert 4.5 <= summary["seconds"] <= 5.0
+    lrs = [r["lr"] for r in rows(run)]
+    assert lrs[-1] < 0.05 * max(lrs)
+
+
+def test_muon_and_fp8_are_only_options(place: Path) -> None:
+    more = [
+        "--schedule.steps",
+        "3",
+        "--batch.tokens",
+        "256",
+        "--optim.name",
+        "muon",
+        "--precision.name",
+        "fp8",
+    ]
+    summary = json.loads((sft(place, "fp8", *more) / "summary.json").read_text())
+    assert summary["precision"].startswith("fp8") and summary["emulated"]
+
+
+def test_prepared_conversations_are_used_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sft(place, "again-1", "--schedule.steps", "2", "--batch.tokens", "256")
+    before = sorted(p.name for p in (place / "data").iterdir())
+    capsys.readouterr()
+    sft(place, "again-2", "--schedule.steps", "2", "--batch.tokens", "256")
+    assert sorted(p.name for p in (place / "data").iterdir()) == before
+    assert "render:" not in capsys.readouterr().err
+
+
+# What a person types wrong
+
+
+@pytest.mark.parametrize(
+    "argv, reason",
+    [
+        ([], "RUN|HF_DIR is missing"),
+        (["runs/base"], "--data is missing"),
+        (["runs/none", "--data", "chats.jsonl"], "runs/none: no such directory"),
+        (["runs/base", "--data", "none.jsonl"], "no conversation that can be used (1 x missing"),
+        (["runs/base", "--data", "text.txt"], "is plain text"),
+        (["runs/base", "--data", "chats.jsonl", "--epochs", "1", "--hours", "1"], "one length only"),
+        (["runs/base", "--data", "chats.jsonl", "--epochs", "many"], "schedule.length"),
+        (["runs/base", "--data", "chats.jsonl", "--align.turn", "last"], "did you mean --align.turns"),
+        (["runs/base", "--data", "chats.jsonl", "--align.turns", "some"], "align.turns"),
+        (["runs/base", "--data", "chats.jsonl", "--align.template", "no.jinja"], "no.jinja: cannot be read"),
+        (["runs/base", "--data", "chats.jsonl", "--data.document_mask", "false"], "never see each other"),
+        (
+            ["runs/base", "--data", "chats.jsonl", "--val", "chats.jsonl", "--align.val_fraction", "0.1"],
+            "give one",
+        ),
+        (["runs/base", "--data", "chats.jsonl", "--data.path", "text"], "holds text, not conversations"),
+        (["--resume", "runs/base"], "is finished"),
+        (["--resume", "runs/none"], "is not a run"),
+        (["--resume", "runs/base", "--epochs", "2"], "give no other options"),
+    ],
+)
+def test_mistakes_are_one_line(
+    argv: list[str], reason: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with within(place):
+        before = sorted(p.name for p in (place / "runs").iterdir())
+        assert main(["sft", *argv, *([] if "--resume" in argv else SMALL if argv else [])]) == 2
+        assert sorted(p.name for p in (place / "runs").iterdir()) == before
+    error = capsys.readouterr().err.splitlines()
+    assert reason in error[-1] and error[-1].startswith("deskside: ")
+    assert len([line for line in error if not line.startswith("render")]) == 1
+
+
+def test_an_objective_belongs_to_its_command(place: Path) -> None:
+    """A configuration of sft is not quietly pretrained on."""
+    config = tiny_run.config(
+        place / "text",
+        model=MODEL,
+        align={"name": "sft"},
+        data={"path": str(place / "text"), "document_mask": True},
+    )
+    with pytest.raises(UsageError, match="a run of deskside sft"):
+        pretrain.start(config, place / "runs", "x", "x", "a test")
+    plain = tiny_run.config(place / "text", model=MODEL)
+    with pytest.raises(UsageError, match="a run of deskside train"):
+        pretrain.start(plain, place / "runs", "x", "x", "a test", objective=Sft())
