@@ -38,7 +38,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("deskside.cli_train", "run", "pretrain a model: from a preset, a TOML file, given weights"),
     "data": ("deskside.data.commands", "run", "prepare, verify and show datasets"),
     "sft": ("deskside.cli_align", "run", "fine-tune a model on conversations, to answer in them"),
-    "eval": ("deskside.serve.commands", "run_eval", "bits per byte of a run or a Hugging Face model"),
+    "eval": (
+        "deskside.serve.eval_command",
+        "run_eval",
+        "bits per byte and tasks of a run or a Hugging Face model",
+    ),
     "chat": ("deskside.serve.commands", "run_chat", "talk to a run or a Hugging Face model in the terminal"),
     "serve": ("deskside.serve.server", "run_serve", "a model behind OpenAI's API, with a page to chat in"),
     "export": ("deskside.serve.commands", "run_export", "write a run as a Hugging Face model"),

@@ -11,7 +11,8 @@ from deskside.data.rows import PackedDataset
 from deskside.engine.generate import generate
 from deskside.errors import UsageError
 from deskside.evaluate.bpb import evaluate_dataset
-from deskside.serve.commands import run_chat, run_eval, run_export
+from deskside.serve.commands import run_chat, run_export
+from deskside.serve.eval_command import run_eval
 from tests.serve.made_run import MadeRun, make
 
 
@@ -90,7 +91,7 @@ def test_export_replaces_only_what_it_made(made: MadeRun, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "core"], "--tasks"),
+        (["--tasks", "core"], "--tasks core: where is the data"),
         (["--text", "a.txt", "--data", "b"], "give one of them"),
         (["--sequence-length", "9999"], "takes 2 to 4096 tokens"),
         (["--sequence-length", "0"], "--sequence-length 0: this model takes 2 to"),

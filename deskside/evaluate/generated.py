@@ -1,0 +1,85 @@
+"""Answers that a model writes: greedy, by the batched engine, up to a stop string."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from tokenizers import Tokenizer
+
+from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.engine.requests import Answer, Request
+from deskside.evaluate.answers import code_in, number_in, same_words
+from deskside.evaluate.items import Item
+from deskside.evaluate.likelihood import CACHE_BYTES
+from deskside.evaluate.sandbox import Verdict, check_many
+from deskside.evaluate.tasks import Code, Generated, Match, Number
+from deskside.model.transformer import Transformer
+
+ROWS = 64
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    task: Generated,
+    *,
+    eos_tokens: Collection[int],
+    stop: bool,
+    tick: Callable[[int], object] | None = None,
+) -> list[str]:
+    """What the model writes after each prompt, without the string that stopped it.
+
+    stop: whether the task's stop strings hold; in a chat the end of the turn does. An answer gets at most half of the
+    model's positions; a prompt that leaves less room than that loses its beginning, as in lm-eval. `tick` is called
+    with 1 for each answer.
+    """
+    limit = model.config.max_position_embeddings
+    new = min(task.max_new_tokens, limit // 2)
+    requests = [
+        Request(
+            tuple(prompt[-(limit - new) :]),
+            new,
+            eos_tokens=frozenset(eos_tokens),
+            stop_strings=task.stop if stop else (),
+        )
+        for prompt in prompts
+    ]
+    needs = sorted(-(-(len(request.prompt) + new) // PAGE_SIZE) * PAGE_SIZE for request in requests)
+    room = int(CACHE_BYTES / model.kv_bytes_per_token(model.activation_dtype))
+    engine = Engine(
+        model,
+        max_batch=min(ROWS, len(requests)),
+        max_tokens=max(needs[-1], min(sum(needs[-ROWS:]), room)),
+        tokenizer=tokenizer,
+    )
+    answers = {engine.submit(request): Answer(len(request.prompt)) for request in requests}
+    for event in engine.events():
+        answers[event.request].add(event)
+        if tick is not None and event.reason is not None:
+            tick(1)
+    return [answer.text for answer in answers.values()]
+
+
+def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bool) -> list[Verdict]:
+    """Whether each text is right, and what it was taken for. Raises RunError where code cannot be locked in."""
+    if isinstance(task, Code):
+        return check_many(
+            [(program(item, text, chat), item.tests) for item, text in zip(items, texts, strict=True)]
+        )
+    verdicts = []
+    for item, text in zip(items, texts, strict=True):
+        if isinstance(task, Number):
+            found, wanted = number_in(text), number_in(item.answers[0])
+            verdicts.append(Verdict(found is not None and found == wanted, f"{found}"))
+        else:
+            assert isinstance(task, Match)
+            verdicts.append(Verdict(same_words(text, item.answers), text.strip()[:80]))
+    return verdicts
+
+
+def program(item: Item, text: str, chat: bool) -> str:
+    """The code that is run: the prompt and what continues it, or in a chat the prompt and the answer's code block.
+
+    The prompt ends with the function's description, so that it is whole without a body; a block defines it again.
+    """
+    block = code_in(text) if chat else None
+    return item.answers[0] + (text if block is None else "\n" + block)

@@ -1,0 +1,193 @@
+"""Records -> items: contexts, answers and what is right; and the solved examples before a question.
+
+What is wrong with a record is counted with its place, and the record is left out.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from deskside.data.records import iter_records
+from deskside.data.sources import BadInputLog, Source
+from deskside.errors import UsageError
+from deskside.evaluate.hub import READERS
+from deskside.evaluate.tasks import (
+    HUB,
+    Choice,
+    Chosen,
+    Code,
+    Completion,
+    Generated,
+    Match,
+    Number,
+    Schema,
+    Task,
+)
+
+WRONG = "a record that is no item of this task"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question.
+
+    contexts: one, or one per option of a schema. answers: what is compared, without the delimiter; for generated text
+    the references. gold: the right one's number. example: question and answer together, as an example for others.
+    same: what examples must have in common with it. tests: of code.
+    """
+
+    origin: str
+    contexts: tuple[str, ...]
+    answers: tuple[str, ...]
+    gold: int
+    example: str
+    same: object = None
+    tests: str = ""
+
+    def pairs(self, task: Task, before: str) -> list[tuple[str, str]]:
+        """(context, continuation) of each answer, after the examples `before`."""
+        delimiter = "" if isinstance(task, Generated) else task.delimiter
+        if len(self.contexts) > 1:
+            return [(before + context, delimiter + self.answers[0]) for context in self.contexts]
+        return [(before + self.contexts[0], delimiter + answer) for answer in self.answers]
+
+
+def read(chosen: Chosen, bad: BadInputLog, *, chat: bool = False) -> list[Item]:
+    """All items of a task's data, in its order. chat: code is asked for in a message.
+
+    Raises UsageError when there is none.
+    """
+    items = list(_items(chosen, bad, chat))
+    if not items:
+        first = next((f"; the first: {places[0]}" for places in bad.examples.values()), "")
+        raise UsageError(f"{chosen.source}: holds no item of the task {chosen.name}{first}")
+    return items
+
+
+def limited(items: Sequence[Item], limit: int | None, spread: bool) -> list[int]:
+    """The numbers of the items to evaluate: the first ones, or evenly from all of them."""
+    count = len(items) if limit is None else min(limit, len(items))
+    return [number * len(items) // count for number in range(count)] if spread else list(range(count))
+
+
+class Examples:
+    """Solved examples before each item of a task: other items, drawn by the item's number and nothing else."""
+
+    def __init__(self, chosen: Chosen, items: Sequence[Item]):
+        self._chosen, self._items = chosen, items
+        self._pools: dict[object, list[int]] = {}
+        for number, item in enumerate(items):
+            self._pools.setdefault(item.same, []).append(number)
+
+    def before(self, number: int) -> str:
+        """The examples' text, the separator at its end included; nothing for a task without.
+
+        Raises UsageError when there are too few.
+        """
+        chosen, item = self._chosen, self._items[number]
+        if not chosen.shots:
+            return ""
+        rng = random.Random(f"{chosen.name}:{number}")
+        pool = self._pools[item.same]
+        drawn: dict[int, None] = {}
+        # A few more than are wanted, because the item itself, or its twin, may be among them; else all of them.
+        for size in dict.fromkeys((min(len(pool), chosen.shots + 4), len(pool))):
+            for other in rng.sample(pool, size):
+                if self._items[other].contexts != item.contexts and len(drawn) < chosen.shots:
+                    drawn[other] = None
+            if len(drawn) == chosen.shots:
+                return chosen.task.between.join([*(self._items[other].example for other in drawn), ""])
+        raise UsageError(
+            f"{chosen.source}: has {len(drawn)} examples for an item of {chosen.name}, and {chosen.shots} are "
+            f"wanted; give --shots {len(drawn)}"
+        )
+
+
+def _items(chosen: Chosen, bad: BadInputLog, chat: bool) -> Iterator[Item]:
+    task = chosen.task
+    fields, convert = _fields(task), None
+    if chosen.source.startswith(HUB):
+        assert task.hub is not None  # or it would not have been chosen
+        fields, convert = READERS[task.hub.reader]
+    for record in iter_records(Source.parse(chosen.source), fields, bad):
+        try:
+            yield _item(
+                task, record.fields if convert is None else convert(record.fields), record.origin, chat
+            )
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            bad.add(WRONG, record.origin, (str(error) or type(error).__name__)[:80])
+
+
+def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
+    """Raises ValueError and its like for a record that is no item."""
+    same = None if task.shots_same is None else record[task.shots_same]
+    prompt = _text(task.prompt, record)
+    if isinstance(task, Choice):
+        choices = _strings(record, task.choices)
+        gold = _gold(record[task.gold], len(choices))
+        return Item(origin, (prompt,), choices, gold, prompt + task.delimiter + choices[gold], same)
+    if isinstance(task, Schema):
+        options = _strings(record, task.options)
+        gold = _gold(record[task.gold], len(options))
+        return Item(origin, options, (prompt,), gold, options[gold] + task.delimiter + prompt, same)
+    answer = _text(task.answer, record) if task.answer else ""
+    if isinstance(task, Completion):
+        if not answer.strip():
+            raise ValueError("the answer is empty")
+        return Item(origin, (prompt,), (answer,), 0, prompt + task.delimiter + answer, same)
+    example = prompt + answer
+    if isinstance(task, Code):
+        asked = _text(task.chat_prompt, record) if chat else prompt
+        return Item(origin, (asked,), (prompt,), 0, example, same, _text(task.tests, record))
+    references = (
+        (_text(task.reference, record),) if isinstance(task, Number) else _strings(record, task.references)
+    )
+    return Item(origin, (prompt,), references, 0, example, same)
+
+
+def _text(template: str, record: dict[str, Any]) -> str:
+    text = template.format_map(record)
+    text.encode("utf-8")  # half of a surrogate pair cannot be tokenised
+    return text
+
+
+def _strings(record: dict[str, Any], field: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A field that holds a list of texts, or a text for each template."""
+    values = record[field] if isinstance(field, str) else [_text(template, record) for template in field]
+    if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
+        raise ValueError(f"{field}: is no list of texts")
+    for value in values:
+        value.encode("utf-8")
+    return tuple(values)
+
+
+def _gold(value: object, count: int) -> int:
+    if not isinstance(value, int) or not 0 <= int(value) < count:
+        raise ValueError(f"the right answer is {value!r} of {count}")
+    return int(value)
+
+
+def _fields(task: Task) -> tuple[str, ...]:
+    """The fields that a record must have."""
+    templates = [task.prompt]
+    names: list[str] = [] if task.shots_same is None else [task.shots_same]
+    if isinstance(task, Choice):
+        names += [task.gold, *([task.choices] if isinstance(task.choices, str) else [])]
+        templates += [] if isinstance(task.choices, str) else task.choices
+    elif isinstance(task, Schema):
+        names += [task.gold, task.options]
+    elif isinstance(task, (Completion, Number, Match, Code)):
+        templates.append(task.answer)
+    if isinstance(task, Number):
+        templates.append(task.reference)
+    elif isinstance(task, Match):
+        names.append(task.references)
+    elif isinstance(task, Code):
+        templates += [task.tests, task.chat_prompt]
+    for template in templates:
+        for _, name, _, _ in Formatter().parse(template):
+            if name:
+                names.append(name.split("[")[0].split(".")[0])
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,228 @@
+"""One task on one model: its items, what the model makes of them, and the result."""
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from deskside.data.sources import BadInputLog
+from deskside.errors import UsageError
+from deskside.evaluate.generated import judge, write
+from deskside.evaluate.items import Examples, Item, limited, read
+from deskside.evaluate.likelihood import Encoder, Likelihood, likelihoods
+from deskside.evaluate.scores import centred, mean_centred, wilson
+from deskside.evaluate.tasks import Choice, Chosen, Completion, Generated, Schema
+from deskside.model.transformer import Transformer
+
+CORE_TASKS = 22  # in the paper
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is evaluated, and how text becomes its tokens. chat: contexts are a user's messages."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    encoder: Encoder
+    eos_tokens: Collection[int]
+    batch_tokens: int
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """right of n items. `more`: further numbers of this kind of task. records: one for each item, for a file.
+
+    damaged: reasons and places of records that were left out, as BadInputLog gives them.
+    """
+
+    chosen: Chosen
+    right: int
+    n: int
+    seconds: float
+    more: dict[str, Any]
+    damaged: dict[str, Any]
+    records: list[dict[str, Any]]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of items that are right."""
+        return self.right / self.n
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result for JSON; low and high bound a 95 % interval."""
+        task = self.chosen.task
+        low, high = wilson(self.right, self.n)
+        return {
+            "accuracy": self.accuracy,
+            "low": low,
+            "high": high,
+            "n": self.n,
+            "centred": centred(self.accuracy, task.chance),
+            "chance": task.chance,
+            "kind": task.kind,
+            "shots": self.chosen.shots,
+            **self.more,
+            "damaged": sum(reason["count"] for reason in self.damaged.values()),
+            "seconds": round(self.seconds, 3),
+            "source": self.chosen.source,
+        }
+
+
+@dataclass(frozen=True)
+class Core:
+    """Mean of the centred accuracies of the CORE tasks that were evaluated, with a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    tasks: tuple[str, ...]
+
+
+def core(results: Sequence[TaskResult]) -> Core | None:
+    """Of tasks that were evaluated as members of CORE; None without any."""
+    members = [result for result in results if result.chosen.core]
+    if not members:
+        return None
+    value, low, high = mean_centred([(r.accuracy, r.n, r.chosen.task.chance) for r in members])
+    return Core(value, low, high, tuple(r.chosen.name for r in members))
+
+
+def load(chosen: Chosen, chat: bool = False) -> tuple[list[Item], BadInputLog]:
+    """A task's items, and what was left out of its data. Raises UsageError when there is none."""
+    bad = BadInputLog()
+    return read(chosen, bad, chat=chat), bad
+
+
+def evaluate(
+    subject: Subject,
+    chosen: Chosen,
+    items: Sequence[Item],
+    bad: BadInputLog,
+    *,
+    limit: int | None = None,
+    tick: Callable[[int], object] | None = None,
+) -> TaskResult:
+    """Evaluate a task on its items. `tick` is called with the number of answers that are done.
+
+    Raises UsageError for too few examples or an answer that the model cannot hold, RunError for numbers that are not
+    finite and for code that cannot be locked in.
+    """
+    begin = time.monotonic()
+    numbers = limited(items, limit, chosen.task.spread)
+    examples = Examples(chosen, items)
+    taken = [items[number] for number in numbers]
+    before = [examples.before(number) for number in numbers]
+    if isinstance(chosen.task, Generated):
+        right, more, records = _generated(subject, chosen.task, taken, before, tick)
+    else:
+        right, more, records = _likely(subject, chosen.task, taken, before, tick)
+    for record, number, item in zip(records, numbers, taken, strict=True):
+        record.update(task=chosen.name, index=number, origin=item.origin)
+    return TaskResult(chosen, right, len(taken), time.monotonic() - begin, more, bad.as_dict(), records)
+
+
+def answers_of(chosen: Chosen, items: Sequence[Item], limit: int | None) -> int:
+    """How many answers `evaluate` will count, for a progress bar."""
+    taken = limited(items, limit, chosen.task.spread)
+    if isinstance(chosen.task, Generated):
+        return len(taken)
+    return sum(max(len(items[n].contexts), len(items[n].answers)) for n in taken)
+
+
+def _likely(
+    subject: Subject,
+    task: Choice | Schema | Completion,
+    items: Sequence[Item],
+    before: Sequence[str],
+    tick: Callable[[int], object] | None,
+) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """Items that log-likelihoods decide."""
+    texts = []
+    for item, shown in zip(items, before, strict=True):
+        for context, continuation in item.pairs(task, shown):
+            # In a chat the answer begins a turn, and so has no space before it.
+            texts.append((context, continuation.lstrip() if subject.chat else continuation))
+    pairs = subject.encoder.pairs(texts)
+    found = iter(likelihoods(subject.model, pairs, batch_tokens=subject.batch_tokens, tick=tick))
+    records: list[dict[str, Any]] = []
+    for item in items:
+        of_item = [next(found) for _ in range(max(len(item.contexts), len(item.answers)))]
+        records.append(_record(task, item, of_item))
+    if isinstance(task, Completion):
+        mean = math.fsum(record["logprobs"][0] for record in records) / len(records)
+        # Past e^700 a float ends, and so does any meaning.
+        return (
+            sum(record["right"] for record in records),
+            {"perplexity": math.exp(-mean) if mean > -700 else None},
+            records,
+        )
+    names = ("acc", "acc_norm", "acc_bytes") if isinstance(task, Choice) else ("acc",)
+    more: dict[str, Any] = {
+        name: sum(record[name] == record["gold"] for record in records) / len(records) for name in names
+    }
+    more["score"] = task.score if isinstance(task, Choice) else "acc"
+    return sum(record["right"] for record in records), more, records
+
+
+def _record(task: Choice | Schema | Completion, item: Item, found: Sequence[Likelihood]) -> dict[str, Any]:
+    """What one item's answers got. acc, acc_norm and acc_bytes are the numbers of the chosen answers; of equal ones the
+    first is chosen, as in lm-eval."""
+    logprobs = [each.logprob for each in found]
+    if isinstance(task, Completion):
+        return {"logprobs": logprobs, "right": found[0].greedy}
+    record: dict[str, Any] = {"gold": item.gold, "logprobs": logprobs, "acc": _best(logprobs)}
+    chosen = record["acc"]
+    if isinstance(task, Choice):
+        record["acc_norm"] = _best(
+            [p / len(answer) for p, answer in zip(logprobs, item.answers, strict=True)]
+        )
+        record["acc_bytes"] = _best(
+            [p / len(answer.encode()) for p, answer in zip(logprobs, item.answers, strict=True)]
+        )
+        chosen = record[task.score]
+    return {**record, "right": chosen == item.gold}
+
+
+def _best(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda n: (values[n], -n))
+
+
+def _generated(
+    subject: Subject,
+    task: Generated,
+    items: Sequence[Item],
+    before: Sequence[str],
+    tick: Callable[[int], object] | None,
+) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """Items whose answers are written."""
+    prompts = subject.encoder.prompts(
+        [shown + item.contexts[0] for item, shown in zip(items, before, strict=True)]
+    )
+    texts = write(
+        subject.model,
+        subject.tokenizer,
+        prompts,
+        task,
+        eos_tokens=subject.eos_tokens,
+        stop=not subject.chat,
+        tick=tick,
+    )
+    verdicts = judge(task, items, texts, subject.chat)
+    records = [
+        {"text": text, "right": verdict.passed, "judged": verdict.reason}
+        for text, verdict in zip(texts, verdicts, strict=True)
+    ]
+    return sum(verdict.passed for verdict in verdicts), {}, records
+
+
+def check_chat(chosen: Sequence[Chosen], chat: bool) -> None:
+    """Raises UsageError for a task that a chat model cannot be asked in one message."""
+    schema = next((each.name for each in chosen if isinstance(each.task, Schema)), None)
+    if chat and schema is not None:
+        raise UsageError(
+            f"--chat: {schema} compares beginnings of a sentence, which are no message; leave it out of --tasks"
+        )

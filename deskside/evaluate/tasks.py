@@ -1,0 +1,254 @@
+"""What can be evaluated: tasks as data (tasks.toml), and which of them a person asked for.
+
+A task says where its records are, how a record becomes a prompt, and how an answer is judged. Templates are Python's
+format strings over a record's fields. A folder of data may bring further tasks in a tasks.toml of its own.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from deskside.config.base import Part, first_problem
+from deskside.data.sources import kind_of
+from deskside.errors import UsageError
+
+HUB = "hf:"
+DEPTH = 3  # folders below the one that is given
+WHERE = (
+    "give --tasks-dir DIR, a folder with llm-foundry's scripts/eval/local_data or files like them, "
+    "or --tasks-dir hf: to read from the Hugging Face hub"
+)
+
+
+class Hub(Part):
+    """A data set on the hub, and which function of hub.py makes its records like those of the files."""
+
+    source: str
+    reader: str
+
+
+class _Base(Part):
+    """What all kinds share.
+
+    files: patterns of file names, the best first. shots: solved examples before each question. shots_same: a field that
+    examples must have in common with the question. core_shots: how many the CORE metric gives this task; None: it is
+    not part of it. chance: the accuracy of guessing. spread: a limit takes records from the whole file, not the first.
+    """
+
+    files: tuple[str, ...]
+    hub: Hub | None = None
+    prompt: str
+    between: str = "\n\n"
+    shots: Annotated[int, Field(ge=0)] = 0
+    shots_same: str | None = None
+    core_shots: Annotated[int, Field(ge=0)] | None = None
+    chance: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    spread: bool = False
+
+
+class Choice(_Base):
+    """The answer that is most probable after the prompt.
+
+    choices: the field that holds them, or one template each. gold: the field with the right one's number, from 0.
+    score: which accuracy is the task's own: of plain sums of log p, per character, or per byte of the answer.
+    """
+
+    kind: Literal["choice"]
+    choices: str | tuple[str, ...] = "choices"
+    gold: str = "gold"
+    delimiter: str = " "
+    score: Literal["acc", "acc_norm", "acc_bytes"] = "acc"
+
+
+class Schema(_Base):
+    """The beginning after which one and the same continuation is most probable. prompt: the continuation."""
+
+    kind: Literal["schema"]
+    options: str = "context_options"
+    gold: str = "gold"
+    delimiter: str = " "
+
+
+class Completion(_Base):
+    """Whether greedy decoding would give exactly the answer."""
+
+    kind: Literal["completion"]
+    answer: str
+    delimiter: str = " "
+
+
+class Generated(_Base):
+    """Text that the model writes, up to a stop string. answer: of an example, as it follows the prompt."""
+
+    answer: str = ""
+    stop: tuple[str, ...] = ()
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+
+
+class Number(Generated):
+    """The number that the written text ends with is `reference`."""
+
+    kind: Literal["number"]
+    reference: str
+
+
+class Match(Generated):
+    """The written text is one of the references, apart from case, articles and punctuation. references: a field."""
+
+    kind: Literal["match"]
+    references: str
+
+
+class Code(Generated):
+    """The written code passes the tests in the sandbox. chat_prompt: what a chat model is asked."""
+
+    kind: Literal["code"]
+    tests: str
+    chat_prompt: str
+
+
+Task = Annotated[Choice | Schema | Completion | Number | Match | Code, Field(discriminator="kind")]
+_TASKS: TypeAdapter[dict[str, Task]] = TypeAdapter(dict[str, Task])
+GROUPS = ("core", "all")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A task to evaluate, with its number of examples and its data: a file, or a data set on the hub."""
+
+    name: str
+    task: Task
+    shots: int
+    source: str
+    core: bool
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to evaluate. `left_out`: tasks of a group whose data is not there."""
+
+    chosen: tuple[Chosen, ...]
+    left_out: tuple[str, ...]
+
+
+@cache
+def known() -> dict[str, Task]:
+    """The tasks that come with deskside."""
+    return _read(files("deskside.evaluate").joinpath("tasks.toml").read_text("utf-8"), "tasks.toml")
+
+
+def select(names: Sequence[str], folder: str | None, shots: int | None = None) -> Selection:
+    """Tasks by name or group ("core", "all"), with their data under `folder` or, for "hf:", on the hub.
+
+    A group takes what has data; a name must have it. Raises UsageError for a name that is not known, for no data, and
+    for a damaged tasks.toml.
+    """
+    tasks = dict(known())
+    root: Path | None = None
+    if folder is None:
+        root = None
+    elif folder != HUB:
+        root = Path(folder).expanduser()
+        if not root.is_dir():
+            raise UsageError(f"--tasks-dir {folder}: no such folder; {WHERE}")
+        tasks |= _own(root, tasks)
+    unknown = next((name for name in names if name not in tasks and name not in GROUPS), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, [*tasks, *GROUPS], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*GROUPS, *sorted(tasks)])}"
+        raise UsageError(f"--tasks {unknown}: there is no such task; {hint}")
+    if folder is None:
+        raise UsageError(f"--tasks {','.join(names)}: where is the data? {WHERE}")
+    found = _listing(root) if root is not None else []
+    wanted: dict[str, tuple[bool, bool]] = {}  # name -> (must have data, with CORE's examples)
+    for name in names:
+        members = [name] if name in tasks else _members(name, tasks)
+        for member in members:
+            before = wanted.get(member, (False, False))
+            wanted[member] = (before[0] or name in tasks, before[1] or name == "core")
+    chosen, left_out = [], []
+    for name, (needed, core) in wanted.items():
+        task = tasks[name]
+        source = _source(name, task, root, found, needed)
+        if source is None:
+            left_out.append(name)
+            continue
+        own = task.core_shots if core and task.core_shots is not None else task.shots
+        chosen.append(Chosen(name, task, own if shots is None else shots, source, core and shots is None))
+    if not chosen:
+        raise UsageError(f"--tasks-dir {folder}: holds the data of none of these tasks; {WHERE}")
+    return Selection(tuple(chosen), tuple(left_out))
+
+
+def _members(group: str, tasks: Mapping[str, Task]) -> list[str]:
+    return [name for name, task in tasks.items() if group == "all" or task.core_shots is not None]
+
+
+def _source(name: str, task: Task, root: Path | None, found: Sequence[Path], needed: bool) -> str | None:
+    """The task's data; None where it is not there and need not be."""
+    if root is None:
+        if task.hub is None and needed:
+            raise UsageError(
+                f"--tasks {name}: is not read from the hub; give --tasks-dir DIR with {task.files[0]}"
+            )
+        return None if task.hub is None else task.hub.source
+    for pattern in task.files:
+        matches = [path for path in found if path.match(pattern)]
+        if matches:
+            return str(matches[0])
+    if needed:
+        raise UsageError(
+            f"--tasks {name}: no file {task.files[0]} in {root} or {DEPTH} folders below; {WHERE}"
+        )
+    return None
+
+
+def _listing(root: Path) -> list[Path]:
+    """Files that may hold records, the ones nearest to the root first."""
+    found = []
+    level = [root]
+    for _ in range(DEPTH + 1):
+        entries = sorted(path for folder in level for path in _entries(folder))
+        found += [path for path in entries if path.is_file() and kind_of(path) not in (None, ".txt")]
+        level = [path for path in entries if path.is_dir() and not path.name.startswith(".")]
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: cannot be listed ({error.strerror}); give --tasks-dir another folder"
+        ) from None
+
+
+def _own(root: Path, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """Tasks that a folder of data brings."""
+    file = root / "tasks.toml"
+    if not file.is_file():
+        return {}
+    try:
+        own = _read(file.read_text("utf-8"), str(file))
+    except UnicodeDecodeError:
+        raise UsageError(f"{file}: is not UTF-8; write it again as UTF-8") from None
+    for name in own:
+        if name in tasks or name in GROUPS or "," in name:
+            raise UsageError(f"{file}: {name!r} cannot name a task here; give it another name")
+    return own
+
+
+def _read(text: str, where: str) -> dict[str, Task]:
+    try:
+        return _TASKS.validate_python(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where}: is no TOML ({error}); mend it") from None
+    except ValidationError as error:
+        raise UsageError(f"{where}: {first_problem(error)}; mend it, or remove it") from None
