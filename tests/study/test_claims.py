@@ -393,6 +393,8 @@ def test_arithmetic_claims_are_answered_whatever_was_run() -> None:
     assert found.keys() == {one.id for one in claims() if one.kind == "arithmetic"}
     for one in found.values():
         assert one.explanation and one.scale
+    written = {one.id: one.explanation for one in claims()}
+    assert all(written[one.id] for one in found.values() if one.verdict == "contradicted")
     assert {one.formula for one in claims() if one.formula} == arithmetic.FORMULAS.keys()
 
 
