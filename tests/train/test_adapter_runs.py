@@ -1,0 +1,131 @@
+"""Runs with adapters, from a pretrained model to an export: what trains, what is kept, resumed to the last bit."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deskside.data.loader import Batch
+from deskside.errors import RunError, UsageError
+from deskside.export.load import load_model
+from deskside.export.merge import open_adapted
+from deskside.train.initial import Initial
+from deskside.train.step import Numbers, Stepper
+from tests.train.tiny_run import checkpoints, config, curve, events, plan, resume, rows, train
+
+TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5]])
+STEPS = 24
+ADAPTER: dict[str, Any] = {
+    "optim": {"name": "adamw", "lr": 5e-3, "weight_decay": 0.0},
+    "schedule": {"length": f"{STEPS} steps"},
+}
+
+
+@pytest.fixture(scope="module")
+def pretrained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pretrained")
+    train(root, config(data, schedule={"length": "40 steps"}), "base")
+    return root / "base"
+
+
+def given(pretrained: Path) -> Initial:
+    return Initial.of(load_model(pretrained), str(pretrained))
+
+
+def stop_in(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stepper.run
+
+    def run(self: Stepper, micro_batches: list[Batch], step: int, dry: bool = False) -> Numbers:
+        if step == last and not dry:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, micro_batches, step, dry)
+
+    monkeypatch.setattr(Stepper, "run", run)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [{"base": "bf16"}, {"base": "int8", "dropout": 0.2}, {"base": "nf4", "targets": ["q_proj", "down_proj"]}],
+    ids=["bf16", "int8 with dropout", "nf4"],
+)
+def test_resumed_to_the_last_bit(
+    adapter: dict[str, Any], pretrained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if adapter["base"] == "nf4":
+        pytest.importorskip("bitsandbytes")
+    wanted = config(data, adapter={"rank": 4, **adapter}, **ADAPTER)
+    first = given(pretrained)
+    straight = train(tmp_path, wanted, "straight", initial=first).run.path
+    with monkeypatch.context() as patch:
+        stop_in(14, patch)
+        stopped = train(tmp_path, wanted, "stopped", initial=first)
+    assert stopped.status == "SIGTERM" and len(rows(stopped.run.path)) == 14
+    assert resume(stopped.run.path).status == "finished"
+    assert curve(stopped.run.path) == curve(straight)
+    weights = "model/model.safetensors"
+    assert (stopped.run.path / weights).read_bytes() == (straight / weights).read_bytes()
+    assert rows(straight)[-1]["loss"] < rows(straight)[0]["loss"]
+
+
+def test_what_a_run_keeps_and_says(pretrained: Path, data: Path, tmp_path: Path) -> None:
+    wanted = config(data, adapter={"rank": 2, "base": "int8"}, **ADAPTER)
+    outcome = train(tmp_path, wanted, "run", initial=given(pretrained))
+    run = outcome.run.path
+    facts = plan(run)["adapter"]
+    assert (facts["rank"], facts["base"], facts["fused"]) == (
+        2,
+        "int8",
+        "the hand-written halves have no adapters",
+    )
+    assert plan(run)["compile"] == "off"
+    assert f"adapters of rank 2: {facts['trained_parameters']:,} parameters train" in events(run)
+    newest = load_file(run / "checkpoints" / checkpoints(run)[-1] / "model.safetensors")
+    assert sum(tensor.numel() for tensor in newest.values()) == facts["trained_parameters"]
+    assert all(".adapter." in name for name in newest)
+    states = load_file(run / "checkpoints" / checkpoints(run)[-1] / "optimizer.safetensors")
+    assert sum(t.numel() for t in states.values() if t.ndim >= 2) == 2 * facts["trained_parameters"]
+    # The base is untouched, the model that is exported is not.
+    before, after = load_model(pretrained).model, load_model(run).model
+    apart = open_adapted(run, pytest.fail).model
+    apart.embed.output_dtype = torch.float32
+    torch.testing.assert_close(after(TOKENS), apart(TOKENS), rtol=1e-4, atol=1e-4)
+    assert float((after(TOKENS) - before(TOKENS)).detach().abs().max()) > 0.01
+    exported = load_model(run / "model").model
+    torch.testing.assert_close(exported(TOKENS), after(TOKENS))
+    assert outcome.summary["parameters"] == sum(p.numel() for p in before.parameters())
+
+
+def test_fresh_tokens_train_beside_adapters(pretrained: Path, data: Path, tmp_path: Path) -> None:
+    first = given(pretrained)
+    seen = load_model(pretrained).tokenizer.encode("the river").ids[0]
+    wanted = config(data, adapter={"rank": 2, "targets": ["v_proj"]}, **ADAPTER)
+    run = train(tmp_path, wanted, "run", initial=replace(first, fresh=(seen,))).run.path
+    newest = load_file(run / "checkpoints" / checkpoints(run)[-1] / "model.safetensors")
+    assert {name for name in newest if ".adapter." not in name} == {"embed.trained.rows", "head.trained.rows"}
+    before, after = load_model(pretrained).model.state_dict(), load_model(run).model.state_dict()
+    for name in ("embed.weight", "head.weight"):
+        moved = (before[name].bfloat16() != after[name].bfloat16()).any(dim=1).nonzero().flatten().tolist()
+        assert moved == [seen]
+
+
+def test_what_cannot_begin_or_go_on_is_named(
+    pretrained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = config(data, adapter={"rank": 2}, **ADAPTER)
+    with pytest.raises(
+        UsageError, match=r"adapter: there is nothing to adapt; give trained weights with --init"
+    ):
+        train(tmp_path, wanted, "nothing")
+    assert not (tmp_path / "nothing").exists()
+    with monkeypatch.context() as patch:
+        stop_in(5, patch)
+        run = train(tmp_path, wanted, "run", initial=given(pretrained)).run.path
+    base = run / "base.safetensors"
+    base.write_bytes(base.read_bytes()[:-4] + b"\0\1\2\3")
+    with pytest.raises(RunError, match=r"base.safetensors: is damaged"):
+        resume(run)
