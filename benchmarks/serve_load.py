@@ -1,0 +1,303 @@
+"""Load on `deskside serve`: many clients, of which some hang up and some send nonsense, and what comes of it.
+
+    python benchmarks/serve_load.py runs/go --seconds 300 --clients 64 [--json FILE]
+
+It starts the server, asks every prompt once and alone, greedily, and then lets all clients ask at once. Each good
+answer has to be the one that its prompt got alone. An answer that is not is counted as `different`; as `mixed` when it
+is closer to another prompt's answer. On a GPU in BF16 a step over many rows rounds otherwise than one over a single row;
+there `different` answers are possible where two tokens are nearly equal, and `mixed` ones are not. A request without
+its whole answer is `lost`. Memory is the server's resident set; it has to stay where it is after the first quarter.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import httpx
+
+Question = tuple[str, int]  # prompt, tokens
+NONSENSE = (
+    b"",
+    b"{",
+    b'{"prompt": ' + b"[" * 5000,
+    b'{"prompt": "\xff\xfe"}',
+    b'{"prompt": {"a": 1}}',
+    b'{"prompt": "a", "max_tokens": -1}',
+    b'{"prompt": "a", "temperature": "hot"}',
+    b'{"prompt": "a", "nobody_knows_this": 1}',
+    b'{"prompt": [999999999]}',
+    b'{"prompt": "a", "n": 100000}',
+    b'{"messages": 7}',
+)
+
+
+@dataclass
+class Report:
+    """What the clients saw. Latencies in seconds, of whole good answers; memory in MiB."""
+
+    seconds: float = 0.0
+    good: int = 0
+    lost: int = 0
+    different: int = 0
+    mixed: int = 0
+    hung_up: int = 0
+    refused: int = 0  # nonsense that got its 4xx
+    wrongly_taken: int = 0  # nonsense that did not
+    turned_away: int = 0  # 429, asked again
+    latencies: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def percentile(self, share: float) -> float:
+        """Of the latencies."""
+        ordered = sorted(self.latencies)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    @property
+    def growth(self) -> float:
+        """MiB: the median of the last quarter's memory over that of the second quarter."""
+        quarter = len(self.memory) // 4
+        return statistics.median(self.memory[-quarter:]) - statistics.median(
+            self.memory[quarter : 2 * quarter]
+        )
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        return [
+            f"{self.good} good answers in {self.seconds:.0f} s ({self.good / self.seconds:.1f} a second), "
+            f"p50 {self.percentile(0.5):.3f} s, p99 {self.percentile(0.99):.3f} s",
+            f"{self.lost} lost, {self.different} different, {self.mixed} mixed",
+            f"{self.hung_up} hung up, {self.refused} malformed and refused, {self.wrongly_taken} malformed and taken, "
+            f"{self.turned_away} turned away with 429",
+            f"memory {self.memory[0]:.0f} MiB at first, {self.memory[-1]:.0f} MiB at last, "
+            f"{self.growth:+.1f} MiB from the second quarter to the last",
+            *self.problems[:5],
+        ]
+
+
+@contextlib.contextmanager
+def served(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, int]]:
+    """A server of its own on a free port: its address, and its process. Stopped with SIGTERM, it has to exit with 0."""
+    command = [sys.executable, "-m", "deskside", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        if found is None:
+            raise RuntimeError(f"the server did not start: {line!r}")
+        yield found.group(), process.pid
+        process.terminate()
+        if process.wait(timeout=60) != 0:
+            raise RuntimeError(f"the server ended with {process.returncode}")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def resident(pid: int) -> float:
+    """A process's resident set in MiB."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def questions(count: int = 48) -> list[Question]:
+    """Prompts that share beginnings of many lengths, and answers of many lengths."""
+    rng = random.Random(1)
+    words = re.findall(
+        r"\w+", "the ship went to sea and sailors sang of ships all day long while gulls slept"
+    )
+    system = " ".join(rng.choice(words) for _ in range(60))
+    asked = []
+    for number in range(count):
+        own = " ".join(rng.choice(words) for _ in range(rng.randint(1, 40)))
+        asked.append((f"{system if number % 3 == 0 else ''} {number} {own}", rng.randint(4, 24)))
+    return asked
+
+
+def body_of(question: Question, stream: bool) -> dict[str, object]:
+    """What asks a question, greedily."""
+    prompt, tokens = question
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": stream}
+
+
+async def alone(base: str, asked: Sequence[Question], headers: Mapping[str, str]) -> dict[Question, str]:
+    """The answers without any load."""
+    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=120) as client:
+        answers = {}
+        for question in asked:
+            response = await client.post("/v1/completions", json=body_of(question, False))
+            response.raise_for_status()
+            answers[question] = str(response.json()["choices"][0]["text"])
+        return answers
+
+
+async def load(
+    base: str,
+    pid: int,
+    known: Mapping[Question, str],
+    *,
+    seconds: float,
+    clients: int = 64,
+    headers: Mapping[str, str] | None = None,
+    hang_ups: float = 0.12,
+    nonsense: float = 0.12,
+) -> Report:
+    """Let the clients ask for a time. hang_ups, nonsense: shares of what they do."""
+    report = Report(seconds=seconds)
+    end = time.monotonic() + seconds
+
+    async def watch() -> None:
+        while time.monotonic() < end:
+            report.memory.append(resident(pid))
+            await asyncio.sleep(max(0.1, seconds / 200))
+
+    async def one(number: int) -> None:
+        rng = random.Random(number)
+        limits = httpx.Limits(max_connections=2, max_keepalive_connections=1)
+        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=120, limits=limits) as client:
+            while time.monotonic() < end:
+                what = rng.random()
+                try:
+                    if what < hang_ups:
+                        await _hang_up(client, rng, known, report)
+                    elif what < hang_ups + nonsense:
+                        await _nonsense(client, rng, report)
+                    else:
+                        await _ask(client, rng, known, report)
+                except (httpx.HTTPError, ValueError, KeyError) as error:
+                    report.lost += 1
+                    report.problems.append(f"{type(error).__name__}: {error}")
+
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    await watching
+    return report
+
+
+async def _ask(
+    client: httpx.AsyncClient, rng: random.Random, known: Mapping[Question, str], report: Report
+) -> None:
+    question = rng.choice(list(known))
+    began = time.monotonic()
+    text = None
+    while text is None:
+        text = await (_whole if rng.random() < 0.5 else _streamed)(client, question)
+        if text is None:
+            report.turned_away += 1
+            await asyncio.sleep(rng.uniform(0.05, 0.3))
+            began = time.monotonic()
+    report.latencies.append(time.monotonic() - began)
+    if text == known[question]:
+        report.good += 1
+        return
+    report.different += 1
+    own = _shared(text, known[question])
+    others = [_shared(text, a) for a in known.values() if a != known[question]]
+    report.mixed += max(others, default=0) > own
+    report.problems.append(f"{question!r}: {text!r} instead of {known[question]!r}")
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts begin alike with."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+async def _whole(client: httpx.AsyncClient, question: Question) -> str | None:
+    response = await client.post("/v1/completions", json=body_of(question, False))
+    if response.status_code == 429:
+        assert int(response.headers["retry-after"]) > 0
+        return None
+    response.raise_for_status()
+    return str(response.json()["choices"][0]["text"])
+
+
+async def _streamed(client: httpx.AsyncClient, question: Question) -> str | None:
+    parts: list[str] = []
+    async with client.stream("POST", "/v1/completions", json=body_of(question, True)) as response:
+        if response.status_code == 429:
+            await response.aread()
+            return None
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return "".join(parts)
+            if line:
+                parts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+    raise ValueError(f"a stream without its end: {parts}")
+
+
+async def _hang_up(
+    client: httpx.AsyncClient, rng: random.Random, known: Mapping[Question, str], report: Report
+) -> None:
+    """Ask for a long answer and leave: after a moment, or after its first piece."""
+    prompt, _ = rng.choice(list(known))
+    if rng.random() < 0.5:
+        with contextlib.suppress(httpx.TimeoutException):
+            await client.post(
+                "/v1/completions", json=body_of((prompt, 400), False), timeout=rng.uniform(0.01, 0.2)
+            )
+    else:
+        async with client.stream("POST", "/v1/completions", json=body_of((prompt, 400), True)) as response:
+            async for _ in response.aiter_lines():
+                break
+    report.hung_up += 1
+
+
+async def _nonsense(client: httpx.AsyncClient, rng: random.Random, report: Report) -> None:
+    path = rng.choice(["/v1/completions", "/v1/chat/completions"])
+    content = rng.choice(NONSENSE)
+    response = await client.post(path, content=content, headers={"content-type": "application/json"})
+    if 400 <= response.status_code < 500 and response.json()["error"]["message"]:
+        report.refused += 1
+    else:
+        report.wrongly_taken += 1
+        report.problems.append(f"{content[:60]!r}: {response.status_code}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The script. 0 when nothing was lost or mixed and memory stayed."""
+    parser = argparse.ArgumentParser(description="Load on deskside serve.")
+    parser.add_argument("model", help="a run, or a Hugging Face directory")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    options = parser.parse_args(argv)
+    serve = [options.model, "--max-batch", str(options.max_batch)]
+    with served(serve) as (base, pid):
+        known = asyncio.run(alone(base, questions(), {}))
+        report = asyncio.run(load(base, pid, known, seconds=options.seconds, clients=options.clients))
+    print("\n".join(report.lines()))
+    if options.json is not None:
+        numbers = {key: value for key, value in asdict(report).items() if key not in ("latencies", "memory")}
+        numbers |= {
+            "p50": report.percentile(0.5),
+            "p99": report.percentile(0.99),
+            "growth_mib": report.growth,
+        }
+        options.json.write_text(json.dumps({**numbers, "clients": options.clients}, indent=1) + "\n", "utf-8")
+    return 0 if not (report.lost or report.mixed or report.wrongly_taken) and report.growth < 64 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
