@@ -56,6 +56,12 @@ def verdict(record: RunRecord) -> str:
     """One line: validation bits per byte against gzip and unigram, and whether the run came to its end."""
     bpb = validation_bpb(record)
     state = "" if record.finished else " The run has not come to its end."
+    before, after = _before(record), number(record.summary.get("val_loss"))
+    if text(record.summary.get("objective")) == "sft" and before is not None and after is not None:
+        return (
+            f"{after:.3f} nats per token that an assistant says on held-out conversations, {before:.3f} before the "
+            f"first step (measured, lower is better).{state}"
+        )
     if bpb is None:
         return f"No verdict yet: this run has no validation result.{state}"
     baselines = {name: number(record.summary.get(f"{name}_bpb")) for name in ("gzip", "unigram")}
@@ -80,6 +86,11 @@ def validation_bpb(record: RunRecord) -> float | None:
     return final if final is not None else record.last("val_bpb")
 
 
+def _before(record: RunRecord) -> float | None:
+    """The validation loss of the weights that the run began with, where that was measured."""
+    return number(mapping(record.summary.get("before")).get("val_loss"))
+
+
 def commands(record: RunRecord) -> list[str]:
     """What a person may want to type now."""
     run = shlex.quote(str(record.path))
@@ -93,10 +104,11 @@ def commands(record: RunRecord) -> list[str]:
 
 def _glance(record: RunRecord) -> tuple[Block, ...]:
     summary = record.summary
-    mfu = _either(record, "mfu", "mfu")
+    mfu, before = _either(record, "mfu", "mfu"), _before(record)
     rows = [
         ("status", text(summary.get("status")) or "not finished", ""),
         ("validation loss", _nats(number(summary.get("val_loss"))), "measured"),
+        *([("the same, before the first step", _nats(before), "measured")] if before is not None else []),
         ("training loss, last step", _nats(record.last("loss")), "measured"),
         ("parameters", words.count(_parameters(record)), "measured"),
         ("tokens trained on", words.count(_either(record, "tokens", "tokens")), "measured"),
@@ -136,7 +148,15 @@ def _samples(record: RunRecord) -> tuple[Block, ...]:
     samples = objects(record.summary.get("samples"))
     if not samples:
         return (Paragraph("There are no samples; they are made when a run ends."),)
-    return tuple(Sample(text(sample.get("prompt")), text(sample.get("text"))) for sample in samples)
+    blocks: list[Block] = []
+    for sample in samples:
+        blocks.append(Sample(text(sample.get("prompt")), text(sample.get("text"))))
+        beside = [
+            (name, text(sample.get(key))) for name, key in (("before", "before"), ("wanted", "reference"))
+        ]
+        if told := [f"{name}: {said}" for name, said in beside if said]:
+            blocks.append(Details("What it said before, and what was wanted", (Code("\n\n".join(told)),)))
+    return tuple(blocks)
 
 
 def _events(record: RunRecord) -> tuple[Block, ...]:

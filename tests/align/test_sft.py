@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from deskside.align.sft import Sft
 from deskside.cli import main
+from deskside.data import tokenizer
 from deskside.data.loader import validation_batches
 from deskside.data.rows import IGNORE
 from deskside.engine.sampling import GREEDY
@@ -117,33 +118,41 @@ def test_it_learns_to_answer_in_the_template(finished: Path) -> None:
     assert "".join(conversation.reply("Tell me: the coal, which colour?")) == "The coal is black."
 
 
+def test_the_report_says_before_and_after(finished: Path) -> None:
+    page, summary = (finished / "report.md").read_text(), json.loads((finished / "summary.json").read_text())
+    before, after = summary["before"]["val_loss"], summary["val_loss"]
+    assert (
+        f"{after:.3f} nats per token that an assistant says on held-out conversations, {before:.3f} before"
+        in (" ".join(page.replace("*", "").split()))
+    )
+    assert "before: " in page and f"wanted: {summary['samples'][0]['reference']}" in page
+
+
 def test_transformers_answers_the_same(finished: Path) -> None:
     """The exported model is complete: template, tokens that end an answer, and weights."""
-    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    coder = AutoTokenizer.from_pretrained(finished / "model")
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     messages = [{"role": "user", "content": "The sun is what colour?"}]
-    prompt = tokenizer.apply_chat_template(
+    prompt = coder.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
     )
     tokens = model.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :]
-    assert tokenizer.decode(tokens) == "The sun is yellow.<|im_end|>"
+    assert coder.decode(tokens) == "The sun is yellow.<|im_end|>"
 
 
 def test_the_loss_is_that_of_transformers(finished: Path) -> None:
     """Of packed rows against each conversation by itself, with labels -100 where no assistant speaks."""
     dataset = Sft().open(*opened(finished))
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
-    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
-    mine, ends = load_model(finished).model, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    coder = AutoTokenizer.from_pretrained(finished / "model")
+    mine, ends = load_model(finished).model, coder.convert_tokens_to_ids("<|im_end|>")
     theirs, counted = 0.0, 0
     for line in (finished.parent.parent / "held.jsonl").read_text().splitlines():
         messages = json.loads(line)["messages"]
-        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=False)
+        ids = coder.apply_chat_template(messages, return_tensors="pt", return_dict=False)
         labels = torch.full_like(ids, -100)
         for n in range(1, len(messages), 2):
-            prompt = tokenizer.apply_chat_template(
-                messages[:n], add_generation_prompt=True, return_dict=False
-            )
+            prompt = coder.apply_chat_template(messages[:n], add_generation_prompt=True, return_dict=False)
             end = ids[0].tolist().index(ends, len(prompt)) + 1
             labels[0, len(prompt) : end] = ids[0, len(prompt) : end]
         count = int((labels != -100).sum())
@@ -244,6 +253,77 @@ def test_prepared_conversations_are_used_again(place: Path, capsys: pytest.Captu
     sft(place, "again-2", "--schedule.steps", "2", "--batch.tokens", "256")
     assert sorted(p.name for p in (place / "data").iterdir()) == before
     assert "render:" not in capsys.readouterr().err
+
+
+def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
+    """One of them prepares the conversations, the other waits; the loss is that of one process."""
+    more = [
+        "--schedule.steps",
+        "6",
+        "--batch.tokens",
+        "512",
+        "--evaluate.every",
+        "none",
+        "--align.turns",
+        "last",
+    ]
+    alone = sft(place, "alone", *more)
+    with within(place):
+        (place / "data").rename(place / "data-before")
+        child = tiny_run.command(arguments("both", *more), tmp_path / "log", ranks=2)
+        assert child.wait() == 0, child.text()
+    both = place / "runs" / "both"
+    for a, b in zip(rows(alone), rows(both), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    first, second = (json.loads((r / "summary.json").read_text())["val_loss"] for r in (alone, both))
+    assert first == pytest.approx(second, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path: Path) -> None:
+    """A Hugging Face model whose tokenizer knows no turns gains tokens for them, trains, and is exported whole."""
+    config = (Qwen3Config if family == "qwen3" else LlamaConfig)(
+        vocab_size=301,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=family == "qwen3",
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "hf")
+    made = tokenizer.train(place.joinpath("text.txt").read_text().splitlines(), 301)
+    spec = json.loads(made.to_str())
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] == tokenizer.END_OF_TEXT]
+    for number, token in enumerate(tokenizer.CHAT_TOKENS):
+        spec["model"]["vocab"][f"word{number}"] = spec["model"]["vocab"].pop(token)
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(spec))
+    source = tmp_path / "hf"
+    more = ["--adapter.rank", "4", "--optim.lr", "1e-2"] if adapted else ["--optim.lr", "1e-2"]
+    with within(place):
+        argv = arguments(f"{family}-{adapted}", "--schedule.steps", "60", "--batch.tokens", "512", *more)
+        assert main(["sft", str(source), *argv[2:]]) == 0
+    run = place / "runs" / f"{family}-{adapted}"
+    summary = json.loads((run / "summary.json").read_text())
+    share = 0.95 if adapted else 0.8  # random weights that are frozen leave little to learn
+    assert summary["val_loss"] < share * summary["before"]["val_loss"]
+    theirs, ids = (
+        AutoModelForCausalLM.from_pretrained(run / "model"),
+        AutoTokenizer.from_pretrained(run / "model"),
+    )
+    assert theirs.config.vocab_size == 320  # 301 and two more, to the next multiple of 64
+    new = ids.convert_tokens_to_ids(list(tokenizer.CHAT_TOKENS))
+    assert new == [301, 302] and new[1] in theirs.generation_config.eos_token_id
+    old = model.get_input_embeddings().weight.detach().mean(0)
+    now = theirs.get_input_embeddings().weight.detach()
+    if adapted:  # else the softmax moves every row
+        assert torch.allclose(now[310], old, atol=1e-5)
+    assert (now[new] - old).abs().max() > 1e-3  # the new tokens were trained
 
 
 # What a person types wrong
