@@ -38,6 +38,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("deskside.cli_train", "run", "pretrain a model: from a preset, a TOML file, given weights"),
     "data": ("deskside.data.commands", "run", "prepare, verify and show datasets"),
     "sft": ("deskside.cli_align", "run", "fine-tune a model on conversations, to answer in them"),
+    "dpo": ("deskside.cli_align_dpo", "run", "train a model on preference pairs"),
+    "grpo": ("deskside.cli_align_grpo", "run", "train a model on questions whose answers can be checked"),
     "eval": (
         "deskside.serve.eval_command",
         "run_eval",

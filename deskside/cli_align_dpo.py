@@ -128,8 +128,9 @@ def configure(
     vocabulary: int,
     batch: dict[str, Any],
     rate: float,
+    more: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """A run's configuration: defaults below what was given. rate: of the learning rate that fine-tuning takes."""
+    """A run's configuration: defaults, `more` of them, and what was given. rate: of fine-tuning's learning rate."""
     model = loaded.config.model_dump(mode="json")
     if vocabulary > model["vocab_size"]:
         round_to = cli_align.ROUND_VOCABULARY
@@ -144,6 +145,7 @@ def configure(
         "schedule": {"name": "cosine", "warmup": 0.05, "final_lr_fraction": 0.1},
         "batch": batch,
         "checkpoint": {"every": "10m"},
+        **(more or {}),
     }
     if given.get("schedule", {}).get("name", "cosine") != "cosine":
         defaults["schedule"] = {"warmup": 0.05}

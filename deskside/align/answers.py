@@ -23,6 +23,7 @@ from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.moe import load_balancing_loss
+from deskside.train.objective import Session
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,15 @@ def score(
     )
     balance = load_balancing_loss(torch.stack(statistics), batch.tokens_BT.numel()) if statistics else None
     return Scores(by_sequence(logprobs_M, batch.mask_SL), by_sequence(entropy_M, batch.mask_SL), balance)
+
+
+def evaluation_context(session: Session, batch: Batch) -> AttentionContext:
+    """How a pass outside of a training step attends."""
+    tokens = batch.tokens_BT.shape[1]
+    full, windowed = session.attention.at(tokens, None)
+    return AttentionContext(
+        cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
+    )
 
 
 def check_compute(config: RunConfig) -> None:

@@ -129,7 +129,9 @@ class Dpo:
         for numbers in _spread(rows, session, max_tokens):
             batch = self._batch_of(rows, [rows.rows[n] for n in numbers], 1, session.world.device)
             with torch.no_grad():
-                scores = answers.score(session.model, batch, _context(session, batch), session.config.compute)
+                scores = answers.score(
+                    session.model, batch, answers.evaluation_context(session, batch), session.config.compute
+                )
                 loss_P, extra = self._compare(scores.logprobs_SL, batch)
             for name, value in {"loss": loss_P.sum(), **extra}.items():
                 sums[name] += float(value)
@@ -214,7 +216,9 @@ class Dpo:
             pairs = [rows.rows[n] for n in numbers]
             batch = self._batch_of(rows, pairs, 1, session.world.device)
             with torch.no_grad():
-                scores = answers.score(session.model, batch, _context(session, batch), session.config.compute)
+                scores = answers.score(
+                    session.model, batch, answers.evaluation_context(session, batch), session.config.compute
+                )
             values = scores.logprobs_SL[batch.mask_SL].float().cpu()
             at = 0
             for number in (2 * int(p) + side for row in pairs for p in row for side in (0, 1)):
@@ -243,15 +247,6 @@ def _spread(rows: PairRows, session: Session, max_tokens: int | None) -> Iterato
     numbers = (np.arange(wanted) * rows.num_rows // wanted)[session.world.rank :: session.world.size].tolist()
     for first in range(0, len(numbers), session.micro_rows):
         yield numbers[first : first + session.micro_rows]
-
-
-def _context(session: Session, batch: Batch) -> AttentionContext:
-    """How an evaluation attends."""
-    tokens = batch.tokens_BT.shape[1]
-    full, windowed = session.attention.at(tokens, None)
-    return AttentionContext(
-        cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
-    )
 
 
 def _keep(path: Path, found: Mapping[str, NDArray[np.float32]]) -> None:

@@ -44,7 +44,8 @@ class Guard:
 
     def limit(self, step: int) -> float:
         """The largest gradient norm that step number `step` (from 1) may have; infinite while history is short."""
-        usable = [norm for at, norm in self._norms if at <= step - 2][-self.config.window :]
+        # A step without any gradient (GRPO, where nobody's answers differed) says nothing about what is usual.
+        usable = [norm for at, norm in self._norms if at <= step - 2 and norm > 0][-self.config.window :]
         if len(usable) < MINIMUM_HISTORY:
             return float("inf")
         return self.config.spike_factor * statistics.median(usable)

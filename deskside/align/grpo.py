@@ -1,0 +1,420 @@
+"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300): several answers to a question, a reward for
+each, and those better than their group's mean become more likely.
+
+A row of the configured batch is one answer with its question, so batch.tokens / batch.sequence_length answers make a
+step, whole groups of them; in the forward pass, answers are packed into fewer rows. "tokens" of a run count whole rows,
+used or not. policy.py has the objective and its options.
+
+A step's answers are drawn by the weights before it (or before `steps_per_rollout` steps), from random numbers that are
+a function of the seed and of the answer's place in the run. So a resumed run says the same. The probabilities that they
+were drawn with are the engine's own, at the temperature of sampling: where its arithmetic differs from training's in
+the last bits, the ratio of the two corrects for it.
+
+Reported for each step: mean and standard deviation of the rewards, tokens of an answer, the share of answers cut off at
+their longest, the share of answers whose group has unequal rewards (only they teach something), entropy, the share of
+clipped tokens, `drift`: k3 per token between the weights that drew the answers and those that learn, and `kl`: from the
+weights that the run began with, where align.kl asks for it.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deskside.align import answers, rewards
+from deskside.align.answers import (
+    AnswerBatch,
+    Text,
+    check_compute,
+    full_row_texts,
+    lay_out,
+    moved,
+    pack_units,
+)
+from deskside.align.grpo_data import Question, Questions
+from deskside.align.policy import advantages, policy_terms
+from deskside.align.prepared import SAMPLES_FILE, told
+from deskside.align.rollouts import Rollout, RolloutLog
+from deskside.align.sampler import Sampled, Sampler
+from deskside.align.samples import keep_before, with_before
+from deskside.config.align_grpo import GrpoConfig
+from deskside.config.parts import ComputeConfig
+from deskside.config.run import RunConfig
+from deskside.data.loader import Batch
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.errors import RunError, UsageError
+from deskside.kernels.attention import AttentionContext
+from deskside.model.transformer import Transformer
+from deskside.train.fit import RowShape
+from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
+
+REFERENCE = "reference.safetensors"  # in the run: the weights that it began with, where align.kl needs them
+REWARD_FILE = "reward.py"
+EXTRAS: tuple[str, ...] = (
+    "answers", "answer_tokens", "reward", "reward_square", "cut_off", "informative", "entropy", "clipped", "drift",
+    "kl",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RolloutBatch(AnswerBatch):
+    """S sampled answers.
+
+    sampled_SL: log-probabilities that they were drawn with; reference_SL: by the first weights; learnt_S: bool, which
+    of them count in the loss; cut_off_S: bool, which did not end by themselves.
+    """
+
+    sampled_SL: Tensor
+    reference_SL: Tensor | None
+    advantage_S: Tensor
+    reward_S: Tensor
+    learnt_S: Tensor
+    cut_off_S: Tensor
+
+
+class Grpo:
+    """The objective; see the module and `train.objective.Objective`."""
+
+    name, command, extras, measured_first = "grpo", "deskside grpo", EXTRAS, True
+
+    def __init__(self, options: GrpoConfig) -> None:
+        self.options = options
+        self.rewards = rewards.parse(options.reward)
+        self.opened: dict[str, Questions] = {}
+        self.reference: Transformer | None = None
+
+    def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> Questions:
+        check_compute(config)
+        options, rows = self.options, config.batch.tokens // sequence_length
+        if rows % options.group:
+            raise UsageError(
+                f"batch.tokens: {rows} answers a step are no whole groups of {options.group}; use a multiple of "
+                f"{options.group * sequence_length}"
+            )
+        self.opened[split] = Questions(
+            path, split, sequence_length, options.group, options.answer_tokens, config.model.vocab_size
+        )
+        return self.opened[split]
+
+    def begin(self, session: Session) -> None:
+        self.session = session
+        told(self.opened["train"].index, session.say)
+        for questions in self.opened.values():
+            if questions.left_out:
+                session.say(
+                    f"{questions.split}: {questions.left_out:,} questions leave no room for "
+                    f"{self.options.answer_tokens} tokens of answer in {questions.sequence_length} and are left out"
+                )
+        self._keep_reward_file(session)
+        steps, config = self.options.steps_per_rollout, session.config
+        self.answers_per_step = config.batch.tokens // config.batch.sequence_length
+        if (self.answers_per_step // self.options.group) % session.world.size:
+            raise UsageError(
+                f"batch.tokens: {self.answers_per_step // self.options.group} questions a step cannot be shared evenly "
+                f"by {session.world.size} processes; use more"
+            )
+        ends = session.run.read_json("generation_config.json")["eos_token_id"]
+        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self.tokenizer = load_tokenizer(session.run.tokenizer)
+        self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
+        with session.precision.plain():
+            self.sampler = Sampler(
+                session.model,
+                config.adapter is not None,
+                steps * self.answers_per_step // session.world.size,
+                config.batch.sequence_length,
+                self.ends,
+            )
+            self.sampler.rehearse(self.opened["train"].vocab_size)
+            self._keep_reference(session)
+        if not session.resumed:
+            keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
+        session.world.barrier()
+
+    def loader(self, dataset: Rows, feed: Feed) -> Batches:
+        return _RolloutLoader(self, cast(Questions, dataset), feed)
+
+    def dry_batch(
+        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+    ) -> Batch:
+        texts = [full_row_texts(dataset.sequence_length, 1, dataset.vocab_size) for _ in range(rows)]
+        made = [Sampled(tuple(row[0].tokens[1:].tolist()), (-1.0,) * row[0].scored, True) for row in texts]
+        question = Question("", "", (0,))
+        rollouts = [[Rollout(0, question, sampled, "", 0.0, 1.0)] for sampled in made]
+        count = rows * (dataset.sequence_length if self.options.average == "token" else 1)
+        return self._batch(cast(Questions, dataset), rollouts, count * passes_everywhere, device, dry=True)
+
+    def loss(
+        self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
+    ) -> Loss:
+        batch, options = cast(RolloutBatch, batch), self.options
+        found = answers.score(model, batch, context, compute, options.temperature)
+        terms = policy_terms(
+            found.logprobs_SL,
+            batch.sampled_SL,
+            batch.advantage_S,
+            batch.mask_SL & batch.learnt_S[:, None],
+            clip_low=options.clip_low,
+            clip_high=options.clip_high,
+            ratio=options.ratio,
+            average=options.average,
+            longest=options.answer_tokens,
+            kl=options.kl,
+            reference_SL=batch.reference_SL,
+        )
+        apart_SL = (found.logprobs_SL.detach() - batch.sampled_SL) * batch.mask_SL
+        extra = {
+            "answers": torch.ones_like(batch.reward_S).sum(),
+            "answer_tokens": batch.mask_SL.sum().float(),
+            "reward": batch.reward_S.sum(),
+            "reward_square": batch.reward_S.square().sum(),
+            "cut_off": batch.cut_off_S.sum().float(),
+            "informative": (batch.advantage_S != 0).sum().float(),
+            "entropy": found.entropy_SL.sum(),
+            "clipped": terms.clipped_SL.sum().float(),
+            "drift": (apart_SL.exp() - apart_SL - 1).sum(),
+            "kl": terms.kl_SL.sum(),
+        }
+        return Loss(terms.loss, found.balance, extra)
+
+    def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
+        texts, tokens = max(1.0, extra["answers"]), max(1.0, extra["answer_tokens"])
+        mean = extra["reward"] / texts
+        found = {
+            "reward": mean,
+            "reward_std": max(0.0, extra["reward_square"] / texts - mean**2) ** 0.5,
+            "answer_tokens": tokens / texts,
+            "cut_off": extra["cut_off"] / texts,
+            "informative": extra["informative"] / texts,
+            "entropy": extra["entropy"] / tokens,
+            "clipped": extra["clipped"] / tokens,
+            "drift": extra["drift"] / tokens,
+        }
+        return found | ({"kl": extra["kl"] / tokens} if self.options.kl else {})
+
+    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+        """Mean reward of greedy answers to held-out questions."""
+        questions, world = cast(Questions, session.validation), session.world
+        wanted = len(questions.questions)
+        if max_tokens is not None:
+            wanted = min(wanted, max(world.size, max_tokens // questions.sequence_length))
+        chosen = np.unique(np.arange(wanted) * len(questions.questions) // wanted)[world.rank :: world.size]
+        mine = [questions.questions[n] for n in chosen.tolist()]
+        self.sampler.renew()
+        made = self.sampler.sample(
+            [q.tokens for q in mine], [0] * len(mine), 0, 0.0, self.options.answer_tokens
+        )
+        values = self._judge(mine, made)
+        totals = torch.tensor(
+            [sum(values), sum(len(s.tokens) for s in made), len(mine)],
+            dtype=torch.float64,
+            device=world.device,
+        )
+        reward, tokens, count = world.summed(totals).tolist()
+        row = {"val_reward": reward / count, "val_answer_tokens": tokens / count}
+        said = f"mean reward {row['val_reward']:.3f} on {int(count):,} held-out questions, answered greedily"
+        return Measured(
+            row, {**row, "val_questions": int(count)}, said, int(count) * questions.sequence_length
+        )
+
+    def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
+        return with_before(session, model, self.opened["val"].directory / SAMPLES_FILE)
+
+    # Sampling
+
+    def roll_out(self, questions: Sequence[Question], positions: Sequence[int], seed: int) -> list[Rollout]:
+        """Answers by the present weights, judged. Whole groups; a question stands once for each of its answers."""
+        self.sampler.renew()
+        made = self.sampler.sample(
+            [q.tokens for q in questions],
+            positions,
+            seed,
+            self.options.temperature,
+            self.options.answer_tokens,
+        )
+        values = self._judge(questions, made)
+        grouped_GS = torch.tensor(values, dtype=torch.float64).view(-1, self.options.group)
+        better = advantages(grouped_GS, self.options.scale_rewards).flatten().tolist()
+        found = [
+            Rollout(position, question, sampled, self._text(sampled), value, advantage)
+            for position, question, sampled, value, advantage in zip(
+                positions, questions, made, values, better, strict=True
+            )
+        ]
+        self.log.add(found, self.options.group)
+        return found
+
+    def _judge(self, questions: Sequence[Question], made: Sequence[Sampled]) -> list[float]:
+        cases = [(q.prompt, self._text(s), q.answer) for q, s in zip(questions, made, strict=True)]
+        return self.rewards.of(cases)
+
+    def _text(self, sampled: Sampled) -> str:
+        tokens = sampled.tokens[:-1] if sampled.ended else sampled.tokens
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    # Batches
+
+    def batches(
+        self, questions: Questions, rollouts: Sequence[Rollout], micro_rows: int, device: torch.device
+    ) -> list[Batch]:
+        """A step's answers of this process, packed. All processes call this at the same time."""
+        learnt = [r for r in rollouts if self.options.learn_truncated or r.sampled.ended]
+        counted = float(len(rollouts))
+        if self.options.average == "token":
+            counted = float(sum(len(r.sampled.tokens) for r in learnt))
+        total = torch.tensor([counted], dtype=torch.float64, device=device)
+        everywhere = max(1, int(self.session.world.summed(total).item()))
+        rooms = np.array([len(r.question.tokens) + len(r.sampled.tokens) - 1 for r in rollouts], np.int64)
+        rows: list[list[Rollout]] = [
+            [rollouts[n] for n in row] for row in pack_units(rooms, questions.sequence_length)
+        ]
+        # Passes have one shape, so the last one is filled up with empty rows.
+        rows += [[] for _ in range(-len(rows) % micro_rows)]
+        return [
+            self._batch(questions, rows[at : at + micro_rows], everywhere, device)
+            for at in range(0, len(rows), micro_rows)
+        ]
+
+    def _batch(
+        self,
+        questions: Questions,
+        rows: list[list[Rollout]],
+        everywhere: int,
+        device: torch.device,
+        dry: bool = False,
+    ) -> RolloutBatch:
+        texts = [[_text_of(rollout) for rollout in row] for row in rows]
+        fields = lay_out(
+            texts, questions.sequence_length, questions.max_boundaries(len(rows)) + 1, questions.filler
+        )
+        flat = [rollout for row in rows for rollout in row]
+        sampled_SL = torch.zeros(fields["mask_SL"].shape)
+        sampled_SL[fields["mask_SL"]] = torch.tensor([v for r in flat for v in r.sampled.logprobs])
+        keep = [self.options.learn_truncated or r.sampled.ended for r in flat]
+        own = {
+            "sampled_SL": sampled_SL,
+            "reference_SL": torch.zeros_like(sampled_SL) if dry and self.options.kl else None,
+            "advantage_S": torch.tensor([r.advantage for r in flat]),
+            "reward_S": torch.tensor([r.reward for r in flat]),
+            "learnt_S": torch.tensor(keep, dtype=torch.bool),
+            "cut_off_S": torch.tensor([not r.sampled.ended for r in flat], dtype=torch.bool),
+        }
+        count = sum(len(r.sampled.tokens) for r in flat) if self.options.average == "token" else len(flat)
+        batch = RolloutBatch(**moved({**fields, **own}, device), num_valid=count, num_valid_step=everywhere)
+        return self._with_reference(batch) if self.reference is not None and not dry else batch
+
+    # The weights that the run began with
+
+    @torch.no_grad()
+    def _with_reference(self, batch: RolloutBatch) -> RolloutBatch:
+        assert self.reference is not None
+        context = answers.evaluation_context(self.session, batch)
+        scores = answers.score(
+            self.reference, batch, context, self.session.config.compute, self.options.temperature
+        )
+        return RolloutBatch(**{**vars(batch), "reference_SL": scores.logprobs_SL})
+
+    def _keep_reference(self, session: Session) -> None:
+        if not self.options.kl:
+            return
+        path = session.run.path / REFERENCE
+        self.sampler.renew()
+        self.reference = self.sampler.made()
+        named = dict(self.reference.named_parameters())
+        if session.resumed:
+            if not path.is_file():
+                raise RunError(f"{path}: is missing; align.kl needs the weights that the run began with")
+            with torch.no_grad():
+                for name, tensor in load_file(path, device=str(session.world.device)).items():
+                    named[name].copy_(tensor)
+        elif session.world.first:
+            try:
+                save_file({name: p.detach().contiguous() for name, p in named.items()}, path)
+            except OSError as error:
+                raise RunError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def _keep_reward_file(self, session: Session) -> None:
+        """A person's own function stays readable with the run, and a resumed run has the same one."""
+        if self.rewards.file is None:
+            return
+        kept = session.run.path / REWARD_FILE
+        if not session.resumed:
+            if session.world.first:
+                shutil.copyfile(self.rewards.file, kept)
+        elif not kept.is_file() or kept.read_bytes() != self.rewards.file.read_bytes():
+            raise RunError(
+                f"reward: {self.rewards.file} is not what the run began with; {kept} is, put that back"
+            )
+
+
+def _text_of(rollout: Rollout) -> Text:
+    question = rollout.question.tokens
+    return Text(np.array([*question, *rollout.sampled.tokens], np.int64), len(question))
+
+
+class _RolloutLoader:
+    """Optimizer steps of sampled answers. A round of sampling gives `steps_per_rollout` of them."""
+
+    def __init__(self, objective: Grpo, questions: Questions, feed: Feed):
+        self.objective, self.questions, self.feed = objective, questions, feed
+        self.at = feed.start_row
+        self.round = objective.options.steps_per_rollout * feed.rows_per_step
+        self.rollouts: list[Rollout] = []
+        # Of a round that steps have begun to learn from, all answers stay.
+        objective.log.cut(-(-self.at // self.round) * self.round)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        feed, objective = self.feed, self.objective
+        begin = self.at - self.at % self.round
+        if not self.rollouts or self.rollouts[0].position < begin:
+            self.rollouts = self._round_from(begin)
+        mine = set(self._mine(self.at, self.at + feed.rows_per_step))
+        rollouts = [r for r in self.rollouts if r.position in mine]
+        self.at += feed.rows_per_step
+        return objective.batches(self.questions, rollouts, feed.micro_batch_rows, feed.device)
+
+    def _mine(self, first: int, last: int) -> list[int]:
+        """This process's positions of each step between the two."""
+        share = self.feed.rows_per_step // self.feed.world_size
+        steps = range(first + self.feed.rank * share, last, self.feed.rows_per_step)
+        return [p for step in steps for p in range(step, step + share)]
+
+    def _round_from(self, begin: int) -> list[Rollout]:
+        """The round that begins there: said now, or before the checkpoint that the run goes on from."""
+        positions = self._mine(begin, begin + self.round)
+        group = self.questions.group
+        first = np.array(positions[::group], np.int64) // group
+        questions = [q for q in self.questions.at(self.feed.seed, first) for _ in range(group)]
+        if self.at == begin:
+            return self.objective.roll_out(questions, positions, self.feed.seed)
+        said = {row["position"]: row for row in self.objective.log.read(begin, begin + self.round)}
+        if set(said) != set(positions):
+            raise RunError(
+                f"{self.objective.log.lines}: the answers that the next step learns from are missing; start the run "
+                "again"
+            )
+        return [
+            Rollout(
+                position,
+                question,
+                Sampled(tuple(row["token_ids"]), tuple(row["logprobs"]), row["ended"]),
+                row["text"],
+                row["reward"],
+                row["advantage"],
+            )
+            for position, question, row in zip(
+                positions, questions, (said[p] for p in positions), strict=True
+            )
+        ]
+
+    def close(self) -> None:
+        pass

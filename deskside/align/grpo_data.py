@@ -1,0 +1,121 @@
+"""Questions whose answers can be checked: records to prompts, and prompts to an endless order.
+
+A record has `prompt` (a text, or messages) and `answer`: what a reward compares with, a text; for `code`, tests.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deskside.align.preference_data import question_of
+from deskside.align.prepared import SAMPLE_CHARACTERS, Made, Maker, Spec, fingerprint, open_index
+from deskside.data.chat_template import ChatTemplate, NotRendered
+from deskside.data.order import key_of, permute
+from deskside.errors import UsageError
+
+FIELDS = ("prompt", "answer")
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: what the user asked last; tokens: of the whole conversation, up to where the assistant speaks."""
+
+    prompt: str
+    answer: str
+    tokens: tuple[int, ...]
+
+
+def prepare_questions(spec: Spec, system: str | None, tokenizer: Path, out: Path) -> dict[str, Any]:
+    """Make the folder `out`; returns its index. system: a message before each question that has none of its own.
+
+    Raises UsageError for wrong sources and where no question can be used, RunError when the disk refuses.
+    """
+    return Maker(spec, FIELDS, partial(_question, system), _write).make(tokenizer, out)
+
+
+def _question(system: str | None, template: ChatTemplate, end: int | None, fields: dict[str, Any]) -> Made:
+    messages = question_of(fields["prompt"])
+    if messages[-1]["role"] == "assistant":
+        raise NotRendered("it ends with an answer")
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    answer = fields["answer"]
+    if not isinstance(answer, str):
+        answer = json.dumps(answer, ensure_ascii=False)
+    value = {"prompt": messages[-1]["content"], "answer": answer, "tokens": template.prompt(messages)}
+    shown = [*messages, {"role": "assistant", "content": answer}]
+    short = sum(len(m["content"]) for m in shown) <= SAMPLE_CHARACTERS
+    return Made(value, json.dumps(messages, sort_keys=True), shown if short else None)
+
+
+def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    lines = "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in questions)
+    (folder / f"{split}.jsonl").write_text(lines, "utf-8")
+    return f"{split}.jsonl", {"count": len(questions)}
+
+
+class Questions:
+    """One split. A row is one answer to a question: `group` rows after one another are of the same question.
+
+    Questions too long for a row beside `answer_tokens` are left out; `left_out` counts them.
+    """
+
+    def __init__(
+        self, path: Path, split: str, sequence_length: int, group: int, answer_tokens: int, vocabulary: int
+    ):
+        """Raises UsageError when no question fits, RunError for damaged data."""
+        self.directory, self.split, self.sequence_length = path, split, sequence_length
+        self.group, self.answer_tokens = group, answer_tokens
+        self.index = open_index(path, "questions", vocabulary)
+        text = (path / self.index["splits"][split]["file"]).read_text("utf-8")
+        every = [
+            Question(q["prompt"], q["answer"], tuple(q["tokens"])) for q in map(json.loads, text.splitlines())
+        ]
+        self.questions = [q for q in every if len(q.tokens) + answer_tokens <= sequence_length]
+        self.left_out = len(every) - len(self.questions)
+        if not self.questions:
+            shortest = min(len(q.tokens) for q in every)
+            raise UsageError(
+                f"batch.sequence_length: {sequence_length} tokens hold no question of the {split} split and an answer "
+                f"of {answer_tokens}; the shortest needs {shortest + answer_tokens}"
+            )
+        self._shortest = min(len(q.tokens) for q in self.questions)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.questions) * self.group
+
+    @property
+    def num_tokens(self) -> int:
+        """What an evaluation of the whole split counts: a row for each question."""
+        return len(self.questions) * self.sequence_length
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.index["vocab_size"])
+
+    @property
+    def filler(self) -> int:
+        return int(self.index["eos_id"])
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.index)
+
+    def max_boundaries(self, rows: int) -> int:
+        """The most answers and paddings that `rows` rows can hold."""
+        return rows * (self.sequence_length // self._shortest + 1)
+
+    def at(self, seed: int, positions: NDArray[np.int64]) -> list[Question]:
+        """The questions at these positions of an endless shuffled order of questions."""
+        epoch, inside = np.divmod(np.asarray(positions, np.int64), len(self.questions))
+        found = np.empty_like(inside)
+        for e in np.unique(epoch).tolist():
+            mine = epoch == e
+            found[mine] = permute(inside[mine], len(self.questions), key_of(seed, e, self.sequence_length))
+        return [self.questions[n] for n in found.tolist()]

@@ -1,0 +1,164 @@
+"""Rewards: plain functions of a question, an answer of the model, and what is known to be right.
+
+    reward(prompt, completion, answer) -> float
+
+    number   1 where the final number of the completion equals the answer exactly, as a fraction: 0.5 = 1/2 = 2/4
+    exact    1 where the completion is the answer, apart from white space around it
+    format   1 where the completion says what its final answer is: "#### 7", "\\boxed{7}" or "The answer is 7"
+    code     1 where the completion's code passes the answer, which is a text of tests, in the sandbox
+
+A sum such as `0.9*number+0.1*format` weighs several; `my.py:reward` takes a function from a file, whose text is kept in
+the run.
+"""
+
+import importlib.util
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from deskside.errors import RunError, UsageError
+from deskside.evaluate import sandbox
+
+Reward = Callable[[str, str, str], float]
+
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
+_MARKS = (
+    re.compile(r"\\boxed\s*\{([^{}]*)\}"),
+    re.compile(r"####\s*([^\n]+)"),
+    re.compile(r"answer\s+is\s*:?\s*([^\n]+)", re.IGNORECASE),
+)
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_LONGEST = 200  # characters of a number; longer ones are no answers, and take long to compare
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that a text comes to: what is marked as its answer, else its last number. None where there is none."""
+    text = text.replace("\u2212", "-")
+    for mark in _MARKS:
+        found = mark.findall(text)
+        if found:
+            numbers = _NUMBER.findall(found[-1])
+            return _fraction(numbers[0]) if numbers else None
+    numbers = _NUMBER.findall(text)
+    return _fraction(numbers[-1]) if numbers else None
+
+
+def _fraction(text: str) -> Fraction | None:
+    text = re.sub(r"[,\s]", "", text)
+    if len(text) > _LONGEST:
+        return None
+    top, _, bottom = text.partition("/")
+    if bottom and not int(bottom):
+        return None
+    return Fraction(top) / int(bottom or 1)
+
+
+def number(prompt: str, completion: str, answer: str) -> float:
+    """See the module. Raises UsageError where the answer is no number."""
+    wanted = final_number(answer)
+    if wanted is None:
+        raise UsageError(
+            f"reward number: the answer {answer[:60]!r} holds no number; use exact, or a file's function"
+        )
+    return float(final_number(completion) == wanted)
+
+
+def exact(prompt: str, completion: str, answer: str) -> float:
+    """See the module."""
+    return float(completion.strip() == answer.strip())
+
+
+def format(prompt: str, completion: str, answer: str) -> float:
+    """See the module."""
+    return float(any(mark.search(completion) for mark in _MARKS))
+
+
+def code(prompt: str, completion: str, answer: str) -> float:
+    """See the module. The last block between ``` counts, the whole text where there is none."""
+    blocks = _BLOCK.findall(completion)
+    return float(sandbox.check(blocks[-1] if blocks else completion, answer).passed)
+
+
+BUILT_IN: dict[str, Reward] = {"number": number, "exact": exact, "format": format, "code": code}
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """A reward as it was written, and its weighted parts. `file`: where a part comes from a file, its path."""
+
+    spec: str
+    parts: tuple[tuple[float, Reward], ...]
+    file: Path | None = None
+
+    def __call__(self, prompt: str, completion: str, answer: str) -> float:
+        """Raises RunError where a part fails or gives no finite number; UsageError as the parts do."""
+        total = 0.0
+        for weight, part in self.parts:
+            try:
+                value = float(part(prompt, completion, answer))
+            except (UsageError, RunError):
+                raise
+            except Exception as error:
+                raise RunError(
+                    f"reward {self.spec}: {type(error).__name__}: {error} (for the completion {completion[:60]!r})"
+                ) from error
+            if not math.isfinite(value):
+                raise RunError(f"reward {self.spec}: gave {value} for the completion {completion[:60]!r}")
+            total += weight * value
+        return total
+
+    def of(self, cases: Sequence[tuple[str, str, str]]) -> list[float]:
+        """Rewards of (prompt, completion, answer) each, in order; code runs on all processors."""
+        if not any(part is code for _, part in self.parts):
+            return [self(*case) for case in cases]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            return list(pool.map(lambda case: self(*case), cases))
+
+
+def parse(spec: str) -> Rewards:
+    """Raises UsageError for a reward that does not exist, or a file that gives none."""
+    if ".py:" in spec:
+        path, _, name = spec.rpartition(":")
+        file = Path(path).expanduser().resolve()
+        return Rewards(spec, ((1.0, _from_file(file, name)),), file)
+    parts = []
+    for term in spec.split("+"):
+        weight, star, name = term.strip().rpartition("*")
+        try:
+            value = float(weight) if star else 1.0
+        except ValueError:
+            raise UsageError(
+                f"reward: {weight!r} in {spec!r} is no weight; write 0.9*number+0.1*format"
+            ) from None
+        if name.strip() not in BUILT_IN:
+            raise UsageError(
+                f"reward: there is no {name.strip()!r}; choose from {', '.join(BUILT_IN)}, or give my.py:function"
+            )
+        parts.append((value, BUILT_IN[name.strip()]))
+    return Rewards(spec, tuple(parts))
+
+
+def _from_file(file: Path, name: str) -> Reward:
+    if not file.is_file():
+        raise UsageError(f"reward: there is no file {file}")
+    found = importlib.util.spec_from_file_location(f"deskside_reward_{file.stem}", file)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"reward: {file} cannot be loaded: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"reward: {file} has no function {name!r}")
+    try:
+        inspect.signature(function).bind("", "", "")
+    except TypeError:
+        raise UsageError(f"reward: {name} in {file} must take (prompt, completion, answer)") from None
+    return function

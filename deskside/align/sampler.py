@@ -1,0 +1,127 @@
+"""Answers of a model in training: a copy of its weights, and an engine over it that stays for the whole run.
+
+Training and sampling take turns on one card. The engine's memory (the copy, and the cache of keys and values) stays
+where it is, so what it may have is what training's largest step leaves free; it is settled after that step has run,
+and then tried with the longest prompts there can be.
+
+The token that ends an answer is part of it, because ending is learnt too. So the engine is not told which tokens end a
+text: an answer is watched, and its request cancelled when such a token comes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.engine.requests import Request
+from deskside.engine.sampling import Sampling
+from deskside.engine.weights import inference_copy, refresh
+from deskside.errors import RunError
+from deskside.export.merge import merged
+from deskside.model.transformer import Transformer
+
+SHARE = 0.85  # of the free memory that the engine takes; the rest is for workspace and fragmentation
+MOST_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """tokens with the one that ended it; logprobs: of each at the temperature of sampling. `ended`: by itself."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ended: bool
+
+
+class Sampler:
+    """`adapted`: the model has adapters, which are merged into the copy. rows: answers wanted at once, of up to
+    `row_tokens` tokens with their question. Raises RunError where memory is left for less than one of them."""
+
+    def __init__(self, model: Transformer, adapted: bool, rows: int, row_tokens: int, ends: frozenset[int]):
+        self.model, self.adapted, self.ends = model, adapted, ends
+        self.copy = self.made()
+        rows = min(rows, MOST_ROWS)
+        pages = -(-row_tokens // PAGE_SIZE)
+        tokens = rows * pages * PAGE_SIZE
+        device = model.embed.weight.device
+        if device.type == "cuda":
+            each = self.copy.kv_bytes_per_token(self.copy.activation_dtype)
+            room = int(SHARE * torch.cuda.mem_get_info(device)[0] / each)
+            if room < pages * PAGE_SIZE:
+                raise RunError(
+                    f"out of memory: training leaves room for {room} tokens of answers, one needs {row_tokens}; give a "
+                    "smaller --batch.micro_tokens, or a shorter --batch.sequence_length"
+                )
+            tokens = min(tokens, room)
+        self.row_tokens = row_tokens
+        self.engine = Engine(self.copy, max_batch=min(rows, tokens // (pages * PAGE_SIZE)), max_tokens=tokens)
+
+    def made(self) -> Transformer:
+        """A copy of the model as it is now, in the dtype of the activations, adapters merged."""
+        if not self.adapted:
+            return inference_copy(self.model)
+        dtype = self.model.activation_dtype
+        copy = merged(self.model, self.model.embed.weight.device, dtype)
+        copy.embed.output_dtype = dtype
+        if copy.position is not None:
+            copy.position.output_dtype = dtype
+        return copy.requires_grad_(False).eval()
+
+    def rehearse(self, vocabulary: int) -> None:
+        """The most that sampling can need, once: all rows at their longest. Raises RunError when out of memory."""
+        prompt = tuple(n % vocabulary for n in range(self.row_tokens - 2))
+        try:
+            for first in range(self.engine.max_batch):
+                self.engine.submit(
+                    Request((first % vocabulary, *prompt[1:]), 2, Sampling(1.0), logprobs=True)
+                )
+            for _ in self.engine.events():
+                pass
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"out of memory while sampling ({str(error).split('.')[0]}); give a smaller --batch.micro_tokens, or a "
+                "shorter --batch.sequence_length"
+            ) from None
+        self.engine.weights_changed()
+
+    def renew(self) -> None:
+        """Bring the copy up to date with the model."""
+        with torch.no_grad():
+            refresh(self.copy, self.made() if self.adapted else self.model)
+        self.engine.weights_changed()
+
+    def sample(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        streams: Sequence[int],
+        seed: int,
+        temperature: float,
+        tokens: int,
+    ) -> list[Sampled]:
+        """An answer to each prompt. streams: which random numbers each draws, so that an answer depends on nothing
+        else than weights, prompt, seed and stream. temperature 0 is greedy."""
+        sampling = Sampling(temperature=temperature)
+        numbers = {
+            self.engine.submit(
+                Request(prompt, tokens, sampling, seed, first_sample=stream, logprobs=True)
+            ): at
+            for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
+        }
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+        ended = [False] * len(prompts)
+        while not self.engine.idle:
+            for event in self.engine.step():
+                at = numbers[event.request]
+                if event.token is None or ended[at]:
+                    continue
+                found[at][0].append(event.token)
+                found[at][1].append(float(event.logprob or 0.0))
+                if event.token in self.ends:
+                    ended[at] = True
+                    if event.reason is None:
+                        self.engine.cancel(event.request)
+        return [
+            Sampled(tuple(made), tuple(logprobs), end)
+            for (made, logprobs), end in zip(found, ended, strict=True)
+        ]
