@@ -4,7 +4,7 @@
 
 It starts the server, asks every prompt once and alone, greedily, and then lets all clients ask at once. Each good
 answer has to be the one that its prompt got alone. An answer that is not is counted as `different`; as `mixed` when it
-is closer to another prompt's answer. On a GPU in BF16 a step over many rows rounds otherwise than one over a single row;
+is closer to another prompt's answer. On a GPU in BF16 a step over many rows rounds otherwise than one over one row;
 there `different` answers are possible where two tokens are nearly equal, and `mixed` ones are not. A request without
 its whole answer is `lost`. Memory is the server's resident set; it has to stay where it is after the first quarter.
 """

@@ -1,0 +1,29 @@
+"""A made run with a chat template, and servers of it."""
+
+import shutil
+from pathlib import Path
+
+from tests.serve.made_run import MadeRun, make
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_chatty(folder: Path) -> tuple[MadeRun, Path]:
+    """A run without a chat template, and the path of the same one with it."""
+    made = make(folder)
+    chatty = folder / "chatty"
+    shutil.copytree(made.path, chatty)
+    (chatty / "chat_template.jinja").write_text(TEMPLATE)
+    (chatty / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return made, chatty
+
+
+def rendered(messages: list[dict[str, str]]) -> str:
+    """What the template makes of messages, written by hand."""
+    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return turns + "<|im_start|>assistant\n"
