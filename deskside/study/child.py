@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ class Child:
     def __init__(self, order: Order, environment: Mapping[str, str], held: int | None = None):
         self.order, self.folder = order, Path(order.run)
         self._asked = False
-        self._began = time.monotonic()
+        self._began = self._lived = time.monotonic()
+        self._seen: tuple[int, ...] = ()
         (self.folder / ANSWER).unlink(missing_ok=True)
         with (self.folder / LOG).open("ab") as log:
             self._process = subprocess.Popen(
@@ -108,6 +109,20 @@ class Child:
             return Ended("killed", ended_by(-code), seconds)
         return Ended("failed", f"the process ended with exit code {code}; see {self.folder / LOG}", seconds)
 
+    def silent(self) -> float:
+        """Seconds since it last logged a step, saved a checkpoint or, before those, began."""
+        seen = tuple(_stamp(self.folder / name) for name in ("metrics.jsonl", "checkpoints"))
+        if seen != self._seen:
+            self._seen, self._lived = seen, time.monotonic()
+        return time.monotonic() - self._lived
+
+    def give_up(self, reason: str) -> Ended:
+        """End at once what shows no sign of life; what it had already answered still counts."""
+        self.kill()
+        ended = self.poll()
+        assert ended is not None  # `kill` waits for it
+        return replace(ended, status="failed", reason=reason) if ended.status == "killed" else ended
+
     def stop(self) -> None:
         """Ask it to save and end."""
         self._asked = True
@@ -130,6 +145,14 @@ def read_answer(folder: Path) -> tuple[str, str] | None:
         return str(answer["status"]), str(answer["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _stamp(path: Path) -> int:
+    """When a file or folder was last changed; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def ended_by(number: int) -> str:

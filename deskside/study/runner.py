@@ -3,6 +3,9 @@
 How a trial ended is a result, and the study goes on. Only a full disk ends it, because every further trial would end
 the same way. The journal is written before and after each trial, results.json after it; a trial's directory keeps its
 numbers, and its checkpoints only while it may be resumed.
+
+A trial that hangs would hold up the study for ever. It is told from a slow one by its silence: as long as it logs steps
+it is alive, however wrong its forecast was.
 """
 
 import contextlib
@@ -29,6 +32,8 @@ from deskside.train.stop import StopSignal
 TARGET = "deskside.study.child:train"
 POLL = 0.1  # seconds
 PATIENCE = 120.0  # seconds that trials may take to save when the study ends early
+# Without logging a step, a trial compiles, evaluates or saves. On a CPU an evaluation alone can take an hour.
+SILENCE_GPU, SILENCE_ELSE, SILENCE_FORECASTS = 1800.0, 6 * 3600.0, 3.0
 Trial = tuple[PlannedArm, int]
 
 
@@ -122,7 +127,7 @@ class Runner:
                             running[device.name] = self.begin(*waiting.popleft(), device)
                             self.publish()
                     for name, one in list(running.items()):
-                        ended = one.child.poll()
+                        ended = one.child.poll() or self.hung(one, name)
                         if ended is not None:
                             del running[name]
                             rest = [other.arm.id for other in running.values()] + [a.id for a, _ in waiting]
@@ -161,6 +166,13 @@ class Runner:
             raise
         self.screen.started(arm, seed, device.name, run, resume)
         return one
+
+    def hung(self, one: _Running, device: str) -> Ended | None:
+        """End a trial that has shown no sign of life for longer than it may; None for one that lives."""
+        most = silence(device, self.plan.forecasts.get(one.arm.id))
+        if one.child.silent() <= most:
+            return None
+        return one.child.give_up(f"no step and no end for {most / 60:.0f} minutes: it was ended")
 
     def end(self, one: _Running, ended: Ended, left: list[str]) -> None:
         """Write down how a trial ended. Raises RunError where the disk was full."""
@@ -209,3 +221,10 @@ class Runner:
             with contextlib.suppress(RunError):
                 for one in running.values():
                     self.end(one, one.child.poll() or Ended(STOPPED, "", 0.0), [])
+
+
+def silence(device: str, forecast: float | None) -> float:
+    """Seconds that a trial may go without logging a step. forecast: seconds of the whole trial, None: not known."""
+    if forecast is None:
+        return SILENCE_ELSE
+    return (SILENCE_GPU if device.startswith("cuda") else SILENCE_ELSE) + SILENCE_FORECASTS * forecast

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def act(order: Order) -> tuple[str, str]:
         sys.stdout.flush()
     elif what == "steps":
         return steps(run, order)
+    elif what == "slow":
+        for step in range(1, 10):
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "tokens": step}) + "\n")
+            time.sleep(0.5)
+        finish(run, order)
+    elif what == "hang-at-exit":
+        finish(run, order)
+        threading.Thread(target=time.sleep, args=(600,)).start()
     elif what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)

@@ -16,6 +16,7 @@ from deskside.errors import RunError
 from deskside.study import results as files
 from deskside.study.folder import StudyFolder
 from deskside.study.journal import FILE, replay_file
+from deskside.study.runner import silence
 from tests.study import tiny_study
 from tests.study.fake_trials import GONE, ROOT
 
@@ -192,3 +193,35 @@ def test_a_disk_that_is_full_indeed(small_disk: Path) -> None:
     again = tiny_study.runner(folder)
     again.run(again.left())
     assert statuses(folder) == ["finished"] * 4
+
+
+def test_a_trial_that_hangs_is_ended_and_the_study_goes_on(
+    folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deskside.study.runner.silence", lambda device, forecast: 3.0)
+    acts = {"depth_two__tied_no__s1": "deaf", "depth_two__tied_yes__s1": "hang-at-exit"}
+    runner = tiny_study.runner(folder, devices=2, **acts)
+    assert runner.run(runner.left()) is None
+    assert not any(alive(pid) for pid in pids(folder))
+    past = {arm: one for (arm, _), one in replay_file(folder.path / FILE).items()}
+    assert past["depth_two-tied_no"].status == "failed"
+    assert past["depth_two-tied_no"].reason == "no step and no end for 0 minutes: it was ended"
+    # It had said that it was done, and only its process would not go.
+    assert past["depth_two-tied_yes"].status == "finished"
+    assert sorted(statuses(folder)) == ["failed"] + 3 * ["finished"]
+
+
+def test_a_slow_trial_is_not_ended_as_long_as_it_logs(
+    folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deskside.study.runner.silence", lambda device, forecast: 3.0)
+    runner = tiny_study.runner(folder, other="slow")
+    assert runner.run(runner.left()[:1]) is None
+    [one] = replay_file(folder.path / FILE).values()
+    assert one.status == "finished" and (one.seconds or 0) > 4
+
+
+def test_silence_is_generous_and_grows_with_what_is_expected() -> None:
+    assert silence("cuda:1", 600.0) == 1800 + 3 * 600
+    assert silence("cuda:0", None) == silence("cpu", None) == 6 * 3600  # nothing is known
+    assert silence("cpu", 600.0) > silence("cuda:0", 600.0)
