@@ -224,9 +224,9 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
             f"{file} has token {max(ids.values())}, above the model's vocab_size {config.vocab_size}"
         )
     shutil.copyfile(file, folder / "tokenizer.json")
-    for name in TOKENIZER_EXTRAS:
-        if (file.parent / name).exists():
-            shutil.copyfile(file.parent / name, folder / name)
+    for extra in TOKENIZER_EXTRAS:
+        if (file.parent / extra).exists():
+            shutil.copyfile(file.parent / extra, folder / extra)
     if not (folder / "tokenizer_config.json").exists():
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -160,7 +160,7 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     model = random_model(vocab_size=300)
     with pytest.raises(UsageError, match="does not exist"):
         save_hf(model, model.config, tmp_path / "none.json", tmp_path / "hf")
-    with pytest.raises(UsageError, match=r"special token <\|endoftext\|>"):
+    with pytest.raises(UsageError, match=r"no end-of-text token. Looked for <\|endoftext\|>"):
         save_hf(model, model.config, tokenizer_file(tmp_path / "other", "<s>"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
 
