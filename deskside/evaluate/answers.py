@@ -4,8 +4,8 @@ import re
 import string
 from decimal import Decimal
 
-# A minus after a number or a bracket is a subtraction.
-_NUMBER = re.compile(r"(?:(?<![\w)])-\s?)?\$?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# A minus after a number or a bracket, or apart from its number, is a subtraction.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _MARKED = re.compile(r"####|the (?:final )?answer is:?|\\boxed\{", re.IGNORECASE)
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 

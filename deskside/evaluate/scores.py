@@ -14,7 +14,8 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     share, spread = right / n, Z * Z / n
     middle = (share + spread / 2) / (1 + spread)
     half = Z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # Exactly 0 and 1 at the ends, which rounding misses.
+    return 0.0 if right == 0 else middle - half, 1.0 if right == n else middle + half
 
 
 def centred(accuracy: float, chance: float) -> float:

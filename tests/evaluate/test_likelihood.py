@@ -1,0 +1,142 @@
+"""Log-likelihoods with shared contexts against one whole forward pass for each pair."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from deskside.errors import RunError, UsageError
+from deskside.evaluate.likelihood import PAGE, Encoder, Likelihood, Pair, likelihoods
+from deskside.model.transformer import Transformer
+from tests.evaluate.made_model import POSITIONS, Made, make, oracle
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("likelihood"))
+
+
+def pairs(seed: int) -> list[Pair]:
+    """Contexts around the borders of pages and beyond the model's positions, with equal beginnings and twins."""
+    rng = random.Random(seed)
+
+    def some(n: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(320) for _ in range(n))
+
+    found = []
+    lengths = [
+        1,
+        2,
+        PAGE - 1,
+        PAGE,
+        PAGE + 1,
+        2 * PAGE,
+        3 * PAGE + 1,
+        70,
+        POSITIONS - 1,
+        POSITIONS,
+        POSITIONS + 40,
+    ]
+    for length in lengths:
+        context = some(length)
+        letters = [Pair(context, some(1)) for _ in range(3)]
+        endings = [Pair(context, some(rng.randrange(2, 30))) for _ in range(rng.randrange(1, 4))]
+        found += letters + endings + letters[:1]
+    rng.shuffle(found)
+    return found
+
+
+def check(model: Transformer, given: list[Pair], batch_tokens: int) -> list[Likelihood]:
+    done: list[int] = []
+    found = likelihoods(model, given, batch_tokens=batch_tokens, tick=done.append)
+    assert sum(done) == len(given)
+    for pair, likelihood in zip(given, found, strict=True):
+        logprob, greedy = oracle(model, pair.context, pair.continuation)
+        assert likelihood.logprob == pytest.approx(logprob, rel=2e-6, abs=2e-5)
+        assert (likelihood.greedy, likelihood.tokens) == (greedy, len(pair.continuation))
+    return found
+
+
+def test_equal_to_whole_rows_in_every_batch(made: Made) -> None:
+    given = pairs(1)
+    results = [check(made.model, given, batch_tokens) for batch_tokens in (1, 200, 100_000)]
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, rel=2e-6, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_pattern": "SL", "sliding_window": 24},
+        {"final_logit_softcapping": 5.0, "tie_word_embeddings": True},
+        {"position_embedding": "learned", "qk_norm": False},
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_architectures(tmp_path: Path, options: dict[str, object]) -> None:
+    check(make(tmp_path, **options).model, pairs(2), 500)
+
+
+def test_greedy_is_found(made: Made) -> None:
+    """What the model itself would write is greedy, and anything else is not."""
+    context = tuple(made.tokenizer.encode("the sea went to").ids)
+    written = context
+    for _ in range(6):
+        written += (int(made.model(torch.tensor([written]))[0, -1].argmax()),)
+    best = written[len(context) :]
+    found = likelihoods(
+        made.model, [Pair(context, best), Pair(context, (*best[:-1], best[-1] - 1))], batch_tokens=99
+    )
+    assert [each.greedy for each in found] == [True, False]
+    assert found[0].logprob > found[1].logprob
+
+
+def test_a_long_answer_and_broken_weights_are_said(made: Made) -> None:
+    with pytest.raises(
+        UsageError, match=f"{POSITIONS + 1} tokens does not fit the model's {POSITIONS} positions"
+    ):
+        likelihoods(made.model, [Pair((1,), (2,) * (POSITIONS + 1))], batch_tokens=100)
+    kept = made.model.head_weight.clone()
+    made.model.head_weight[3] = math.nan
+    try:
+        with pytest.raises(RunError, match="not finite"):
+            likelihoods(made.model, [Pair((1,), (2,))], batch_tokens=100)
+    finally:
+        made.model.head_weight.copy_(kept)
+
+
+def test_pairs_of_text(made: Made) -> None:
+    encoder = Encoder(made.tokenizer, made.end)
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(made.tokenizer.encode(text).ids)
+
+    texts = [("the sea", " went"), ("the sea ", "went"), ("", "the"), ("the", "re 12"), (" \n", "the")]
+    found = encoder.pairs(texts)
+    for (context, continuation), pair in zip(texts, found, strict=True):
+        start = () if context.strip() else (made.end,)
+        assert pair.context + pair.continuation == start + ids(context + continuation)
+    assert found[0] == found[1]  # a space at the end of a context belongs to what follows
+    assert found[2].context == (made.end,)
+    # Special tokens that a text spells are text.
+    assert made.end not in encoder.prompts(["a <|endoftext|> b"])[0]
+    with pytest.raises(UsageError, match="adds no token"):
+        encoder.pairs([("the sea", "")])
+    started = Encoder(made.tokenizer, made.end, always_start=True)
+    assert started.prompts(["the sea"]) == [(made.end, *ids("the sea"))]
+    for plain, begun in zip(found, started.pairs(texts), strict=True):
+        assert begun.continuation == plain.continuation
+        assert begun.context[0] == made.end and begun.context[-1:] == plain.context[-1:]
+
+
+def test_a_template_that_writes_the_start_token_writes_it_once(made: Made) -> None:
+    def render(text: str) -> str:
+        return f"<|endoftext|><|im_start|>user\n{text}<|im_end|>\n"
+
+    (prompt,) = Encoder(made.tokenizer, made.end, always_start=True, render=render).prompts(["the sea"])
+    assert prompt.count(made.end) == 1 and prompt[0] == made.end
+    assert prompt[1] == made.tokenizer.token_to_id("<|im_start|>")
