@@ -328,7 +328,6 @@ def of_config(
         start = stage.until
     longest = max(stage.sequence_length for stage in stages)
     asked = config.batch.micro_tokens
-    nf4 = config.adapter is not None and config.adapter.base == "nf4"  # its blocks are not compiled
     micro = max(longest, min(stage.tokens for stage in stages) // gpus) if asked == "auto" else asked
     setting = Setting(
         model=config.model,
@@ -336,7 +335,7 @@ def of_config(
         micro_tokens=micro,
         gpus=gpus,
         sharded=gpus > 1 and config.parallel.mode == "shard",
-        compiled=config.compute.compile != "off" and not (config.compute.compile == "auto" and (cpu or nf4)),
+        compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
         **step_options(config),
     )
     return in_precision(setting, config, precision, native)

@@ -14,7 +14,7 @@ gradients and optimiser states is the adapter's, and a model's own pretraining i
 the weight to merge with. Frozen in "bf16" a weight stays what it is, in 16 bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -82,7 +82,10 @@ class FrozenLinear(Linear):
         self.register_buffer("magnitude_mean", state.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _FrozenProduct.apply(x, self)
+        if torch.compiler.is_compiling():
+            y = _opaque_product(x, self.stored, self.out_features, self.in_features, False)
+        else:
+            y = _FrozenProduct.apply(x, self)
         if self.bias is not None:
             y = y + self.bias.to(x.dtype)
         return y if self.adapter is None else self.adapter(x, y)
@@ -91,19 +94,12 @@ class FrozenLinear(Linear):
         """The weight (rows, in) that the codes stand for."""
         if self.format == "int8":
             return (self.codes.float() * self.row_scale[:, None]).to(dtype)
-        functional = _bitsandbytes()
-        magnitude = functional.dequantize_blockwise(
-            self.magnitude, absmax=self.magnitude_scale, code=self.magnitude_map, blocksize=SCALE_BLOCK
-        )
-        state = functional.QuantState(
-            absmax=magnitude + self.magnitude_mean,
-            shape=torch.Size((self.out_features, self.in_features)),
-            dtype=dtype,
-            blocksize=BLOCK,
-            quant_type="nf4",
-        )
-        weight: Tensor = functional.dequantize_4bit(self.codes, state)
-        return weight
+        return _dense_nf4(self.stored, self.out_features, self.in_features, dtype)
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """What stands for the weight."""
+        return [getattr(self, name) for name in BUFFERS[self.format]]
 
     def requires_grad_(self, requires_grad: bool = True) -> "FrozenLinear":
         if requires_grad:
@@ -120,18 +116,66 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer = layer
-        if layer.format == "int8":
-            # In float32 number by number: a float32 copy of the output would be as large as two of it.
-            return F.linear(x, layer.codes.to(x.dtype)).mul_(layer.row_scale)
-        return F.linear(x, layer.dense(x.dtype))
+        return _product(x, layer.stored, layer.out_features, layer.in_features, False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        (grad,), layer = grads, ctx.layer
-        if layer.format == "int8":
-            grad = torch.mul(grad, layer.row_scale, out=torch.empty_like(grad))
-            return grad @ layer.codes.to(grad.dtype), None
-        return grad @ layer.dense(grad.dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer: FrozenLinear = ctx.layer
+        return _product(grads[0], layer.stored, layer.out_features, layer.in_features, True), None
+
+
+def _product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, turned: bool) -> Tensor:
+    """x W^T, or x W when `turned`. `stored`: the buffers of BUFFERS, int8's two or nf4's five."""
+    if len(stored) == len(BUFFERS["int8"]):
+        codes, row_scale = stored
+        # Scaled in float32 number by number: a float32 copy would be as large as two of the result.
+        if turned:
+            return torch.mul(x, row_scale, out=torch.empty_like(x)) @ codes.to(x.dtype)
+        return F.linear(x, codes.to(x.dtype)).mul_(row_scale)
+    dense = _dense_nf4(stored, rows, columns, x.dtype)
+    return x @ dense if turned else F.linear(x, dense)
+
+
+def _dense_nf4(stored: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    functional = _bitsandbytes()
+    codes, magnitude, scale, table, mean = stored
+    absmax = functional.dequantize_blockwise(magnitude, absmax=scale, code=table, blocksize=SCALE_BLOCK)
+    state = functional.QuantState(
+        absmax=absmax + mean,
+        shape=torch.Size((rows, columns)),
+        dtype=dtype,
+        blocksize=BLOCK,
+        quant_type="nf4",
+    )
+    weight: Tensor = functional.dequantize_4bit(codes, state)
+    return weight
+
+
+@torch.library.custom_op("deskside::frozen_product", mutates_args=())
+def _opaque_product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, turned: bool) -> Tensor:
+    """`_product`, which torch.compile does not look into. It would find that forward and backward make the same dense
+    weight, make it once, and keep it in between: all of the model in 16 bits."""
+    return _product(x, stored, rows, columns, turned)
+
+
+@_opaque_product.register_fake
+def _(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, turned: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], columns if turned else rows)
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    _, stored, *ctx.shape = inputs
+    ctx.save_for_backward(*stored)
+
+
+def _opaque_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, columns, turned = ctx.shape
+    stored = list(ctx.saved_tensors)
+    none: list[Tensor | None] = [None] * len(stored)
+    return _opaque_product(grad, stored, rows, columns, not turned), none, None, None, None
+
+
+_opaque_product.register_autograd(_opaque_backward, setup_context=_remember)
 
 
 def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:

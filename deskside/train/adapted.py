@@ -45,14 +45,9 @@ def keep_base(model: Transformer, run_dir: Path) -> None:
 
 
 def execution_mode(config: RunConfig, device: torch.device) -> str:
-    """How blocks are executed: as written, compiled on a GPU where the frozen weights are plain tensors.
-
-    Codes are dequantised by another library's kernels, which break what torch compiles: those blocks run eagerly.
-    """
+    """How blocks are executed: as written, and compiled on a GPU."""
     asked = config.compute.compile
-    if asked != "auto":
-        return asked
-    return "block" if device.type == "cuda" and _adapter(config).base != "nf4" else "off"
+    return asked if asked != "auto" else "block" if device.type == "cuda" else "off"
 
 
 def facts(model: Transformer, config: RunConfig) -> dict[str, Any]:

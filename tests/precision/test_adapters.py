@@ -1,0 +1,175 @@
+"""Adapters on whole models: what is frozen, what trains and by which rule, compiled blocks, and what is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskside.budget.scaling import Scaling
+from deskside.config.adapter import AdapterConfig
+from deskside.config.model import ModelConfig
+from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.errors import UsageError
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import logical_tensors
+from deskside.ops.lora import Adapter
+from deskside.optim.build import build
+from deskside.optim.groups import classify
+from deskside.precision.adapters import attach, trained_parameters
+from deskside.precision.apply import apply
+from deskside.precision.frozen import FrozenLinear
+from tests.optim.models import NO_SCALING
+
+TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+FORMATS: list[Any] = ["bf16", "int8", "nf4"]
+
+
+def adapted(
+    base: Any = "bf16",
+    tokens: tuple[int, ...] = (),
+    seed: int = 0,
+    options: dict[str, Any] | None = None,
+    **shape: Any,
+) -> Transformer:
+    config = ModelConfig(
+        **{
+            "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 64, **shape,
+        }
+    )  # fmt: skip
+    model = Transformer(config)
+    initialize(model, 0)
+    attach(model, AdapterConfig(rank=4, base=base, **(options or {})), seed, tokens)
+    return model
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_only_adapters_and_rows_train(base: Any) -> None:
+    model = adapted(base, (3, 9))
+    infos = {info.name: info.role for info in classify(model)}
+    assert {role for name, role in infos.items() if ".adapter." in name} == {"adapter"}
+    assert {name: role for name, role in infos.items() if ".adapter." not in name} == {
+        "embed.trained.rows": "rows",
+        "head.trained.rows": "rows",
+    }
+    assert sum(name.count(".adapter.") for name in infos) == 2 * 7 * 2
+    assert trained_parameters(model) == 2 * 4 * (128 + 2 * 96 + 128 + 2 * 192 + 192) + 2 * 2 * 64
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+    frozen = [m for m in model.modules() if isinstance(m, FrozenLinear)]
+    assert len(frozen) == (0 if base == "bf16" else 8)
+
+
+def test_rates_and_decay() -> None:
+    seven = Scaling(lr=7.0, embedding_lr=7.0, weight_decay=7.0)  # of weights that are trained whole
+    optimizer = build(adapted("bf16", (3,)), AdamWConfig(lr=1e-4, weight_decay=0.3), seven)
+    found = {group.name: (group.peak_lr, group.weight_decay) for group in optimizer.adamw.groups}
+    assert found == {"adapters": (1e-4, 0.3), "rows": (1e-4, 0.0)}
+    with pytest.raises(UsageError, match=r"muon is for whole matrices, adapters are trained by adamw"):
+        build(adapted(), MuonConfig(), NO_SCALING)
+
+
+def test_a_tied_table_has_one_set_of_rows() -> None:
+    model = adapted("bf16", (3,), tie_word_embeddings=True)
+    assert [info.name for info in classify(model) if info.role == "rows"] == ["embed.trained.rows"]
+    assert model.head_rows is not None and model.head_rows[1] is model.embed.trained.rows  # type: ignore[union-attr]
+
+
+def test_initial_values_are_of_seed_and_name_alone() -> None:
+    one, same, other = adapted(seed=1), adapted(seed=1), adapted("int8", seed=2)
+    a = "layers.1.attn.input.projections.0.adapter.a.q_proj"
+    values = [dict(model.named_parameters()) for model in (one, same, other)]
+    assert torch.equal(values[0][a], values[1][a]) and not torch.equal(values[0][a], values[2][a])
+    assert not torch.equal(values[0][a], values[0][a.replace("layers.1", "layers.0")])
+    assert all(not p.any() for name, p in one.named_parameters() if ".adapter.b." in name)
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_the_hand_written_halves_leave_adapted_blocks_alone(base: Any) -> None:
+    model = adapted(base)
+    applied = apply(model, "bf16", fused=True)
+    assert not any(applied.covers(half) for block in model.layers for half in (block.attn, block.mlp))
+    assert all(block.attn.execution is None and block.mlp.execution is None for block in model.layers)
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_compiled_blocks_compute_the_same_and_keep_no_dense_weights(base: Any, fresh_compiler: None) -> None:
+    """The partitioner of torch.compile would keep what forward and backward both make: the weights, dense."""
+    results = []
+    for compiled in (False, True):
+        model = adapted(base)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+        apply(model, "bf16")
+        if compiled:
+            for block in model.layers:
+                block.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
+        own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+        kept: dict[int, int] = {}
+
+        def pack(t: Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model.loss(TOKENS, TOKENS.roll(-1, 1))
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        results.append((loss.detach(), gradients, sum(kept.values())))
+    (loss, gradients, eager), (other, others, bytes_) = results
+    torch.testing.assert_close(loss, other, rtol=1e-4, atol=1e-3)
+    for one, two in zip(gradients, others, strict=True):
+        torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+    assert bytes_ <= 1.05 * eager
+
+
+def test_dropout_is_a_function_of_seed_and_step() -> None:
+    model = adapted(options={"dropout": 0.5})
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.5)
+    applied = apply(model, "fp32", seed=3)
+
+    def loss_of(step: int) -> float:
+        applied.begin_step(step)
+        return float(model.loss(TOKENS, TOKENS).detach())
+
+    first, second = loss_of(1), loss_of(2)
+    assert first != second
+    torch.manual_seed(99)
+    assert (loss_of(1), loss_of(2)) == (first, second)
+    with torch.no_grad():
+        assert loss_of(1) == loss_of(2)
+
+
+def test_experts_get_none_and_the_router_neither() -> None:
+    model = adapted(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    names = {s.name for module in model.modules() if isinstance(module, Adapter) for s in module.adapted}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    model.loss(TOKENS, TOKENS).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_what_cannot_be_is_named() -> None:
+    with pytest.raises(
+        UsageError, match=r"adapter.targets: no projection of this model is among \('gate_proj',\)"
+    ):
+        adapted(options={"targets": ("gate_proj",)}, gated_mlp=False)
+    with pytest.raises(UsageError, match=r"the vocabulary has 64 entries, none of them is 64"):
+        adapted("bf16", (3, 64))
+    with pytest.raises(TypeError, match=r"frozen in codes; merge the model first"):
+        logical_tensors(adapted("int8"))
