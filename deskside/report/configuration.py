@@ -8,6 +8,8 @@ from deskside.config.run import RunConfig
 from deskside.report.rundir import mapping, text
 from deskside.report.words import plain
 
+OPTIONAL = ("align", "adapter")  # parts that a plain run does not have
+
 
 def differences(config: dict[str, Any]) -> tuple[list[tuple[str, Any, str]], list[tuple[str, Any]]]:
     """([(option, value, default)] that differ, [(option, value)] of everything); options are dotted.
@@ -17,11 +19,17 @@ def differences(config: dict[str, Any]) -> tuple[list[tuple[str, Any, str]], lis
     """
     given, defaults = _flat(config), _defaults(config)
     changed = [
-        (key, value, plain(defaults[key]) if key in defaults else "(unknown option)")
+        (key, value, plain(defaults[key]) if key in defaults else _absent(key))
         for key, value in given
         if key not in defaults or defaults[key] != value
     ]
     return changed, given
+
+
+def _absent(key: str) -> str:
+    """What stands beside an option that has no default: a run may be without an objective of its own, or adapters."""
+    part = key.split(".")[0]
+    return "(none)" if part in OPTIONAL else "(unknown option)"
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import tyro
 from pydantic.fields import FieldInfo
 
 from deskside.config import overrides
+from deskside.config.align import SftConfig
 from deskside.config.duration import Duration
 from deskside.config.merge import LENGTH_ALIASES, build, keys, option_keys
 from deskside.config.optim import AdamWConfig, MuonConfig
@@ -191,6 +192,35 @@ def test_mistakes_are_one_line(argv: list[str], message: str, capfd: pytest.Capt
         build([parse(*argv)[1]])
     assert str(error.value) == message
     assert capfd.readouterr() == ("", "")
+
+
+def test_options_of_an_objective_are_its_command_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--align.KEY` where the command has that objective, and nowhere else; what the command has itself is left out."""
+    with pytest.raises(UsageError, match=r"--align\.turns: there is no such option"):
+        parse("--align.turns", "last")
+    given = overrides.parse(Own, ["--align.turns", "last"], "deskside x", "x", align=SftConfig)[1]
+    assert given == {"align": {"turns": "last"}}
+    with pytest.raises(UsageError, match=r"did you mean --align\.turns"):
+        overrides.parse(Own, ["--align.turn", "last"], "deskside x", "x", align=SftConfig)
+    with pytest.raises(UsageError, match="no such option"):
+        overrides.parse(Own, ["--align.data", "a"], "deskside x", "x", align=SftConfig)
+    config = build([{"align": {"name": "sft"}, "data": {"document_mask": True}}, given])
+    assert isinstance(config.align, SftConfig) and config.align.turns == "last"
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        ({"align": {"name": "sft"}}, "data.document_mask: conversations in one row never see each other"),
+        ({"align": {"name": "sft", "turns": "some"}}, "align.turns: input should be 'all' or 'last'"),
+        ({"align": {"name": "sft", "turn": "all"}}, "align.turn: there is no such option"),
+        ({"align": {"turns": "all"}}, "align"),
+    ],
+)
+def test_an_objective_is_checked_in_one_line(layer: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        build([layer])
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_help_has_every_key_within_80_columns(
