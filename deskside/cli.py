@@ -47,7 +47,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "chat": ("deskside.serve.commands", "run_chat", "talk to a run or a Hugging Face model in the terminal"),
     "serve": ("deskside.serve.server", "run_serve", "a model behind OpenAI's API, with a page to chat in"),
-    "export": ("deskside.serve.commands", "run_export", "write a run as a Hugging Face model"),
+    "export": (
+        "deskside.serve.export_command",
+        "run_export",
+        "write a model for other programs: Hugging Face, GGUF, PEFT",
+    ),
     "study": (
         "deskside.cli_study",
         "run",

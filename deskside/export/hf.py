@@ -22,7 +22,7 @@ from deskside.config.model import ModelConfig
 from deskside.data import folder as folders
 from deskside.data.tokenizer import end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.export.checkpoints import fingerprint
 from deskside.export.hf_families import FAMILIES, Family, family_of, to_hf_config
 from deskside.export.hf_read import from_hf_config
@@ -60,17 +60,20 @@ def save_hf(
     out_dir: Path,
     dtype: torch.dtype = torch.float32,
     about: Mapping[str, Any] | None = None,
+    card: str | None = None,
 ) -> Path:
     """Write config.json, generation_config.json, model.safetensors, the tokenizer's files and deskside.json.
 
     tokenizer_path: a tokenizer.json, or a directory with one (its chat template and settings come along); None writes
-    none. `about` goes into deskside.json. All or nothing: the directory appears under its name when it is complete,
-    and replaces an earlier export. Returns `out_dir`.
-    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or where `check_out` refuses.
+    none. `about` goes into deskside.json, `card` is README.md. All or nothing: the directory appears under its name
+    when it is complete, and replaces an earlier export. Returns `out_dir`.
+    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or where `check_out` refuses, and
+    RunError where the disk is too small.
     """
     hf_config, state = to_hf(model, config)
+    size = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
     generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
-    with replaced_when_complete(out_dir) as folder:
+    with replaced_when_complete(out_dir, size) as folder:
         if tokenizer_path is not None:
             ids = _write_tokenizer(tokenizer_path, folder, config)
             generation |= ids
@@ -79,14 +82,25 @@ def save_hf(
         _write_json(folder / "config.json", hf_config)
         _write_json(folder / "generation_config.json", generation)
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        # safetensors lets its owner alone read a file; it shall be open to whom the others are.
-        mode = (folder / "config.json").stat().st_mode
-        (folder / "model.safetensors").chmod(mode)
-        folder.chmod(mode | (mode & 0o444) >> 2)
-        listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
-        _write_json(folder / MARK, {**(about or {}), "files": listing})
+        try:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # what a full disk is to safetensors
+            raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        seal(folder, about)
     return out_dir
+
+
+def seal(folder: Path, about: Mapping[str, Any] | None) -> None:
+    """Write deskside.json, the last file of an export: `about`, and size and checksum of every other file."""
+    listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
+    _write_json(folder / MARK, {**(about or {}), "files": listing})
+    # safetensors and temporary folders let their owner alone read; all shall be open to whom the others are.
+    mode = (folder / MARK).stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)
+    folder.chmod(mode | (mode & 0o444) >> 2)
 
 
 def check_out(out_dir: Path) -> set[str]:
@@ -245,10 +259,15 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
 
 
 @contextmanager
-def replaced_when_complete(out_dir: Path) -> Iterator[Path]:
-    """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails."""
+def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
+    """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails.
+
+    size: bytes that it will hold. Raises RunError where the disk has less left, else as `check_out` and
+    `folders.replace` do.
+    """
     if out_dir.exists():
         folders.refuse_fixed(out_dir)
+    _enough_room(out_dir, size)
     out_dir = out_dir.resolve()  # where it is a link, what it leads to is replaced
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
@@ -257,6 +276,19 @@ def replaced_when_complete(out_dir: Path) -> Iterator[Path]:
         folders.replace(out_dir, partial, check_out(out_dir))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _enough_room(out_dir: Path, needed: int) -> None:
+    """Raises RunError where the disk of `out_dir` has less than `needed` bytes left."""
+    place = out_dir.resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise RunError(
+            f"--out {out_dir}: needs {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free there; "
+            "free some space, or choose another disk"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

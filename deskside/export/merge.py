@@ -47,7 +47,8 @@ def merged(
 
 @dataclass(frozen=True)
 class AdaptedRun:
-    """A run's model with its adapters apart, the run's configuration, and the step of its checkpoint."""
+    """A run's model with its adapters apart, the run's configuration, and the step of its checkpoint. init: what they
+    were trained on, as transformers would load it: of a run the Hugging Face model that it ended with."""
 
     model: Transformer
     config: RunConfig
@@ -78,7 +79,10 @@ def open_adapted(
         except Damaged as damage:
             warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
             continue
-        return AdaptedRun(model, config, config.adapter, checkpoint.step, run.get("init"))
+        init = run.get("init")
+        if init is not None and (Path(init) / "run.json").is_file():
+            init = str(Path(init) / "model")
+        return AdaptedRun(model, config, config.adapter, checkpoint.step, init)
     if found:
         raise RunError(f"{run_dir}: all {len(found)} checkpoints are damaged; restore one of them")
     raise UsageError(f"{run_dir}: has no checkpoint yet; resume it first")

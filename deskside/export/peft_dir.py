@@ -15,8 +15,7 @@ from torch import Tensor
 
 from deskside.config.adapter import AdapterConfig
 from deskside.errors import UsageError
-from deskside.export.checkpoints import fingerprint
-from deskside.export.hf import MARK, hf_name, replaced_when_complete
+from deskside.export.hf import hf_name, replaced_when_complete, seal
 from deskside.export.hf_families import family_of
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
@@ -83,16 +82,15 @@ def save_peft(
     init: str | None,
     out_dir: Path,
     about: Mapping[str, Any] | None = None,
+    card: str | None = None,
 ) -> Path:
-    """Write the directory, all or nothing, over an earlier export only. Raises UsageError as `to_peft` and `check_out`
-    do."""
+    """Write the directory, all or nothing, over an earlier export only; `card` is its README.md. Raises UsageError as
+    `to_peft` and `check_out` do."""
     content, tensors = to_peft(model, adapter, init)
     with replaced_when_complete(out_dir) as folder:
         (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        mode = (folder / CONFIG).stat().st_mode
-        (folder / WEIGHTS).chmod(mode)
-        folder.chmod(mode | (mode & 0o444) >> 2)
-        listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
-        (folder / MARK).write_text(json.dumps({**(about or {}), "files": listing}, indent=2) + "\n", "utf-8")
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        seal(folder, about)
     return out_dir

@@ -1,28 +1,17 @@
-"""`deskside chat` and `deskside export`; `deskside eval` stands in eval_command.py.
-
-They stand here, above everything that they use, because each begins by turning a path into a model (export/load.py).
-With --json standard output holds one JSON object and nothing else; all other words go to standard error.
-"""
+"""`deskside chat`; `deskside eval` and `deskside export` stand in eval_command.py and export_command.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import torch
 import tyro
 
-from deskside import __version__
-from deskside.config import strict_json
 from deskside.config.commandline import MAY_BE_EMPTY, parse
 from deskside.engine.sampling import Sampling
-from deskside.errors import RunError, UsageError
-from deskside.export.hf import check_out, save_hf
+from deskside.errors import UsageError
 from deskside.export.load import load_model
 from deskside.serve.chat import ChatOptions, converse
 from deskside.serve.machine import Device, device_of, dtype_of, say
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -58,27 +47,6 @@ class Chat:
     """auto: cuda where there is one."""
 
 
-@dataclass
-class Export:
-    """Write a model for other programs: AutoModelForCausalLM.from_pretrained(DIR).
-
-    Example: deskside export runs/demo --to hf --out my-model
-    """
-
-    model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
-    ]
-    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """Directory to write; it must be new, empty or an earlier export."""
-    to: Literal["hf"] = "hf"
-    """Format: hf (Hugging Face safetensors)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the stored weights."""
-    json: bool = False
-    """Print one JSON object on standard output."""
-
-
 def run_chat(argv: Sequence[str]) -> int:
     """`deskside chat`. Returns the exit code; raises UsageError and RunError."""
     options = parse(Chat, argv, "deskside chat")
@@ -94,28 +62,3 @@ def run_chat(argv: Sequence[str]) -> int:
         ChatOptions(sampling, options.max_new_tokens, options.seed, options.system),
         options.prompt,
     )
-
-
-def run_export(argv: Sequence[str]) -> int:
-    """`deskside export`. Returns the exit code; raises UsageError and RunError."""
-    options = parse(Export, argv, "deskside export")
-    out = Path(options.out)
-    check_out(out)  # before the work
-    loaded = load_model(options.model, "cpu", torch.float32, say)
-    made = {"deskside": __version__, "from": options.model, "step": loaded.step, "dtype": options.dtype}
-    try:
-        save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], made)
-    except OSError as error:
-        raise RunError(
-            f"{error.filename2 or error.filename or out}: cannot be written: {error.strerror or error}"
-        ) from None
-    if options.json:
-        print(
-            strict_json.dumps(
-                {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
-            )
-        )
-    else:
-        print(out)
-        say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
-    return 0

@@ -11,8 +11,9 @@ from deskside.data.rows import PackedDataset
 from deskside.engine.generate import generate
 from deskside.errors import UsageError
 from deskside.evaluate.bpb import evaluate_dataset
-from deskside.serve.commands import run_chat, run_export
+from deskside.serve.commands import run_chat
 from deskside.serve.eval_command import run_eval
+from deskside.serve.export_command import run_export
 from tests.serve.made_run import MadeRun, make
 
 

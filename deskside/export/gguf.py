@@ -1,0 +1,297 @@
+"""GGUF: one file with weights, shape and tokenizer, which llama.cpp and what is built on it load.
+
+Names, layouts and keys are those that llama.cpp's loader asks for (ggml-org/llama.cpp: src/models/, and gguf-py for the
+names). Three things differ from a Hugging Face directory: Llama's q and k have their rows paired for interleaved
+rotation, GPT-2's matrices are (out, in), and the experts of a layer are one tensor. What llama.cpp computes otherwise
+than the model was trained is refused by name: a file that loads and says something else is worse than none.
+
+Tensors are written one after another, and every one is read back and compared with its source before the file gets its
+name.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deskside.config.model import ModelConfig
+from deskside.errors import RunError, UsageError
+from deskside.export.gguf_tokenizer import GgufTokenizer
+from deskside.export.hf import replaced_when_complete, seal, to_hf
+from deskside.export.hf_families import family_of
+from deskside.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    import gguf
+
+GgufType = Literal["float32", "float16", "bfloat16", "q8_0"]
+TYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "llama": "llama", "gpt2": "gpt2"}
+# Small, and read in full precision by llama.cpp whatever the file's type is.
+_FULL_PRECISION = ("ffn_gate_inp.weight", "position_embd.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
+_ROTATED = re.compile(r".*\.(q|k)_proj\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was written. fallback: tensors in float16, because their rows are not whole blocks of q8_0."""
+
+    file: Path
+    fallback: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor under its GGUF name. `shape` is numpy's, outermost first; `make` gives its values in float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], NDArray[np.float32]]
+
+
+def check_gguf(config: ModelConfig) -> str:
+    """llama.cpp's name of this architecture.
+
+    Raises UsageError naming options that llama.cpp does not compute for it, or without the `gguf` package.
+    """
+    _package()
+    family = family_of(config)
+    name = ARCHITECTURES[family.model_type]
+    act = "gelu_new" if name == "gpt2" else "silu"
+    wrong = [] if config.hidden_act == act else [f"hidden_act = {config.hidden_act} (it computes {act})"]
+    if config.sliding_window is not None:
+        wrong.append(f"sliding_window = {config.sliding_window} (it has full attention only)")
+    if name.startswith("qwen3") and config.attention_bias:
+        wrong.append("attention_bias = true (it reads no such biases)")
+    if name == "qwen3moe" and not config.norm_topk_prob:
+        wrong.append("norm_topk_prob = false (it makes the experts' weights sum to one)")
+    if wrong:
+        raise UsageError(f"--to gguf: llama.cpp's {name} cannot do {'; '.join(wrong)}; use --to hf")
+    return name
+
+
+def gguf_tensors(model: Transformer, config: ModelConfig) -> list[GgufTensor]:
+    """Every tensor of the file, in order. Raises UsageError as `check_gguf` does."""
+    gguf = _package()
+    name = check_gguf(config)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    groups: dict[tuple[str, bool], list[Tensor]] = {}
+    for hf_name, tensor in to_hf(model, config)[1].items():
+        expert = _EXPERT.fullmatch(hf_name)
+        key = (f"{expert[1]}.{expert[2]}", True) if expert else (hf_name, False)
+        groups.setdefault(key, []).append(tensor)
+    result = []
+    for (hf_name, stacked), parts in groups.items():
+        own = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        if own is None:
+            raise RunError(f"{hf_name}: the gguf package has no name for it in {name}; is it out of date?")
+        heads = None
+        if name == "llama" and (match := _ROTATED.fullmatch(hf_name)):
+            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
+        flip = name == "gpt2" and parts[0].ndim == 2 and ".h." in hf_name
+        shape = tuple(reversed(parts[0].shape)) if flip else tuple(parts[0].shape)
+        shape = (len(parts), *shape) if stacked else shape
+        result.append(GgufTensor(own, shape, _maker(parts, stacked, heads, flip)))
+    return result
+
+
+def save_gguf(
+    model: Transformer,
+    config: ModelConfig,
+    tokenizer: GgufTokenizer,
+    out_dir: Path,
+    dtype: GgufType = "float32",
+    name: str = "model",
+    about: Mapping[str, Any] | None = None,
+    card: str | None = None,
+    tick: Callable[[int], None] = lambda weights: None,
+) -> Saved:
+    """Write OUT/NAME-TYPE.gguf, the model card and deskside.json, all or nothing, over an earlier export only.
+
+    tick gets the number of weights that were written, and again when they were read back.
+    Raises UsageError as `check_gguf` and `check_out` do, RunError when weights do not fit the type, when the disk is
+    too small, or when what is read back is not what was written.
+    """
+    gguf = _package()
+    tensors = gguf_tensors(model, config)
+    types = {tensor.name: _type_of(tensor, dtype) for tensor in tensors}
+    sizes = {t.name: math.prod(gguf.quant_shape_to_byte_shape(t.shape, types[t.name])) for t in tensors}
+    file = gguf_name(name, dtype)
+    with replaced_when_complete(out_dir, sum(sizes.values())) as folder:
+        writer = gguf.GGUFWriter(folder / file, check_gguf(config))
+        try:
+            _describe(writer, config, tokenizer, name, dtype)
+            for t in tensors:
+                # Given as float32: with raw bytes the writer would take the shape for one of bytes.
+                writer.add_tensor_info(
+                    t.name, t.shape, np.dtype(np.float32), sizes[t.name], raw_dtype=types[t.name]
+                )
+            writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for t in tensors:
+                writer.write_tensor_data(_encoded(t, types[t.name]))
+                tick(math.prod(t.shape))
+        finally:
+            writer.close()
+        _compare(folder / file, tensors, types, tick)
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        seal(folder, about)
+    fallback = tuple(t.name for t in tensors if dtype == "q8_0" and types[t.name].name == "F16")
+    return Saved(out_dir / file, fallback)
+
+
+def gguf_name(name: str, dtype: GgufType) -> str:
+    """The file's name for a model's, such as my-model-Q8_0.gguf."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'model'}-{TYPE_NAMES[dtype]}.gguf"
+
+
+def _package() -> Any:
+    """The `gguf` package, which nothing else needs."""
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--to gguf: needs the gguf package; install it with: pip install 'deskside[gguf]'"
+        ) from None
+    return gguf
+
+
+def _type_of(tensor: GgufTensor, dtype: GgufType) -> "gguf.GGMLQuantizationType":
+    kinds = _package().GGMLQuantizationType
+    if len(tensor.shape) == 1 or tensor.name.endswith(_FULL_PRECISION):
+        return kinds.F32
+    wanted = kinds[TYPE_NAMES[dtype]]
+    return kinds.F16 if wanted == kinds.Q8_0 and tensor.shape[-1] % 32 else wanted
+
+
+def _maker(
+    parts: list[Tensor], stacked: bool, heads: int | None, flip: bool
+) -> Callable[[], NDArray[np.float32]]:
+    def make() -> NDArray[np.float32]:
+        tensor = torch.stack(parts) if stacked else parts[0]
+        tensor = tensor.detach().to("cpu", torch.float32)
+        if heads is not None:
+            tensor = _interleaved(tensor, heads)
+        if flip:
+            tensor = tensor.T
+        values: NDArray[np.float32] = tensor.contiguous().numpy()
+        return values
+
+    return make
+
+
+def _interleaved(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of each head from (first halves, second halves) to pairs: what is rotated together stands together."""
+    rest = tensor.shape[1:]
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *rest)
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _encoded(tensor: GgufTensor, kind: "gguf.GGMLQuantizationType") -> NDArray[Any]:
+    values = tensor.make()
+    largest = float(np.abs(values).max(initial=0.0))
+    if not math.isfinite(largest):
+        raise RunError(f"{tensor.name}: holds numbers that are not finite; export an earlier checkpoint")
+    if kind.name == "F16" and largest > torch.finfo(torch.float16).max:
+        raise RunError(f"{tensor.name}: {largest:.3g} is beyond float16; use --dtype bfloat16 or float32")
+    encoded: NDArray[Any] = _package().quantize(values, kind)
+    return encoded
+
+
+def _describe(
+    writer: "gguf.GGUFWriter", config: ModelConfig, tokenizer: GgufTokenizer, name: str, dtype: GgufType
+) -> None:
+    """Everything that llama.cpp asks for beside the tensors."""
+    gguf = _package()
+    kinds = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
+    if config.norm == "layernorm":
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.position_embedding == "rope":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_freq_base(config.rope_theta)
+    if config.num_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_tokenizer_model("gpt2")  # of byte-level BPE, whatever the model is
+    writer.add_tokenizer_pre(tokenizer.pre)
+    writer.add_token_list(tokenizer.tokens)
+    writer.add_token_types(tokenizer.types)
+    writer.add_token_merges(tokenizer.merges)
+    writer.add_bos_token_id(tokenizer.start)
+    writer.add_eos_token_id(tokenizer.ends[0])
+    writer.add_pad_token_id(tokenizer.padding)
+    writer.add_add_bos_token(tokenizer.add_start)
+    if tokenizer.chat_template is not None:
+        writer.add_eot_token_id(tokenizer.ends[0])
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _compare(
+    file: Path,
+    tensors: list[GgufTensor],
+    types: Mapping[str, "gguf.GGMLQuantizationType"],
+    tick: Callable[[int], None],
+) -> None:
+    """Raises RunError unless the file holds every tensor, as exactly as its type can."""
+    gguf = _package()
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    if stored.keys() != {tensor.name for tensor in tensors}:
+        odd = min(stored.keys() ^ {tensor.name for tensor in tensors})
+        raise RunError(f"{file.name}: was not written right: '{odd}' stands on one side only")
+    for tensor in tensors:
+        found, kind = stored[tensor.name], types[tensor.name]
+        values = tensor.make()
+        wrong = found.tensor_type != kind or tuple(reversed(found.shape.tolist())) != tensor.shape
+        if not wrong:
+            error = np.abs(gguf.dequantize(found.data, kind).reshape(values.shape) - values)
+            wrong = bool((error > rounding_bound(values, kind.name)).any())
+        if wrong:
+            raise RunError(f"{file.name}: {tensor.name} is read back otherwise than it was; check the disk")
+        tick(math.prod(tensor.shape))
+
+
+def rounding_bound(values: NDArray[np.float32], kind: str) -> NDArray[np.float64]:
+    """The largest error that each value may have after a round trip through a type.
+
+    Half a unit in the last place for the 16-bit floats. In q8_0 every 32 values share d = max / 127, stored as float16:
+    half of d for the rounding, and 127 times what float16 does to d.
+    """
+    size = np.abs(values.astype(np.float64))
+    if kind == "F32":
+        return np.zeros_like(size)
+    if kind == "BF16":
+        return size * 2.0**-8 + 2.0**-134
+    if kind == "F16":
+        return size * 2.0**-11 + 2.0**-25
+    blocks = size.reshape(-1, 32)
+    d = blocks.max(axis=1, keepdims=True) / 127
+    bound = d * (0.5 + 127 * 2.0**-11 + 1e-6) + 127 * 2.0**-25
+    return np.broadcast_to(bound, blocks.shape).reshape(size.shape)

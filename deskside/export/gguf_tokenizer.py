@@ -1,0 +1,141 @@
+"""A tokenizer.json as llama.cpp wants it: byte-level BPE, with the split pattern known by a name.
+
+llama.cpp has the split patterns compiled in and finds them by name (`tokenizer.ggml.pre`), so a tokenizer whose pattern
+it does not know cannot be exported: it would split another text than training did. The names and their patterns are
+those of `llm_tokenizer_bpe` in llama.cpp's src/llama-vocab.cpp.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deskside.data.chat_template import own_template
+from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_text
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.errors import UsageError
+from deskside.export.hf import read_json
+
+# Token types of the format: ggml-org/ggml, docs/gguf.md.
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# (split pattern, whether a whole word that is in the vocabulary is taken without merging) -> llama.cpp's name
+_BY_PATTERN = {
+    (SPLIT_PATTERN, False): GGUF_PRE_TOKENIZER,
+    (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST, False): "qwen2",
+    (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST, True): "llama-bpe",
+}
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """Tokens by id (padded to the model's vocabulary), their types, merges by rank, and the named tokens.
+
+    ends: the token that ends an answer first, then others that end a text. add_start: whether `start` stands before
+    every text.
+    """
+
+    pre: str
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    merges: tuple[str, ...]
+    start: int
+    ends: tuple[int, ...]
+    padding: int
+    add_start: bool
+    chat_template: str | None
+
+
+def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
+    """The tokenizer of a run or a Hugging Face directory. start: the token that stands before a text.
+
+    Raises UsageError for a tokenizer that llama.cpp cannot run.
+    """
+    file = folder / "tokenizer.json"
+    spec = read_json(file)
+    coder = load_tokenizer(file)
+    model = spec.get("model") or {}
+    pre = _pre_tokenizer(spec, file)
+    vocabulary = coder.get_vocab(with_added_tokens=True)
+    if max(vocabulary.values(), default=0) >= vocab_size:
+        raise UsageError(
+            f"{file}: has token {max(vocabulary.values())}, above the model's vocab_size {vocab_size}"
+        )
+    # A vocabulary is padded so that matrix products are fast; llama.cpp counts rows by the tokens listed here.
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    types = [UNUSED] * vocab_size
+    for token, number in vocabulary.items():
+        tokens[number], types[number] = token, NORMAL
+    for added in spec.get("added_tokens", []):
+        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
+    if not merges:
+        raise UsageError(
+            f"{file}: has no merges, and llama.cpp loads none without; train a larger vocabulary"
+        )
+    end = end_of_text(coder, folder)[1]
+    template = own_template(folder)
+    return GgufTokenizer(
+        pre=pre,
+        tokens=tuple(tokens),
+        types=tuple(types),
+        merges=tuple(merges),
+        start=start,
+        ends=_ends(folder, end),
+        padding=end,
+        # A conversation begins with its own first token, any other text with `start`: so both were trained.
+        add_start=template is None or _starts_every_text(spec.get("post_processor"), tokens[start]),
+        chat_template=template,
+    )
+
+
+def _ends(folder: Path, end: int) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = [n for n in (named if isinstance(named, list) else [named]) if isinstance(n, int)]
+    return tuple(dict.fromkeys([*ids, end]))
+
+
+def _pre_tokenizer(spec: dict[str, Any], file: Path) -> str:
+    """llama.cpp's name of how this tokenizer splits a text. Raises UsageError where it has none."""
+    model = spec.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise UsageError(f"{file}: is not byte-level BPE, which is all that --to gguf writes; use --to hf")
+    wrong = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
+    normalizer = (spec.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):  # llama.cpp leaves NFC to the text, as it does for Qwen's own models
+        wrong.append(f"normalizer {normalizer}")
+    if wrong:
+        raise UsageError(f"{file}: has {', '.join(wrong)}, which llama.cpp does not know; use --to hf")
+    found = spec.get("pre_tokenizer") or {}
+    steps = found.get("pretokenizers", []) if found.get("type") == "Sequence" else [found]
+    kinds = [step.get("type") for step in steps]
+    last = steps[-1] if steps else {}
+    # A space before the first word is what no name of llama.cpp's stands for.
+    byte_level = last.get("type") == "ByteLevel" and not last.get("add_prefix_space")
+    whole_words, own_pattern = bool(model.get("ignore_merges")), last.get("use_regex", True)
+    name = None
+    if byte_level and kinds == ["Split", "ByteLevel"] and not own_pattern and not steps[0].get("invert"):
+        pattern = str((steps[0].get("pattern") or {}).get("Regex"))
+        name = _BY_PATTERN.get((pattern, whole_words)) if steps[0].get("behavior") == "Isolated" else None
+    elif byte_level and own_pattern and not whole_words:
+        single = kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits")
+        name = "gpt-2" if kinds == ["ByteLevel"] else "smollm" if single else None
+    if name is None:
+        raise UsageError(
+            f"{file}: splits text in a way that llama.cpp has no name for; use --to hf (known are deskside's own, "
+            "Qwen3's, Llama 3's, SmolLM's and GPT-2's)"
+        )
+    return name
+
+
+def _starts_every_text(processor: object, token: str) -> bool:
+    """Whether a post-processor of tokenizer.json puts this token before a text."""
+    if not isinstance(processor, dict):
+        return False
+    if processor.get("type") == "Sequence":
+        return any(_starts_every_text(part, token) for part in processor.get("processors", []))
+    single = processor.get("single") if processor.get("type") == "TemplateProcessing" else None
+    first = single[0] if single else {}
+    return bool(first.get("SpecialToken", {}).get("id") == token)

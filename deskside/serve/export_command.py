@@ -1,0 +1,137 @@
+"""`deskside export`: a run, or a Hugging Face directory, as a model for other programs.
+
+It stands here, above everything that it uses, because it begins by turning a path into a model (export/load.py). With
+--json standard output holds one JSON object and nothing else; all other words go to standard error.
+"""
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from deskside import __version__
+from deskside.config import strict_json
+from deskside.config.commandline import parse
+from deskside.data.progress import Progress
+from deskside.errors import RunError, UsageError
+from deskside.export.card import model_card
+from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
+from deskside.export.gguf_tokenizer import gguf_tokenizer
+from deskside.export.hf import check_out, save_hf
+from deskside.export.load import Loaded, load_model
+from deskside.export.merge import open_adapted
+from deskside.export.peft_dir import save_peft
+from deskside.serve.machine import say
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Export:
+    """Write a model for other programs, with a model card.
+
+    Example: deskside export runs/demo --to hf --out my-model
+
+    Example: deskside export runs/demo --to gguf --dtype q8_0 --out my-gguf
+    """
+
+    model: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
+    ]
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """Directory to write; it must be new, empty or an earlier export."""
+    to: Literal["hf", "gguf", "peft"] = "hf"
+    """hf: Hugging Face safetensors; gguf: one file for llama.cpp; peft: a run's adapters alone."""
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = "float32"
+    """Of the stored weights. q8_0: 8 bits, for gguf alone; peft is always float32."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+def run_export(argv: Sequence[str]) -> int:
+    """`deskside export`. Returns the exit code; raises UsageError and RunError."""
+    options = parse(Export, argv, "deskside export")
+    out = Path(options.out)
+    if options.dtype == "q8_0" and options.to != "gguf":
+        raise UsageError(
+            f"--dtype q8_0: is a type of GGUF; --to {options.to} has float32, bfloat16 and float16"
+        )
+    if options.dtype != "float32" and options.to == "peft":
+        raise UsageError(
+            f"--dtype {options.dtype}: adapters are trained and written in float32; leave it out"
+        )
+    check_out(out)  # before the work
+    loaded = load_model(options.model, "cpu", torch.float32, say)
+    about = {
+        "deskside": __version__,
+        "from": options.model,
+        "step": loaded.step,
+        "dtype": options.dtype,
+        "to": options.to,
+    }
+    write: dict[str, Callable[[Export, Loaded, Path, dict[str, Any]], dict[str, Any]]] = {
+        "hf": _hf,
+        "gguf": _gguf,
+        "peft": _peft,
+    }
+    try:
+        told = write[options.to](options, loaded, out, about)
+    except OSError as error:
+        name = error.filename2 or error.filename or out
+        # numpy counts what it could not write ("8 requested and 0 written"), and gives no reason.
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested" in str(error)
+        reason = "the disk is full; free some space there" if full else error.strerror or error
+        raise RunError(f"{name}: cannot be written: {reason}") from None
+    if options.json:
+        facts = {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
+        print(strict_json.dumps({**facts, **told}))
+    else:
+        print(told.get("file", out))
+    return 0
+
+
+def _hf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    card = model_card(loaded, "hf", options.dtype, say)
+    save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], about, card)
+    say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    return {}
+
+
+def _gguf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    check_gguf(loaded.config)
+    tokenizer = gguf_tokenizer(loaded.tokenizer_dir, loaded.config.vocab_size, loaded.start_token)
+    name = gguf_name(loaded.name, options.dtype)
+    card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name)
+    millions = 2 * sum(loaded.model.num_params().values()) / 1e6
+    with Progress("write and read back", millions, "million weights") as bar:
+
+        def tick(weights: int) -> None:
+            bar.advance(weights / 1e6)
+
+        saved = save_gguf(
+            loaded.model, loaded.config, tokenizer, out, options.dtype, loaded.name, about, card, tick
+        )
+    if saved.fallback:
+        say(
+            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: their rows are not whole "
+            "blocks of 32, as q8_0 wants them"
+        )
+    say(f"load it with: llama-server -m {saved.file}")
+    return {"file": str(saved.file), "in_float16": list(saved.fallback)}
+
+
+def _peft(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    if loaded.run_dir is None:
+        raise UsageError(f"{options.model}: is no run, and --to peft writes a run's adapters; use --to hf")
+    run = open_adapted(loaded.run_dir, say)
+    card = model_card(loaded, "peft", "float32", say)
+    save_peft(run.model, run.adapter, run.init, out, {**about, "step": run.step}, card)
+    say(
+        f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), base being {run.init or 'its base model'}"
+    )
+    return {}

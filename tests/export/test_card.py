@@ -1,0 +1,183 @@
+"""The model card: what run directories hold is in it, and what they do not hold is "not recorded"."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deskside.export.card import model_card
+from deskside.export.history import stages
+from deskside.export.load import load_model
+from deskside.train.rundir import RunDirectory
+from tests.serve.made_run import MadeRun, make
+
+SUMMARY = {
+    "status": "finished",
+    "val_bpb": 1.2345,
+    "gzip_bpb": 3.21,
+    "steps": 20,
+    "tokens": 5_120_000,
+    "seconds": 9000.0,
+    "clock": "wall",
+    "precision": "fp8-delayed",
+    "emulated": True,
+    "mfu": 0.417,
+    "peak_memory_gib": 7.5,
+    "tasks": {"piqa": {"score": 0.625}},
+}
+ENVIRONMENT = {"torch": "2.11.0", "gpu": {"name": "NVIDIA GeForce RTX 4090", "count": 2}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
+    return make(tmp_path_factory.mktemp("card"))
+
+
+def card(run: Path, form: str = "hf", warnings: list[str] | None = None) -> str:
+    told: list[str] = [] if warnings is None else warnings
+    return model_card(load_model(run, warn=told.append), form, "float32", told.append, "m-F32.gguf")
+
+
+def rows(text: str) -> dict[str, str]:
+    """Two-column rows of all tables; the last one of a name counts."""
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {row[0]: row[1] for row in cells if len(row) == 2}
+
+
+def write(run: Path, name: str, content: Any) -> None:
+    (run / name).write_text(content if isinstance(content, str) else json.dumps(content), "utf-8")
+
+
+def copy(made: MadeRun, folder: Path, **run: Any) -> Path:
+    """The made run under another name, with other entries in run.json."""
+    path = folder / "copy"
+    path.mkdir(parents=True)
+    for file in ("run.json", "tokenizer.json"):
+        (path / file).write_bytes((made.path / file).read_bytes())
+    (path / "checkpoints").symlink_to(made.path / "checkpoints")
+    write(path, "run.json", {**json.loads((path / "run.json").read_text("utf-8")), **run})
+    return path
+
+
+def test_a_bare_run_has_nothing_made_up(made: MadeRun, tmp_path: Path) -> None:
+    """run.json, a tokenizer and a checkpoint: no summary, no environment, no metrics."""
+    found = rows(card(copy(made, tmp_path)))
+    for fact in ("tokens seen", "time", "energy", "hardware", "peak memory", "software", "started from"):
+        assert found[fact] == "not recorded", fact
+    assert found["state"].startswith("not finished")
+    assert found["parameters"] == f"{sum(p.numel() for p in made.model.parameters()):,}"
+    assert found["optimiser"].startswith("muon") and found["sequence length"] == "64 tokens"
+
+
+def test_what_a_run_holds_is_in_it(made: MadeRun, tmp_path: Path) -> None:
+    run = copy(made, tmp_path, init=None, created="2026-11-20T10:00:00+00:00")
+    write(run, "summary.json", SUMMARY)
+    write(run, "environment.json", ENVIRONMENT)
+    text = card(run)
+    found = rows(text)
+    assert found["tokens seen"] == "5,120,000"
+    assert found["time"] == "2.5 hours (wall clock, set-up included)"
+    assert found["hardware"] == "NVIDIA GeForce RTX 4090 (2 in the machine)"
+    assert found["precision of the matrix products"] == "fp8-delayed (emulated: its numbers, not its speed)"
+    assert found["share of the measured matmul peak"] == "41.7%"
+    assert found["started from"] == "random weights" and found["begun"] == "2026-11-20"
+    assert found["bits per byte"] == "1.2345" and found["task piqa"] == "0.6250"
+    assert found["for comparison: bits per byte of gzip"] == "3.2100"
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["library_name"] == "transformers" and front["license"] == "unknown"
+    # Nothing of this machine: a card is made to be published.
+    assert str(tmp_path) not in text and str(made.path.parent) not in text
+
+
+def test_the_data_index_is_quoted(made: MadeRun) -> None:
+    """Its source has no tag, so the tokens of everything stand in one row."""
+    index = json.loads((Path(str(made.config.data.path)) / "index.json").read_text("utf-8"))
+    tags = index["splits"]["train"]["shards"][0]["tags"]
+    name = index["tags"][0]["source"] or "(no tag)"
+    expected = f"| {name} | - | {tags['0']['documents']:,} | {tags['0']['tokens']:,} | not recorded |"
+    assert expected in card(made.path)
+
+
+def test_energy_is_watts_times_training_time(made: MadeRun, tmp_path: Path) -> None:
+    """Two of three steps have a reading: 1000 tokens at 10 a second are 100 s, at 360 W and then at 180 W."""
+    lines = [
+        {"step": 1, "tokens": 1000, "tokens_per_second": 10.0, "watts": 360.0},
+        {"step": 2, "tokens": 2000, "tokens_per_second": 10.0, "watts": None},
+        {"step": 3, "tokens": 3000, "tokens_per_second": 10.0, "watts": 180.0},
+    ]
+    run = copy(made, tmp_path)
+    write(run, "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    energy = stages(run, print)[0].energy
+    assert energy is not None and (energy.steps, energy.logged) == (2, 3)
+    assert energy.kilowatt_hours == pytest.approx((360 + 180) * 100 / 3.6e6)
+    assert rows(card(run))["energy"].startswith("15 Wh, measured on one GPU during training steps, of 2 of 3")
+
+
+def test_the_stages_before_are_told(made: MadeRun, tmp_path: Path) -> None:
+    """A run that began from another run's export, which began from a model that is not there any more."""
+    first = copy(made, tmp_path / "a", name="base", init="Qwen/Qwen3-0.6B")
+    write(first, "summary.json", SUMMARY)
+    (first / "model").mkdir()
+    second = copy(made, tmp_path / "b", name="chat", init=str(first / "model"))
+    told = stages(second, print)
+    assert [stage.name for stage in told] == ["base", "chat"]
+    assert told[0].began_from == "Qwen3-0.6B" and told[1].began_from == "copy"
+    text = card(second)
+    assert text.index("`base`") < text.rindex("`chat`") and "5,120,000" in text
+    # A circle, as when a folder was replaced, ends.
+    write(first, "run.json", {**json.loads((first / "run.json").read_text("utf-8")), "init": str(second)})
+    assert [stage.name for stage in stages(second, print)] == ["base", "chat"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "environment.json", "plan.json"])
+def test_damaged_files_are_said_and_left_out(name: str, made: MadeRun, tmp_path: Path) -> None:
+    run = copy(made, tmp_path)
+    write(run, name, '{"tokens": 12')
+    write(run, "metrics.jsonl", '{"step": 1, "tokens"')
+    warnings: list[str] = []
+    assert rows(card(run, warnings=warnings))["tokens seen"] == "not recorded"
+    assert (len(warnings) == 2 and name in warnings[1]) or name in warnings[0]
+    assert any("metrics.jsonl: 1 damaged" in line for line in warnings)
+
+
+def test_values_of_the_wrong_kind_are_not_recorded(made: MadeRun, tmp_path: Path) -> None:
+    run = copy(made, tmp_path)
+    write(
+        run, "summary.json", {"tokens": "many", "seconds": True, "tasks": [1], "val_bpb": {}, "steps": None}
+    )
+    write(run, "environment.json", {"gpu": "none", "torch": None})
+    found = rows(card(run))
+    assert found["tokens seen"] == found["time"] == found["hardware"] == "not recorded"
+    assert "Not recorded. Measure it with: `deskside eval`" in card(run)
+
+
+def test_a_hugging_face_directory_has_no_history(made: MadeRun, tmp_path: Path) -> None:
+    from deskside.export.hf import save_hf
+
+    run = RunDirectory(made.path)
+    out = save_hf(made.model, made.config.model, run.tokenizer, tmp_path / "hf")
+    text = card(out, "gguf")
+    assert "nothing on its training came with it" in text and "llama-server -m m-F32.gguf" in text
+    assert text.count("Not recorded") == 3
+
+
+def test_an_earlier_checkpoint_is_not_credited_with_the_last_ones_numbers(
+    made: MadeRun, tmp_path: Path
+) -> None:
+    run = copy(made, tmp_path)
+    write(run, "summary.json", {**SUMMARY, "steps": 30})
+    assert "Measured at step 30, these weights are of step 20." in card(run)
+
+
+def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) -> None:
+    from deskside.data.prepare import prepare
+
+    data = tmp_path / "data"
+    prepare(["bundled:tiny_indic.jsonl"], data, vocab_size=300, val_fraction=0.1, workers=1, quiet=True)
+    config = made.config.model_dump(mode="json")
+    config["data"] |= {"path": str(data), "sources": ["bundled:tiny_indic.jsonl"]}
+    sources = {s.name: s for s in stages(copy(made, tmp_path, config=config), print)[0].sources}
+    assert sources["common-voice"].licence == "CC0" and sources["common-voice"].lang == "hi"
+    assert len(sources) == 6 and all(s.licence for s in sources.values())

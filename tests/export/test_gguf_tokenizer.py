@@ -1,0 +1,145 @@
+"""GGUF's tokenizer: split patterns by the names that llama.cpp has for them, token types, and the named tokens."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from deskside.data import tokenizer as bpe
+from deskside.errors import UsageError
+from deskside.export.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_tokenizer
+from tests.data.chat_tokenizer import make as make_chat
+
+TEXT = ["the ship went to the sea and the sea was wide. " * 4]
+
+
+def save(folder: Path, pre: Any, **model: Any) -> Path:
+    """A small tokenizer with this pre-tokenizer."""
+    tokenizer = Tokenizer(models.BPE(**model))
+    tokenizer.pre_tokenizer = pre
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def split(pattern: str) -> Any:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+
+
+def change(folder: Path, **values: Any) -> Path:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **values}), "utf-8")
+    return folder
+
+
+def test_published_patterns_have_llama_cpps_names(tmp_path: Path) -> None:
+    """The patterns are transformers' own, so that ours cannot be misspelt."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    llama = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    assert gguf_tokenizer(save(tmp_path / "a", split(PRETOKENIZE_REGEX)), 300, 0).pre == "qwen2"
+    assert gguf_tokenizer(save(tmp_path / "b", split(llama), ignore_merges=True), 300, 0).pre == "llama-bpe"
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert gguf_tokenizer(save(tmp_path / "c", plain), 300, 0).pre == "gpt-2"
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    assert gguf_tokenizer(save(tmp_path / "d", digits), 300, 0).pre == "smollm"
+    # Llama 3's words are taken whole where the vocabulary has them; without that it is another tokenizer.
+    with pytest.raises(UsageError, match="no name for"):
+        gguf_tokenizer(save(tmp_path / "e", split(llama)), 300, 0)
+
+
+def test_our_own_tokenizer(tmp_path: Path) -> None:
+    trained = bpe.train(["one two three, naïve 東京 " * 20], 300)
+    bpe.save(trained, tmp_path)
+    found = gguf_tokenizer(tmp_path, 310, 0)
+    size = trained.get_vocab_size()
+    assert found.pre == "qwen35"
+    assert list(found.tokens[:size]) == [trained.id_to_token(n) for n in range(size)]
+    assert found.types == (CONTROL,) * 3 + (NORMAL,) * (size - 3) + (UNUSED,) * (310 - size)
+    assert found.tokens[size:] == tuple(f"[PAD{n}]" for n in range(size, 310))
+    merges = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))["model"]["merges"]
+    assert [merge.split(" ") for merge in found.merges] == merges
+    # Pretraining puts the end of a text before every text, so a text that is continued gets it too.
+    assert (found.start, found.ends, found.padding, found.add_start) == (0, (0,), 0, True)
+    assert found.chat_template is None
+
+
+def test_of_a_chat_model(tmp_path: Path) -> None:
+    folder = make_chat(tmp_path)
+    coder = bpe.load(folder)
+    found = gguf_tokenizer(folder, 512, 0)
+    end, turn = coder.token_to_id("<|endoftext|>"), coder.token_to_id("<|im_end|>")
+    assert found.ends == (turn, end) and found.padding == end
+    assert found.chat_template == (folder / "chat_template.jinja").read_text("utf-8")
+    assert not found.add_start  # a conversation begins with its own first token
+
+
+def test_a_start_token_that_the_tokenizer_adds_itself(tmp_path: Path) -> None:
+    folder = make_chat(tmp_path)
+    single = [
+        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    template = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": single,
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    change(folder, post_processor={"type": "Sequence", "processors": [template]})
+    assert gguf_tokenizer(folder, 512, 0).add_start
+
+
+def test_added_tokens_that_are_plain_text(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    found = gguf_tokenizer(folder, 300, 0)
+    assert found.types[tokenizer.token_to_id("<tool>")] == USER_DEFINED
+    assert found.types[0] == CONTROL
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("prefix space", "no name for"),
+        ("pattern", "no name for"),
+        ("lowercase", "normalizer Lowercase"),
+        ("word end", "end_of_word_suffix"),
+        ("unigram", "not byte-level BPE"),
+        ("no merges", "has no merges"),
+        ("vocabulary", "above the model's vocab_size 100"),
+    ],
+)
+def test_what_llama_cpp_cannot_run_is_named(what: str, message: str, tmp_path: Path) -> None:
+    space = what == "prefix space"
+    pre = split("[a-z]+") if what == "pattern" else pre_tokenizers.ByteLevel(add_prefix_space=space)
+    folder = save(tmp_path / "a", pre)
+    model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
+    if what == "lowercase":
+        change(folder, normalizer={"type": "Lowercase"})
+    elif what == "word end":
+        change(folder, model={**model, "end_of_word_suffix": "</w>"})
+    elif what == "unigram":
+        change(folder, model={"type": "Unigram", "unk_id": 0, "vocab": [["<|endoftext|>", 0.0]]})
+    elif what == "no merges":
+        change(folder, model={**model, "merges": []})
+    with pytest.raises(UsageError, match=message):
+        gguf_tokenizer(folder, 100 if what == "vocabulary" else 300, 0)
+
+
+def test_nfc_is_taken_as_for_qwens_own_models(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", pre_tokenizers.ByteLevel(add_prefix_space=False))
+    assert gguf_tokenizer(change(folder, normalizer={"type": "NFC"}), 300, 0).pre == "gpt-2"
