@@ -107,12 +107,13 @@ def run_eval(argv: Sequence[str]) -> int:
     device = device_of(options.device)
     loaded = load_model(options.model, device, dtype_of(device), say)
     config = _run_config(loaded)
+    subject = None if selection is None else _subject(options, loaded, device)
     measured = None
     if options.tasks is None or options.text or options.data or _has_data(config):
         measured = _measure(options, loaded, config, device)
     results: list[TaskResult] = []
-    if selection is not None:
-        results = _evaluate_tasks(options, selection, loaded, device)
+    if selection is not None and subject is not None:
+        results = _evaluate_tasks(options, selection, subject)
     whole = core(results)
     if options.json:
         print(strict_json.dumps(_as_json(options, loaded, measured, selection, results, whole)))
@@ -273,11 +274,9 @@ def _texts(spec: str) -> Iterator[str]:
 # Tasks
 
 
-def _evaluate_tasks(
-    options: Eval, selection: Selection, loaded: Loaded, device: torch.device
-) -> list[TaskResult]:
+def _subject(options: Eval, loaded: Loaded, device: torch.device) -> Subject:
     render = _render(loaded.tokenizer_dir) if options.chat else None
-    subject = Subject(
+    return Subject(
         loaded.model,
         loaded.tokenizer,
         Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, render=render),
@@ -285,6 +284,9 @@ def _evaluate_tasks(
         options.batch_tokens or BATCH_TOKENS[device.type],
         options.chat,
     )
+
+
+def _evaluate_tasks(options: Eval, selection: Selection, subject: Subject) -> list[TaskResult]:
     if selection.left_out:
         say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
     results = []

@@ -1,0 +1,95 @@
+"""Written answers: the engine's greedy text up to a stop, and their judges, the sandbox included."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deskside.data.sources import BadInputLog
+from deskside.engine.generate import generate
+from deskside.engine.sampling import GREEDY
+from deskside.evaluate.generated import judge, write
+from deskside.evaluate.items import Item, read
+from deskside.evaluate.tasks import Code, Generated, Match, Number, known, select
+from tests.evaluate.made_model import POSITIONS, Made, make
+
+PROMPT = 'import math\n\n\ndef area(r):\n    """Of a circle.\n    """\n'
+TESTS = "def check(candidate):\n    assert abs(candidate(2) - 12.566) < 1e-3\n    assert candidate(0) == 0\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("generated"))
+
+
+def of(name: str) -> Generated:
+    task = known()[name]
+    assert isinstance(task, Generated)
+    return task
+
+
+def test_written_text_is_the_engines_up_to_a_stop(made: Made) -> None:
+    task = of("svamp").model_copy(update={"stop": (" w", "12"), "max_new_tokens": 40})
+    prompts = [made.tokenizer.encode(text).ids for text in ("the sea", "sailors sang", "7 days went")]
+    plain = generate(made.model, prompts, max_new_tokens=40, sampling=GREEDY, eos_tokens=[made.end])
+    done: list[int] = []
+    for stop in (True, False):
+        found = write(
+            made.model, made.tokenizer, prompts, task, eos_tokens=[made.end], stop=stop, tick=done.append
+        )
+        for text, whole in zip(found, plain, strict=True):
+            expected = made.tokenizer.decode(whole.tokens)
+            for string in task.stop if stop else ():
+                expected = expected.split(string)[0]
+            assert text == expected
+    assert done == [1] * 6
+
+
+def test_a_long_prompt_loses_its_beginning(made: Made) -> None:
+    """What fits: half of the positions are the answer's."""
+    ids = made.tokenizer.encode("the sea went to the ships, " * 30).ids
+    task = of("svamp").model_copy(update={"stop": (), "max_new_tokens": 1000})
+    assert len(ids) > POSITIONS
+    assert write(made.model, made.tokenizer, [ids], task, eos_tokens=[], stop=True) == write(
+        made.model, made.tokenizer, [ids[-POSITIONS // 2 :]], task, eos_tokens=[], stop=True
+    )
+
+
+def item(answers: tuple[str, ...], tests: str = "") -> Item:
+    return Item("here:1", ("question",), answers, 0, "", tests=tests)
+
+
+def test_numbers_and_words_are_judged() -> None:
+    number, match = of("gsm8k"), of("triviaqa")
+    assert isinstance(number, Number) and isinstance(match, Match)
+    items = [item(("1,200",))] * 4
+    texts = [" 600 * 2\n#### 1200", "The answer is 1200.00.", "1,201", "none"]
+    assert [v.passed for v in judge(number, items, texts, False)] == [True, True, False, False]
+    words = [item(("Onion", "the bulb onion"))] * 3
+    assert [v.passed for v in judge(match, words, ["onion.", "Bulb Onion", "leek"], False)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_code_is_judged_in_the_sandbox(tmp_path: Path) -> None:
+    record = {"prompt": PROMPT, "test": TESTS, "entry_point": "area"}
+    (tmp_path / "HumanEval.jsonl").write_text(json.dumps(record) + "\n")
+    (chosen,) = select(["humaneval"], str(tmp_path)).chosen
+    assert isinstance(chosen.task, Code)
+    (base,) = read(chosen, BadInputLog())
+    assert base.contexts == (PROMPT,)
+    texts = ["    return math.pi * r * r\n", "    return r\n", "    return 'as\n", "```python\nx\n```"]
+    verdicts = judge(chosen.task, [base] * 4, texts, False)
+    assert [verdict.passed for verdict in verdicts] == [True, False, False, False]
+    (asked,) = read(chosen, BadInputLog(), chat=True)
+    assert asked.contexts[0].endswith(f"```python\n{PROMPT}```")
+    block = "def area(r):\n    return math.pi * r * r\n"
+    texts = [
+        f"Here it is:\n```python\n{block}```\nIt works.",
+        f"```python\n{block.replace('* r', '', 1)}```",
+        "No.",
+    ]
+    verdicts = judge(chosen.task, [asked] * 3, texts, True)
+    assert [verdict.passed for verdict in verdicts] == [True, False, False]
