@@ -1,0 +1,65 @@
+"""Load on a server process: 20 seconds of it here, five minutes in the long form. Every greedy answer is known.
+
+The answers come from a forward pass over one prompt alone. Only prompts are asked whose tokens are not close calls, so
+that rounding, which depends on how many rows a step has, decides nothing.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.serve_load import Question, load, main, questions, served
+from deskside.engine.generate import generate
+from deskside.export.load import Loaded, load_model
+from tests.serve.made_run import make
+
+CLEAR = 1e-3  # nats between the best token and the second
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("load")).path
+
+
+def clear_answers(loaded: Loaded) -> dict[Question, str]:
+    known = {}
+    for text, new in questions():
+        ids = loaded.tokenizer.encode(text, add_special_tokens=False).ids
+        prompt = [loaded.start_token, *ids]
+        tokens = generate(loaded.model, [prompt], max_new_tokens=new, eos_tokens=loaded.eos_tokens)[0].tokens
+        with torch.no_grad():
+            logits = loaded.model(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 :]
+        best = logits.topk(2).values
+        if float((best[:, 0] - best[:, 1]).min()) > CLEAR:
+            known[(text, new)] = loaded.tokenizer.decode(tokens)
+    return known
+
+
+def loaded_with(run: Path, seconds: float) -> None:
+    known = clear_answers(load_model(run))
+    assert len(set(known.values())) > 20
+    arguments = [str(run), "--device", "cpu", "--max-batch", "32", "--name", "m"]
+    with served(arguments, {"OMP_NUM_THREADS": "1"}) as (base, pid):
+        report = asyncio.run(load(base, pid, known, seconds=seconds, clients=64))
+    print(*report.lines(), sep="\n")
+    assert (report.lost, report.different, report.mixed, report.wrongly_taken) == (0, 0, 0, 0), report.lines()
+    assert report.good > 100 and report.hung_up > 10 and report.refused > 10
+    assert report.growth < 24, report.lines()
+
+
+def test_twenty_seconds(run: Path) -> None:
+    loaded_with(run, 20)
+
+
+@pytest.mark.full
+def test_five_minutes(run: Path) -> None:
+    loaded_with(run, 300)
+
+
+def test_the_script(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "load.json"
+    assert main([str(run), "--seconds", "2", "--clients", "4", "--json", str(file)]) == 0
+    assert "good answers in 2 s" in capsys.readouterr().out
+    assert '"lost": 0' in file.read_text()
