@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deskside.config.run import RunConfig
 from deskside.data.loader import Batch
 from deskside.errors import RunError, UsageError
 from deskside.export.load import load_model
 from deskside.export.merge import open_adapted
 from deskside.train.initial import Initial
 from deskside.train.step import Numbers, Stepper
-from tests.train.tiny_run import checkpoints, config, curve, events, plan, resume, rows, train
+from tests.train.tiny_run import call, checkpoints, config, curve, events, plan, resume, rows, train
 
 TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5]])
 STEPS = 24
@@ -72,6 +73,23 @@ def test_resumed_to_the_last_bit(
     assert rows(straight)[-1]["loss"] < rows(straight)[0]["loss"]
 
 
+def begin(root: Path, wanted: RunConfig, name: str, pretrained: Path) -> None:
+    """For a child process."""
+    train(root, wanted, name, initial=given(pretrained))
+
+
+def test_two_replicas_train_what_one_does(pretrained: Path, data: Path, tmp_path: Path) -> None:
+    wanted = config(data, adapter={"rank": 4, "base": "int8"}, **ADAPTER)
+    begin(tmp_path, wanted, "one", pretrained)
+    child = call(begin, tmp_path, wanted, "two", pretrained, log=tmp_path / "two.log", ranks=2)
+    assert child.wait() == 0, child.text()
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert [r["step"] for r in two] == [r["step"] for r in one]
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert plan(tmp_path / "two")["adapter"] == plan(tmp_path / "one")["adapter"]
+
+
 def test_what_a_run_keeps_and_says(pretrained: Path, data: Path, tmp_path: Path) -> None:
     wanted = config(data, adapter={"rank": 2, "base": "int8"}, **ADAPTER)
     outcome = train(tmp_path, wanted, "run", initial=given(pretrained))
@@ -91,7 +109,9 @@ def test_what_a_run_keeps_and_says(pretrained: Path, data: Path, tmp_path: Path)
     assert sum(t.numel() for t in states.values() if t.ndim >= 2) == 2 * facts["trained_parameters"]
     # The base is untouched, the model that is exported is not.
     before, after = load_model(pretrained).model, load_model(run).model
-    apart = open_adapted(run, pytest.fail).model
+    opened = open_adapted(run, pytest.fail)
+    assert opened.init == str(pretrained / "model")
+    apart = opened.model
     apart.embed.output_dtype = torch.float32
     torch.testing.assert_close(after(TOKENS), apart(TOKENS), rtol=1e-4, atol=1e-4)
     assert float((after(TOKENS) - before(TOKENS)).detach().abs().max()) > 0.01
