@@ -94,7 +94,13 @@ def write_parquet(results: Results, path: Path) -> None:
     columns: list[tuple[str, Any]] = [(name, pa.string()) for name in (*text, *levels)]
     columns += [("seed", pa.int64()), ("attempts", pa.int64()), ("emulated", pa.bool_())]
     columns += [(metric.key, pa.float64()) for metric in METRICS]
-    table = pa.Table.from_pylist(rows, schema=pa.schema(columns))
+    try:
+        table = pa.Table.from_pylist(rows, schema=pa.schema(columns))
+    except (
+        pa.ArrowException,
+        OverflowError,
+    ) as error:  # a whole number of a damaged file that no column holds
+        raise RunError(f"{path}: cannot be written: {error}") from None
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         pq.write_table(table, temporary)

@@ -9,9 +9,12 @@ valid while it runs, after Ctrl-C, and with trials that failed.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from deskside.errors import UsageError
 
@@ -210,42 +213,30 @@ def read(folder: Path) -> Results:
         raise UsageError(f"{path}: cannot be read: {error}; run the study again with --resume") from None
     try:
         return from_json(plain)
-    except (TypeError, KeyError, AttributeError) as error:
+    except TypeError as error:
         raise UsageError(f"{path}: is damaged ({error}); run the study again with --resume") from None
 
 
-def from_json(plain: dict[str, Any]) -> Results:
+def from_json(plain: Any) -> Results:
     """The inverse of `Results.to_json`; keys that this version does not know are left out.
 
-    Raises TypeError, KeyError or AttributeError for what is no study.
+    Every value is checked, since the file may have been damaged or written by somebody else. Raises TypeError naming
+    the first place that is not as it should be.
     """
-    if plain["schema_version"] != SCHEMA_VERSION:
-        raise TypeError(f"schema_version {plain['schema_version']}, this version reads {SCHEMA_VERSION}")
-    groups = [_make(Group, g, factors=[_make(Factor, f) for f in g["factors"]]) for g in plain["groups"]]
-    arms = [
-        _make(
-            Arm,
-            arm,
-            trials=[_make(Trial, trial) for trial in arm["trials"]],
-            estimates={key: _make(Estimate, value) for key, value in arm["estimates"].items()},
-            comparisons=[_make(Comparison, comparison) for comparison in arm["comparisons"]],
-        )
-        for arm in plain["arms"]
-    ]
-    return _make(
-        Results,
-        plain,
-        groups=groups,
-        arms=arms,
-        interactions=[_make(Interaction, i) for i in plain["interactions"]],
-        fronts=[_make(Front, f) for f in plain["fronts"]],
-        claims=[_make(ClaimResult, c) for c in plain["claims"]],
-    )
+    version = plain.get("schema_version") if isinstance(plain, dict) else None
+    if version != SCHEMA_VERSION:
+        raise TypeError(f"schema_version {version}, this version reads {SCHEMA_VERSION}")
+    try:
+        return _checked().validate_json(
+            json.dumps(plain), strict=True
+        )  # of Python, strict would mean objects
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise TypeError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+    except RecursionError:
+        raise TypeError("too deeply nested") from None
 
 
-Kind = TypeVar("Kind")
-
-
-def _make(kind: type[Kind], plain: dict[str, Any], **replaced: Any) -> Kind:
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{**{key: value for key, value in plain.items() if key in known}, **replaced})
+@cache
+def _checked() -> TypeAdapter[Results]:
+    return TypeAdapter(Results)

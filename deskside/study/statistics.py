@@ -48,10 +48,13 @@ def student(values: Sequence[float], rounding: float = 0.0) -> Interval:
     n = len(values)
     if n == 0:
         raise ValueError("no numbers")
-    mean = math.fsum(values) / n
+    # Perplexities of a run that has gone wrong have squares that no float holds. A power of two rounds nothing.
+    scale = math.ldexp(1.0, math.frexp(max(map(abs, values)))[1] - 1)
+    mean = scale * (math.fsum(value / scale for value in values) / n)
     if n == 1:
         return Interval(mean, None, None, None, 1)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    squares = math.fsum(((value - mean) / scale) ** 2 for value in values)
+    deviation = scale * math.sqrt(squares / (n - 1))
     error = max(deviation, rounding) / math.sqrt(n)
     if error == 0:
         return Interval(mean, mean, mean, 1.0 if mean == 0 else 0.0, n)

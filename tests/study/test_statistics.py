@@ -101,3 +101,11 @@ def test_twenty_arms_that_do_nothing_seldom_get_a_verdict() -> None:
     assert nothing["any, used"] < 0.08 and nothing["any, each alone"] > 0.35
     some = false_calls(arms=20, real=10, seeds=5, studies=300)
     assert some["share, used"] < 0.05 and some["power, used"] > 0.95
+
+
+def test_numbers_whose_squares_no_float_holds() -> None:
+    """The perplexity of a run that has gone wrong without becoming infinite."""
+    plain, huge = student([1.0, 2.0, 4.0]), student([1e200, 2e200, 4e200])
+    for name in ("mean", "low", "high"):
+        assert getattr(huge, name) == pytest.approx(1e200 * getattr(plain, name))
+    assert huge.p == pytest.approx(plain.p)
