@@ -123,7 +123,7 @@ def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -
     for arm, c in better[:MOST]:
         yield f"{arm.label}: {'; '.join([sentence(c, arm, results), *_also(results, group, arm, metric)])}."
     if len(better) > MOST:
-        yield f"Better than {name} in {metric.label}, too: {_names([arm.label for arm, _ in better[MOST:]])}."
+        yield f"{_rest('better', better[MOST:], name, metric)}."
     for arm, c in same[:MOST]:
         yield f"{arm.label}: {sentence(c, arm, results)}."
     if len(same) > MOST:
@@ -132,7 +132,21 @@ def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -
     for arm, c in worse[:MOST]:
         yield f"{arm.label}: {sentence(c, arm, results)}."
     if len(worse) > MOST:
-        yield f"Worse than {name} in {metric.label}, too: {_names([arm.label for arm, _ in worse[MOST:]])}."
+        yield f"{_rest('worse', worse[MOST:], name, metric)}."
+
+
+def _rest(word: str, found: list[tuple[Arm, Comparison]], name: str, metric: Metric) -> str:
+    """The arms that are not named one by one. Those of one seed are not mixed with what was shown."""
+    kinds = (
+        (f"{word.capitalize()} than", [arm.label for arm, c in found if c.verdict != "too few seeds"]),
+        (
+            f"With one seed, so not shown, {word} than",
+            [a.label for a, c in found if c.verdict == "too few seeds"],
+        ),
+    )
+    return "; ".join(
+        f"{how} {name} in {metric.label}, too: {_names(labels)}" for how, labels in kinds if labels
+    )
 
 
 def _also(results: Results, group: Group, arm: Arm, metric: Metric) -> list[str]:

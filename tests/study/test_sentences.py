@@ -157,6 +157,27 @@ def test_many_arms_are_not_all_named() -> None:
     assert len(said) < 12 and any("and 5 more" in one for one in said)
 
 
+def test_many_arms_of_one_seed_are_not_said_to_be_shown() -> None:
+    arms = [arm("base", [1.0])]
+    arms += [arm(f"a{n}", [1 - n / 50]) for n in range(1, 6)] + [
+        arm(f"b{n}", [1 + n / 50]) for n in range(1, 6)
+    ]
+    said = insights(compare(study(arms)), "quality")
+    rest = [one for one in said if "too: " in one]
+    assert [one.split(" than")[0] for one in rest] == [
+        f"With one seed, so not shown, {word}" for word in ("better", "worse")
+    ]
+    several = [replace_seeds(one) for one in arms]
+    shown = [one for one in insights(compare(study(several)), "quality") if "too: " in one]
+    assert [one.split(" than")[0] for one in shown] == ["Better", "Worse"]
+
+
+def replace_seeds(one: Arm) -> Arm:
+    """The same arm with four seeds that hardly differ."""
+    first = one.trials[0].metrics["val_bpb"]
+    return arm(one.id, [first, first * 1.0001, first * 1.0002, first * 0.9999])
+
+
 def test_several_groups_are_told_apart() -> None:
     first, second = made(), made()
     arms = [
