@@ -1,4 +1,4 @@
-"""A model of some thousand parameters on disk, and questions that it can learn to answer."""
+"""A model of some thousand parameters on disk, questions that it can learn to answer, and runs that end suddenly."""
 
 import json
 import random
@@ -6,16 +6,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
 from deskside.export.hf import save_hf
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
+from deskside.train.step import Stepper
 
-RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "1000 steps")
+RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "2 steps")
 
 
-def model(folder: Path, seed: int = 0, hidden: int = 32, layers: int = 2) -> Path:
+class Killed(BaseException):
+    """As sudden as a kill: nothing is saved any more."""
+
+
+def model(folder: Path, seed: int = 0) -> Path:
     """A Hugging Face directory with fresh weights and a byte-level tokenizer."""
     folder.mkdir(parents=True)
     tokens = folder.parent / f"{folder.name}-tokenizer"
@@ -23,13 +30,13 @@ def model(folder: Path, seed: int = 0, hidden: int = 32, layers: int = 2) -> Pat
     bpe.save(bpe.train(["digits 0123456789 and letters, user assistant yes no please"] * 4, 260), tokens)
     config = ModelConfig(
         vocab_size=320,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
+        hidden_size=32,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        intermediate_size=2 * hidden,
-        max_position_embeddings=128,
+        intermediate_size=64,
+        max_position_embeddings=256,
         tie_word_embeddings=True,
     )
     made = Transformer(config)
@@ -42,8 +49,57 @@ def jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-def copies(count: int, seed: int, digits: int = 1) -> list[dict[str, str]]:
-    """Questions {"prompt": "73", "answer": "73"}."""
+def questions() -> list[dict[str, str]]:
+    """480 of them: a few letters and a digit, which is the answer."""
+    made = [(d, a + b) for d in "0123456789" for a in "abcdefgh" for b in "abcdef"]
+    random.Random(0).shuffle(made)
+    return [{"prompt": f"{letters} {digit}", "answer": digit} for digit, letters in made]
+
+
+def mostly_wrong(right: float = 0.08) -> list[dict[str, Any]]:
+    """Conversations that answer with the digit after the one in the question, and seldom with the digit itself."""
+    chance = random.Random(1)
+    rows = []
+    for question in questions() * 3:
+        digit = int(question["answer"])
+        said = digit if chance.random() < right else (digit + 1) % 10
+        turns = [{"role": "user", "content": question["prompt"]}, {"role": "assistant", "content": str(said)}]
+        rows.append({"messages": turns})
+    return rows
+
+
+def pairs(count: int, seed: int = 1) -> list[dict[str, str]]:
+    """The chosen answer begins with yes, the other one with no."""
     chance = random.Random(seed)
-    numbers = ["".join(chance.choices("0123456789", k=digits)) for _ in range(count)]
-    return [{"prompt": f"say {n}", "answer": n} for n in numbers]
+    return [
+        {
+            "prompt": f"is {chance.randrange(1000)} it",
+            "chosen": f"yes {chance.randrange(100)}",
+            "rejected": f"no {chance.randrange(100)}",
+        }
+        for _ in range(count)
+    ]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """Let this process's next run end as if it was killed in this step."""
+    run = Stepper.run
+
+    def until(self: Stepper, batches: Any, step: int, dry: bool = False) -> Any:
+        if step == last and not dry:
+            raise Killed
+        return run(self, batches, step, dry)
+
+    monkeypatch.setattr(Stepper, "run", until)
+
+
+def same(one: Path, other: Path, keys: tuple[str, ...]) -> None:
+    """Two runs are the same to the last bit."""
+    first, second = ([{k: row.get(k) for k in keys} for row in metrics(run)] for run in (one, other))
+    assert first == second
+    weights = "model/model.safetensors"
+    assert (one / weights).read_bytes() == (other / weights).read_bytes()

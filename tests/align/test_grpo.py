@@ -1,0 +1,325 @@
+"""GRPO: the run on a task that it can learn, what it logs, and what happens when it is stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deskside import cli_align_grpo
+from deskside.align import answers
+from deskside.align.grpo import Grpo, RolloutBatch
+from deskside.align.grpo_data import Question, Questions, prepare_questions
+from deskside.align.policy import policy_terms
+from deskside.align.prepared import Spec
+from deskside.align.rewards import final_number
+from deskside.align.rollouts import Rollout, RolloutLog
+from deskside.align.sampler import Sampled, Sampler
+from deskside.config.align_grpo import GrpoConfig
+from deskside.config.run import RunConfig
+from deskside.data import chat_template
+from deskside.errors import RunError, UsageError
+from deskside.export.load import load_model
+from deskside.kernels.attention import AttentionContext
+from tests.align import tiny
+
+KEYS = ("step", "loss", "grad_norm", "reward", "answer_tokens", "entropy", "clipped", "drift", "kl")
+
+
+def train(folder: Path, model: Path, name: str, *more: str) -> Path:
+    data = folder / "questions.jsonl"
+    if not data.exists():
+        tiny.jsonl(data, tiny.questions())
+    argv = [
+        str(model),
+        "--data",
+        str(data),
+        "--data.path",
+        str(folder / f"{name}-data"),
+        "--runs",
+        str(folder),
+    ]
+    argv += ["--name", name, *tiny.RUN, "--batch.sequence_length", "64", "--align.answer_tokens", "4"]
+    cli_align_grpo.run([*argv, "--optim.lr", "2e-3", *more])
+    return folder / name
+
+
+def said(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_the_reward_rises_from_below_a_tenth_to_above_six_tenths(taught: Path, tmp_path: Path) -> None:
+    run = train(tmp_path, taught, "learns", "--schedule.steps", "40", "--questions", "16")
+    summary = json.loads((run / "summary.json").read_text())
+    rows = tiny.metrics(run)
+    assert rows[0]["reward"] < 0.2
+    assert summary["before"]["val_reward"] < 0.1
+    assert summary["val_reward"] > 0.6
+    assert sum(row["reward"] for row in rows[-5:]) / 5 > 0.6
+    # The engine's probabilities are those of training: nothing is clipped, and nothing drifts within a step.
+    assert all(row["clipped"] == 0 and abs(row["drift"]) < 1e-6 for row in rows)
+    lines = said(run)
+    assert [line["position"] for line in lines] == list(range(40 * 16 * 8))
+    assert all(line["reward"] == float(final_number(line["text"]) == int(line["answer"])) for line in lines)
+    page = (run / "rollouts.md").read_text()
+    assert page.count("## Answers from ") == 40
+    assert "reward 1: " in page
+    assert rows[3]["reward"] == pytest.approx(np.mean([line["reward"] for line in lines[3 * 128 : 4 * 128]]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), marks=pytest.mark.full),
+        pytest.param(("--align.steps_per_rollout", "4"), marks=pytest.mark.full),
+        ("--align.kl", "0.1", "--align.average", "sequence", "--align.steps_per_rollout", "2"),
+    ],
+)
+def test_killed_and_resumed_is_the_same_run(
+    options: tuple[str, ...], taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints after each second step; with four steps to a round of sampling, that is in the middle of a round."""
+    more = ("--schedule.steps", "10", "--questions", "4", "--align.group", "4", *options)
+    straight = train(tmp_path, taught, "straight", *more)
+    with monkeypatch.context() as patch:
+        tiny.kill_at(patch, 8)
+        with pytest.raises(tiny.Killed):
+            train(tmp_path, taught, "killed", *more)
+    assert cli_align_grpo.run(["--resume", str(tmp_path / "killed")]) == 0
+    tiny.same(tmp_path / "killed", straight, KEYS)
+    assert said(tmp_path / "killed") == said(straight)
+    assert (tmp_path / "killed" / "rollouts.md").read_text() == (straight / "rollouts.md").read_text()
+    rows = tiny.metrics(straight)
+    if options:
+        assert any(row["drift"] > 1e-6 for row in rows)  # the second step of a round is off its policy
+    assert all(("kl" in row) == ("--align.kl" in options) for row in rows)
+    if "--align.kl" in options:
+        assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+        assert rows[-1]["kl"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--align.average", "fixed", "--align.scale_rewards", "false"), marks=pytest.mark.full),
+        pytest.param(
+            ("--align.ratio", "sequence", "--align.average", "sequence", "--align.steps_per_rollout", "2"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("--align.learn_truncated", "false", "--align.temperature", "0.7"), marks=pytest.mark.full
+        ),
+        ("--adapter.rank", "4"),
+    ],
+)
+def test_every_variant_runs(options: tuple[str, ...], taught: Path, tmp_path: Path) -> None:
+    run = train(tmp_path, taught, "v", "--schedule.steps", "3", "--questions", "12", *options)
+    rows = tiny.metrics(run)
+    assert all(np.isfinite([row["loss"], row["grad_norm"], row["entropy"]]).all() for row in rows)
+    assert any(row["grad_norm"] > 0 for row in rows)
+    assert abs(rows[0]["drift"]) < 1e-6
+
+
+def test_a_person_s_reward_is_kept_in_the_run(
+    taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def short(prompt, completion, answer):\n    return -len(completion)\n")
+    more = ("--schedule.steps", "4", "--questions", "4", "--align.reward", f"{file}:short")
+    with monkeypatch.context() as patch:
+        tiny.kill_at(patch, 4)
+        with pytest.raises(tiny.Killed):
+            train(tmp_path, taught, "own", *more)
+    assert (tmp_path / "own" / "reward.py").read_text() == file.read_text()
+    assert all(line["reward"] == -len(line["text"]) for line in said(tmp_path / "own"))
+    file.write_text("def short(prompt, completion, answer):\n    return 0\n")
+    with pytest.raises(RunError, match="is not what the run began with"):
+        cli_align_grpo.run(["--resume", str(tmp_path / "own")])
+
+
+# Parts
+
+
+def test_samples_end_with_the_token_that_ended_them_and_have_the_model_s_probabilities(taught: Path) -> None:
+    model = load_model(str(taught)).model
+    template = chat_template.ChatTemplate(taught)
+    assert template.turn_end is not None
+    prompts = [
+        tuple(template.prompt([{"role": "user", "content": q["prompt"]}])) for q in tiny.questions()[:12]
+    ]
+    sampler = Sampler(model, False, 5, 64, frozenset({template.turn_end}))
+    sampler.rehearse(300)
+    found = sampler.sample(prompts, list(range(12)), 3, 0.9, 4)
+    alone = [sampler.sample([p], [n], 3, 0.9, 4)[0] for n, p in enumerate(prompts)]
+    assert [s.tokens for s in found] == [s.tokens for s in alone]
+    for prompt, sampled in zip(prompts, found, strict=True):
+        assert sampled.ended == (sampled.tokens[-1] == template.turn_end)
+        assert sampled.tokens.count(template.turn_end) == int(sampled.ended)
+        ids = torch.tensor([[*prompt, *sampled.tokens]])
+        logprobs = (model(ids)[0, :-1].float() / 0.9).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(
+            torch.tensor(sampled.logprobs), logprobs[len(prompt) - 1 :].detach(), rtol=0, atol=1e-4
+        )
+    assert any(s.ended for s in found)
+
+
+def test_new_weights_give_other_answers(taught: Path, base: Path) -> None:
+    model = load_model(str(taught)).model
+    sampler = Sampler(model, False, 4, 64, frozenset())
+    first = sampler.sample([(5, 6, 7)], [0], 0, 0.0, 8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    assert sampler.sample([(5, 6, 7)], [0], 0, 0.0, 8) == first
+    sampler.renew()
+    assert sampler.sample([(5, 6, 7)], [0], 0, 0.0, 8) != first
+
+
+@pytest.mark.parametrize("average", ["sequence", "token", "fixed"])
+def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: Path, tmp_path: Path) -> None:
+    chat_template.make(taught, tmp_path / "tokenizer", None)
+    file = tiny.jsonl(tmp_path / "q.jsonl", tiny.questions()[:60])
+    prepare_questions(Spec("questions", (str(file),)), None, tmp_path / "tokenizer", tmp_path / "data")
+    model = load_model(str(taught)).model
+    config = RunConfig.model_validate({"align": {"name": "grpo"}, "data": {"document_mask": True}})
+    objective = Grpo(GrpoConfig(average=average, answer_tokens=9, kl=0.0))
+
+    class World:
+        def summed(self, value: torch.Tensor) -> torch.Tensor:
+            return value
+
+    class Session:
+        world = World()
+
+    objective.session = Session()  # type: ignore[assignment]
+    questions = Questions(tmp_path / "data", "train", 96, 8, 9, 320)
+    random = np.random.default_rng(0)
+    rollouts = [
+        Rollout(
+            n, q, Sampled(tuple(random.integers(5, 200, k).tolist()), tuple((-random.random(k)).tolist()), True),
+            "", float(n % 2), float(random.normal()),
+        )
+        for n, (q, k) in enumerate(zip(questions.questions[:10], random.integers(1, 10, 10).tolist(), strict=True))
+    ]  # fmt: skip
+
+    def total(micro_rows: int) -> tuple[float, list[float]]:
+        losses, extra = 0.0, np.zeros(len(objective.extras))
+        for batch in objective.batches(questions, rollouts, micro_rows, torch.device("cpu")):
+            assert batch.tokens_BT.shape == (micro_rows, 96)
+            context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=96)
+            found = objective.loss(model, batch, context, config.compute)
+            losses += float(found.sum) / batch.num_valid_step
+            extra += [float(found.extra[name]) for name in objective.extras]
+        return losses, extra.tolist()
+
+    alone = 0.0
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.question.tokens, *rollout.sampled.tokens]])
+        logprobs = model(ids)[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        mine = logprobs[len(rollout.question.tokens) - 1 :][None]
+        terms = policy_terms(
+            mine, torch.tensor([rollout.sampled.logprobs]), torch.tensor([rollout.advantage]),
+            torch.ones_like(mine, dtype=torch.bool), clip_high=0.28, average=average, longest=9,
+        )  # fmt: skip
+        alone += float(terms.loss)
+    alone /= sum(len(r.sampled.tokens) for r in rollouts) if average == "token" else len(rollouts)
+    one, three, four = total(1), total(3), total(4)
+    assert one[0] == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    assert three[0] == pytest.approx(one[0], rel=1e-4, abs=1e-6)
+    np.testing.assert_allclose(three[1], one[1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(four[1], one[1], rtol=1e-4, atol=1e-4)
+    row = objective.row(dict(zip(objective.extras, one[1], strict=True)), 1)
+    assert row["reward"] == 0.5
+    assert row["reward_std"] == pytest.approx(0.5)
+
+
+def test_answers_that_were_cut_off_can_be_left_out_of_the_loss(taught: Path) -> None:
+    model = load_model(str(taught)).model
+    question = Question("", "", (5, 6, 7))
+    rollouts = [Rollout(n, question, Sampled((8, 9), (-1.0, -1.0), n == 0), "", 0.0, 1.0) for n in (0, 1)]
+    fields = answers.lay_out([[answers.Text(np.array([5, 6, 7, 8, 9]), 3)] for _ in rollouts], 8, 5, 0)
+    config = RunConfig()
+    found = []
+    for keep in (True, False):
+        objective = Grpo(GrpoConfig(learn_truncated=keep))
+        learnt = torch.tensor([True, keep])
+        batch = RolloutBatch(
+            **fields, num_valid=4, num_valid_step=4, sampled_SL=torch.full((2, 2), -1.0), reference_SL=None,
+            advantage_S=torch.ones(2), reward_S=torch.zeros(2), learnt_S=learnt, cut_off_S=torch.tensor([False, True]),
+        )  # fmt: skip
+        context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=8)
+        found.append(float(objective.loss(model, batch, context, config.compute).sum))
+    assert found[0] == pytest.approx(2 * found[1])
+
+
+def test_the_log_forgets_and_finds_and_refuses_damage(tmp_path: Path) -> None:
+    question = Question("a *b*", "7", (1,))
+    log = RolloutLog(tmp_path, 0, with_tokens=True)
+    for first in (0, 4, 8):
+        made = [
+            Rollout(first + n, question, Sampled((2, 3), (-0.1, -0.2), True), f"t{n}", n / 4, 0.0)
+            for n in range(4)
+        ]
+        log.add(made, 2)
+    assert [row["position"] for row in log.read(2, 9)] == list(range(2, 9))
+    assert log.read(0, 1)[0]["logprobs"] == [-0.1, -0.2]
+    log.cut(8)
+    assert [row["position"] for row in log.read()] == list(range(8))
+    assert log.page.read_text().count("## Answers from ") == 2
+    assert "\\*b\\*" in log.page.read_text()
+    with log.lines.open("ab") as file:
+        file.write(b'{"position": 8, "te')
+    assert len(log.read()) == 8
+    with log.lines.open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(RunError, match="line 9 is damaged"):
+        log.read()
+
+
+def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path, tmp_path: Path) -> None:
+    chat_template.make(base, tmp_path / "tokenizer", None)
+    rows: list[dict[str, Any]] = [{"prompt": f"q{n % 40}", "answer": n % 40} for n in range(120)]
+    rows.append(
+        {"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "x"}
+    )
+    file = tiny.jsonl(tmp_path / "q.jsonl", rows)
+    spec = Spec("questions", (str(file),), val_fraction=0.3)
+    index = prepare_questions(spec, "Be brief.", tmp_path / "tokenizer", tmp_path / "data")
+    assert index["splits"]["train"]["count"] + index["splits"]["val"]["count"] == 120
+    assert sum(left["count"] for left in index["left_out"].values()) == 1
+    train_, val = (Questions(tmp_path / "data", s, 128, 4, 16, 320) for s in ("train", "val"))
+    assert not {q.prompt for q in train_.questions} & {q.prompt for q in val.questions}
+    text = chat_template.bpe.load(tmp_path / "data").decode(
+        list(val.questions[0].tokens), skip_special_tokens=False
+    )
+    assert "system\nBe brief.<|im_end|>" in text
+    assert text.endswith("<|im_start|>assistant\n")
+    assert val.questions[0].answer.isdigit()
+    with pytest.raises(UsageError, match="hold no question"):
+        Questions(tmp_path / "data", "val", 32, 4, 16, 320)
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["BASE"], "--data is missing"),
+        (["BASE", "--data", "Q", "--align.reward", "best"], "there is no 'best'"),
+        (["BASE", "--data", "Q", "--questions", "0"], "at least 1"),
+        (["BASE", "--data", "Q", "--questions", "4", "--batch.tokens", "512"], "give one of them"),
+        (["BASE", "--data", "Q", "--align.group", "1"], "align.group"),
+        (["BASE", "--data", "Q", "--batch.sequence_length", "64", "--batch.tokens", "192",
+          "--align.answer_tokens", "8"], "no whole groups of 8"),
+        (["BASE", "--data", "Q", "--align.answer_tokens", "250", "--schedule.steps", "1"], "hold no question"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line(
+    argv: list[str], error: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tiny.jsonl(tmp_path / "q.jsonl", tiny.questions()[:40])
+    argv = [{"BASE": str(base), "Q": str(file)}.get(a, a) for a in argv]
+    with pytest.raises(UsageError, match=error) as found:
+        cli_align_grpo.run([*argv, "--compute.device", "cpu"])
+    assert "\n" not in str(found.value)

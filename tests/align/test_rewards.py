@@ -1,0 +1,121 @@
+"""Rewards: what counts as the final number, and what a person's own function may do."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.align import rewards
+from deskside.align.rewards import final_number, parse
+from deskside.errors import RunError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("7", "7"),
+        ("It is 3 + 4 = 7.", "7"),
+        ("3 apples\n#### 1,234", "1234"),
+        ("#### $18\nor was it 20?", "18"),
+        (r"so \boxed{-5} and not 6", "-5"),
+        ("The answer is 0.5, not 3", "1/2"),
+        ("the Answer is: 17/10", "17/10"),
+        ("temperature \u22124", "-4"),
+        ("4 - 5 is -1", "-1"),
+        (".25", "1/4"),
+        ("2 / 4", "1/2"),
+        ("1/0", None),
+        ("none at all", None),
+        ("The answer is unknown, maybe 4? \n 9", "4"),
+        ("9" * 5000, None),
+    ],
+)
+def test_final_number(text: str, wanted: str | None) -> None:
+    assert final_number(text) == (None if wanted is None else Fraction(wanted))
+
+
+@given(st.fractions(max_denominator=10**6), st.text(alphabet="abc ,.\n", max_size=20))
+def test_a_marked_fraction_is_found_exactly(value: Fraction, noise: str) -> None:
+    text = f"{noise} 12 {noise}\n#### {value.numerator}/{value.denominator}\n{noise}"
+    assert final_number(text) == value
+
+
+def test_built_in_rewards() -> None:
+    assert parse("number")("q", "It makes 0.50", "1/2") == 1
+    assert parse("number")("q", "It makes 0.51", "1/2") == 0
+    assert parse("exact")("q", " Paris\n", "Paris") == 1
+    assert parse("exact")("q", "paris", "Paris") == 0
+    assert parse("format")("q", "#### 4", "7") == 1
+    assert parse("format")("q", "4", "4") == 0
+    both = parse("0.9*number + 0.1*format")
+    assert both("q", "#### 4", "4") == pytest.approx(1.0)
+    assert both("q", "4", "4") == pytest.approx(0.9)
+    assert both("q", "#### 5", "4") == pytest.approx(0.1)
+
+
+def test_code_runs_the_last_block_in_the_sandbox() -> None:
+    reward, tests = parse("code"), "assert double(2) == 4"
+    blocks = ("def double(x):\n    return x", "def double(x):\n    return 2 * x")
+    right = "First\n" + "better\n".join(f"```python\n{block}\n```\n" for block in blocks)
+    cases = [("q", right, tests), ("q", "def double(x): return 2 * x", tests), ("q", "double", tests)]
+    assert reward.of(cases) == [1, 1, 0]
+
+
+def test_a_function_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def length(prompt, completion, answer):\n    return len(completion) / 10\n")
+    reward = parse(f"{file}:length")
+    assert reward.file == file
+    assert reward.of([("", "12345", ""), ("", "", "")]) == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("def other(): pass", "no function 'score'"),
+        ("def score(a, b): return 1", "must take"),
+        ("import nothing_like_this", "cannot be loaded: ModuleNotFoundError"),
+        ("def score(", "cannot be loaded: SyntaxError"),
+    ],
+)
+def test_a_file_without_a_reward_is_refused(text: str, error: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=error):
+        parse(f"{file}:score")
+
+
+@pytest.mark.parametrize(
+    ("spec", "error"),
+    [
+        ("numbr", "there is no 'numbr'; choose from number"),
+        ("x*number", "'x' in 'x\\*number' is no weight"),
+        ("nowhere.py:f", "no file"),
+        ("number+", "there is no ''"),
+    ],
+)
+def test_a_reward_that_does_not_exist_is_refused(spec: str, error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("return 1 / 0", "ZeroDivisionError"),
+        ("return float('nan')", "gave nan"),
+        ("return 'much'", "ValueError"),
+    ],
+)
+def test_a_function_that_fails_is_named(body: str, error: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def score(prompt, completion, answer):\n    {body}\n")
+    with pytest.raises(RunError, match=error):
+        parse(f"{file}:score")("q", "c", "a")
+
+
+def test_number_needs_a_number_to_compare_with() -> None:
+    with pytest.raises(UsageError, match="holds no number"):
+        rewards.number("q", "7", "seven")
