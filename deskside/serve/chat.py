@@ -3,27 +3,30 @@
 A chat model has a chat template beside its tokenizer; what is typed then becomes messages. A model without one only
 continues text: what is typed is added to the text so far, on a line of its own, and an empty line lets it go on.
 
-`Conversation` holds what was said and knows no terminal; `converse` is the terminal around it.
+`Conversation` holds what was said and knows no terminal; `converse` is the terminal around it. One engine lives as long
+as the conversation, so of each prompt only what is new since the last one is computed.
 """
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from deskside.engine.generate import Reason, events
+from deskside.data.chat_template import NotRendered
+from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.engine.requests import Reason, Request
 from deskside.engine.sampling import Sampling
-from deskside.engine.text import TextStream
 from deskside.errors import UsageError
 from deskside.export.load import Loaded
+from deskside.serve.prompts import Prompts
 
 HELP = """/reset       forget the conversation
 /save FILE   write the conversation to a new file
 /help        this list
 /quit        leave (so does Ctrl-D; Ctrl-C stops an answer, twice leaves)"""
+FIRST_CACHE = 2048  # tokens; doubled whenever a conversation outgrows it
 PLAIN = "This model has no chat template: it continues your text. An empty line lets it go on."
 
 
@@ -42,20 +45,22 @@ class Conversation:
 
     def __init__(self, loaded: Loaded, options: ChatOptions):
         self.loaded, self.options = loaded, options
-        self._render = chat_template(loaded.tokenizer_dir)
-        if options.system is not None and self._render is None:
+        self._prompts = Prompts(loaded)
+        if options.system is not None and self.plain:
             raise UsageError(
                 "--system: this model has no chat template, so it has no system message; leave it out"
             )
         self._seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
         self.reason: Reason | None = None  # why the last answer ended; None while it runs or was stopped
         self.forgotten = False  # whether the last answer could not see the beginning
+        self._engine: Engine | None = None
+        self._holds = 0  # tokens that the engine's cache has room for
         self.reset()
 
     @property
     def plain(self) -> bool:
         """Whether the model only continues text."""
-        return self._render is None
+        return not self._prompts.chats
 
     def reset(self) -> None:
         """Forget everything, the system message apart."""
@@ -71,32 +76,67 @@ class Conversation:
             prompt = self._text_prompt()
         else:
             self._messages.append({"role": "user", "content": said})
-            prompt = self._message_prompt()
+            try:
+                prompt = self._message_prompt()
+            except UsageError:  # as if it had not been said
+                self._messages.pop()
+                raise
         self.reason = None
-        stream = TextStream(self.loaded.tokenizer)
         pieces: list[str] = []
         self._answers += 1
         try:
-            for event in events(
-                self.loaded.model,
-                [prompt],
-                max_new_tokens=self.options.max_new_tokens,
-                sampling=self.options.sampling,
-                eos_tokens=self.loaded.eos_tokens,
-                seed=self._seed + self._answers,
-            ):
-                if event.token is not None and (piece := stream.push(event.token)):
+            with contextlib.closing(self._generate(prompt)) as answer:
+                for piece in answer:
                     pieces.append(piece)
                     yield piece
-                self.reason = event.reason
-            if piece := stream.finish():
-                pieces.append(piece)
-                yield piece
         finally:
             if self.plain:
                 self._text += "".join(pieces)
             else:
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _generate(self, prompt: list[int]) -> Generator[str, None, None]:
+        """Text that goes on from a prompt. What is in the cache of it already is not computed again."""
+        options = self.options
+        request = Request(
+            tuple(prompt),
+            options.max_new_tokens,
+            options.sampling,
+            self._seed + self._answers,
+            eos_tokens=self.loaded.eos_tokens,
+        )
+        engine = self._engine_for(len(prompt) + options.max_new_tokens)
+        number = engine.submit(request)
+        try:
+            for event in engine.events():
+                self.reason = event.reason
+                if event.text:
+                    yield event.text
+        except GeneratorExit:  # between two steps: the engine is sound
+            self._engine = None  # until it is at rest
+            engine.cancel(number)
+            for _ in engine.events():
+                pass
+            self._engine = engine
+            raise
+        except BaseException:  # Ctrl-C in the middle of a step, which may have left anything behind
+            self._engine = None
+            raise
+
+    def _engine_for(self, tokens: int) -> Engine:
+        """The conversation's engine, with room for so many tokens. A larger one begins with an empty cache."""
+        limit = self.loaded.config.max_position_embeddings
+        tokens = -(-min(tokens, limit) // PAGE_SIZE) * PAGE_SIZE
+        if self._engine is None or tokens > self._holds:
+            size = max(FIRST_CACHE, self._holds)
+            while size < tokens:
+                size *= 2
+            self._engine = None  # gives its memory back before the new one takes more
+            self._holds = max(tokens, min(size, -(-limit // PAGE_SIZE) * PAGE_SIZE))
+            self._engine = Engine(
+                self.loaded.model, max_batch=1, max_tokens=self._holds, tokenizer=self.loaded.tokenizer
+            )
+        return self._engine
 
     def transcript(self) -> str:
         """Everything that was said, as text."""
@@ -111,18 +151,17 @@ class Conversation:
         return max(1, positions - min(self.options.max_new_tokens, positions // 2))
 
     def _text_prompt(self) -> list[int]:
-        tokens = self.loaded.tokenizer.encode(self._text, add_special_tokens=False).ids
+        start, *tokens = self._prompts.text(self._text)
         self.forgotten = len(tokens) + 1 > self._room
         newest = tokens[len(tokens) - self._room + 1 :] if self.forgotten else tokens
-        return [self.loaded.start_token, *newest]
+        return [start, *newest]
 
     def _message_prompt(self) -> list[int]:
         """The newest messages that fit, each exchange whole, the system message always."""
-        assert self._render is not None
         kept = list(self._messages)
         first = 1 if kept[0]["role"] == "system" else 0
         self.forgotten = False
-        while len(tokens := self._render(kept)) > self._room:
+        while len(tokens := self._tokens(kept)) > self._room:
             if len(kept) - first <= 1:
                 raise UsageError(
                     f"this message is {len(tokens)} tokens and the model sees {self._room}; make it shorter"
@@ -131,22 +170,11 @@ class Conversation:
             self.forgotten = True
         return tokens
 
-
-def chat_template(folder: Path) -> Callable[[list[dict[str, str]]], list[int]] | None:
-    """Messages -> tokens by the template beside a tokenizer; None where there is none."""
-    config = folder / "tokenizer_config.json"
-    inside = config.is_file() and '"chat_template"' in config.read_text("utf-8")
-    if not inside and not (folder / "chat_template.jinja").is_file():
-        return None
-    from transformers import AutoTokenizer  # slow to import, and only chat models need it
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-    def render(messages: list[dict[str, str]]) -> list[int]:
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return [int(token) for token in tokens]
-
-    return render
+    def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            return self._prompts.messages(messages)
+        except NotRendered as error:
+            raise UsageError(str(error)) from None
 
 
 def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
