@@ -4,8 +4,10 @@ What is wrong with a record is counted with its place, and the record is left ou
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from string import Formatter
 from typing import Any
 
@@ -73,36 +75,39 @@ def limited(items: Sequence[Item], limit: int | None, spread: bool) -> list[int]
 
 
 class Examples:
-    """Solved examples before each item of a task: other items, drawn by the item's number and nothing else."""
+    """Solved examples before each item of a task: other items, drawn by the item's number and nothing else.
+
+    Raises UsageError when some item has too few others.
+    """
 
     def __init__(self, chosen: Chosen, items: Sequence[Item]):
         self._chosen, self._items = chosen, items
         self._pools: dict[object, list[int]] = {}
         for number, item in enumerate(items):
             self._pools.setdefault(item.same, []).append(number)
+        twins = Counter((item.same, item.contexts) for item in items)
+        fewest = min(len(self._pools[same]) - count for (same, _), count in twins.items())
+        if fewest < chosen.shots:
+            raise UsageError(
+                f"{chosen.source}: has {fewest} examples for an item of {chosen.name}, and {chosen.shots} are "
+                f"wanted; give --shots {fewest}"
+            )
 
     def before(self, number: int) -> str:
-        """The examples' text, the separator at its end included; nothing for a task without.
-
-        Raises UsageError when there are too few.
-        """
+        """The examples' text, the separator at its end included; nothing for a task without."""
         chosen, item = self._chosen, self._items[number]
         if not chosen.shots:
             return ""
         rng = random.Random(f"{chosen.name}:{number}")
         pool = self._pools[item.same]
-        drawn: dict[int, None] = {}
+        drawn: list[int] = []
         # A few more than are wanted, because the item itself, or its twin, may be among them; else all of them.
-        for size in dict.fromkeys((min(len(pool), chosen.shots + 4), len(pool))):
-            for other in rng.sample(pool, size):
-                if self._items[other].contexts != item.contexts and len(drawn) < chosen.shots:
-                    drawn[other] = None
+        for size in (min(len(pool), chosen.shots + 4), len(pool)):
+            others = (n for n in rng.sample(pool, size) if self._items[n].contexts != item.contexts)
+            drawn = list(islice(others, chosen.shots))
             if len(drawn) == chosen.shots:
-                return chosen.task.between.join([*(self._items[other].example for other in drawn), ""])
-        raise UsageError(
-            f"{chosen.source}: has {len(drawn)} examples for an item of {chosen.name}, and {chosen.shots} are "
-            f"wanted; give --shots {len(drawn)}"
-        )
+                break
+        return chosen.task.between.join([*(self._items[n].example for n in drawn), ""])
 
 
 def _items(chosen: Chosen, bad: BadInputLog, chat: bool) -> Iterator[Item]:

@@ -91,42 +91,55 @@ def core(results: Sequence[TaskResult]) -> Core | None:
     return Core(value, low, high, tuple(r.chosen.name for r in members))
 
 
-def load(chosen: Chosen, chat: bool = False) -> tuple[list[Item], BadInputLog]:
-    """A task's items, and what was left out of its data. Raises UsageError when there is none."""
+@dataclass(frozen=True)
+class Prepared:
+    """A task with its items, their examples, and what was left out of its data."""
+
+    chosen: Chosen
+    items: Sequence[Item]
+    examples: Examples
+    bad: BadInputLog
+
+
+def prepare(chosen: Chosen, chat: bool = False) -> Prepared:
+    """Read a task's data. Raises UsageError when it has no item, or too few for the examples."""
     bad = BadInputLog()
-    return read(chosen, bad, chat=chat), bad
+    items = read(chosen, bad, chat=chat)
+    return Prepared(chosen, items, Examples(chosen, items), bad)
 
 
 def evaluate(
     subject: Subject,
-    chosen: Chosen,
-    items: Sequence[Item],
-    bad: BadInputLog,
+    prepared: Prepared,
     *,
     limit: int | None = None,
     tick: Callable[[int], object] | None = None,
 ) -> TaskResult:
     """Evaluate a task on its items. `tick` is called with the number of answers that are done.
 
-    Raises UsageError for too few examples or an answer that the model cannot hold, RunError for numbers that are not
-    finite and for code that cannot be locked in.
+    Raises UsageError for an answer that the model cannot hold, RunError for numbers that are not finite and for code
+    that cannot be locked in.
     """
     begin = time.monotonic()
+    chosen, items = prepared.chosen, prepared.items
     numbers = limited(items, limit, chosen.task.spread)
-    examples = Examples(chosen, items)
     taken = [items[number] for number in numbers]
-    before = [examples.before(number) for number in numbers]
+    before = [prepared.examples.before(number) for number in numbers]
     if isinstance(chosen.task, Generated):
         right, more, records = _generated(subject, chosen.task, taken, before, tick)
     else:
         right, more, records = _likely(subject, chosen.task, taken, before, tick)
-    for record, number, item in zip(records, numbers, taken, strict=True):
-        record.update(task=chosen.name, index=number, origin=item.origin)
-    return TaskResult(chosen, right, len(taken), time.monotonic() - begin, more, bad.as_dict(), records)
+    records = [
+        {"task": chosen.name, "index": number, "origin": item.origin, **record}
+        for record, number, item in zip(records, numbers, taken, strict=True)
+    ]
+    seconds = time.monotonic() - begin
+    return TaskResult(chosen, right, len(taken), seconds, more, prepared.bad.as_dict(), records)
 
 
-def answers_of(chosen: Chosen, items: Sequence[Item], limit: int | None) -> int:
+def answers_of(prepared: Prepared, limit: int | None) -> int:
     """How many answers `evaluate` will count, for a progress bar."""
+    chosen, items = prepared.chosen, prepared.items
     taken = limited(items, limit, chosen.task.spread)
     if isinstance(chosen.task, Generated):
         return len(taken)

@@ -4,44 +4,37 @@ It stands here, above everything that it uses, because it begins by turning a pa
 --json standard output holds one JSON object and nothing else; all other words go to standard error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
-from pydantic import ValidationError
 
 from deskside.config import strict_json
-from deskside.config.base import first_problem
 from deskside.config.commandline import parse
-from deskside.config.run import RunConfig
 from deskside.data.chat_template import own_template
 from deskside.data.progress import Progress
-from deskside.data.rows import PackedDataset
-from deskside.data.shards import checksum_file
-from deskside.data.sources import BadInputLog, Source, iter_documents
 from deskside.errors import RunError, UsageError
-from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
 from deskside.evaluate.likelihood import Encoder
 from deskside.evaluate.run import (
     CORE_TASKS,
     Core,
+    Prepared,
     Subject,
     TaskResult,
     answers_of,
     check_chat,
     core,
     evaluate,
-    load,
+    prepare,
 )
 from deskside.evaluate.tasks import Selection, select
 from deskside.export.load import Loaded, load_model
-from deskside.kernels.attention import Requirements, choose
+from deskside.serve.eval_text import Measured, has_data, measure, run_config
 from deskside.serve.machine import Device, device_of, dtype_of, say
 
-HF_SEQUENCE_LENGTH = 2048  # of a model that comes without a run: the presets' own, so that numbers compare
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}
 
 
@@ -90,39 +83,41 @@ class Eval:
     """Print one JSON object on standard output."""
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Bits per byte of a source."""
-
-    result: BitsPerByte
-    baselines: dict[str, float | None]
-    source: str
-    length: int
-
-
 def run_eval(argv: Sequence[str]) -> int:
     """`deskside eval`. Returns the exit code; raises UsageError and RunError."""
     options = parse(Eval, argv, "deskside eval")
     selection = _checked(options)
     device = device_of(options.device)
+    tasks = [] if selection is None else _prepared(options, selection)
     loaded = load_model(options.model, device, dtype_of(device), say)
-    config = _run_config(loaded)
-    subject = None if selection is None else _subject(options, loaded, device)
+    config = run_config(loaded)
+    subject = _subject(options, loaded, device)
     measured = None
-    if options.tasks is None or options.text or options.data or _has_data(config):
-        measured = _measure(options, loaded, config, device)
-    results: list[TaskResult] = []
-    if selection is not None and subject is not None:
-        results = _evaluate_tasks(options, selection, subject)
-    whole = core(results)
+    if options.tasks is None or options.text or options.data or has_data(config):
+        measured = measure(
+            loaded,
+            config,
+            device,
+            text=options.text,
+            data=options.data,
+            sequence_length=options.sequence_length,
+            batch_tokens=options.batch_tokens or BATCH_TOKENS[device.type],
+        )
+    done = _evaluate_tasks(options, tasks, subject)
+    # Of CORE's tasks all that have data, or the number would be another one.
+    incomplete = any(each.chosen.core and each.chosen.name in done.failed for each in tasks)
+    whole = None if incomplete else core(done.results)
     if options.json:
-        print(strict_json.dumps(_as_json(options, loaded, measured, selection, results, whole)))
-        return 0
-    if measured is not None:
-        _print_measured(measured)
-    if results:
-        _print_tasks(results, whole)
-    return 0
+        found = _as_json(options, loaded, measured)
+        if selection is not None:
+            found |= _tasks_as_json(options, selection, done, whole)
+        print(strict_json.dumps(found))
+    else:
+        if measured is not None:
+            _print_measured(measured)
+        if done.results:
+            _print_tasks(done.results, whole)
+    return 1 if done.failed else 0
 
 
 def _checked(options: Eval) -> Selection | None:
@@ -142,8 +137,6 @@ def _checked(options: Eval) -> Selection | None:
         if unused is not None:
             raise UsageError(f"--{unused.replace('_', '-')}: has no effect without --tasks; add --tasks core")
         return None
-    if options.items is not None and Path(options.items).exists():
-        raise UsageError(f"--items {options.items}: is there already; name a new file")
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise UsageError(
@@ -152,123 +145,6 @@ def _checked(options: Eval) -> Selection | None:
     selection = select(names, options.tasks_dir, options.shots)
     check_chat(selection.chosen, options.chat)
     return selection
-
-
-# Bits per byte
-
-
-def _measure(options: Eval, loaded: Loaded, config: RunConfig | None, device: torch.device) -> _Measured:
-    length = options.sequence_length
-    if length is None:
-        longest = min(loaded.config.max_position_embeddings, HF_SEQUENCE_LENGTH)
-        length = config.batch.sequence_length if config else longest
-    if not 2 <= length <= loaded.config.max_position_embeddings:
-        raise UsageError(
-            f"--sequence-length {length}: this model takes 2 to {loaded.config.max_position_embeddings} tokens"
-        )
-    batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]
-    if options.text is not None:
-        attention = _attention(loaded, length, batch_tokens, False, device)
-        result = evaluate_text(
-            loaded.model,
-            loaded.tokenizer,
-            loaded.start_token,
-            _texts(options.text),
-            sequence_length=length,
-            batch_tokens=batch_tokens,
-            device=device,
-            attention=attention,
-        )
-        return _Measured(result, {}, options.text, length)
-    masked = config.data.document_mask if config else False
-    dataset = _dataset(loaded, config, options.data, length)
-    attention = _attention(loaded, length, batch_tokens, masked, device)
-    with Progress("evaluate", dataset.num_tokens, "tokens") as bar:
-        result = evaluate_dataset(
-            loaded.model,
-            dataset,
-            micro_rows=max(1, min(batch_tokens // length, dataset.num_rows)),
-            device=device,
-            attention=attention,
-            document_mask=masked,
-            tick=bar.advance,
-        )
-    split = dataset.index.splits["val"]
-    baselines = {"gzip_bpb": split.gzip_bpb, "unigram_bpb": split.unigram_bpb}
-    return _Measured(result, baselines, str(dataset.directory), length)
-
-
-def _run_config(loaded: Loaded) -> RunConfig | None:
-    if loaded.run_dir is None:
-        return None
-    try:
-        return RunConfig.model_validate(loaded.run["config"])
-    except ValidationError as error:
-        raise UsageError(f"{loaded.run_dir / 'run.json'}: config.{first_problem(error)}") from None
-
-
-def _has_data(config: RunConfig | None) -> bool:
-    """Whether a run's own validation data can be measured besides the tasks; says so where it is gone."""
-    path = config.data.path if config is not None else None
-    if path is None:
-        return False
-    if not Path(path).is_dir():
-        say(f"no bits per byte: the run's data is not at {path} any more")
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class _Attention:
-    full: str
-    windowed: str | None
-
-
-def _attention(
-    loaded: Loaded, length: int, batch_tokens: int, documents: bool, device: torch.device
-) -> _Attention:
-    """The fastest backends that compute right here at this shape, for full layers and for windowed ones."""
-    config = loaded.config
-    windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
-    names: dict[bool, str] = {}
-    for window in windows:
-        need = Requirements(
-            batch=max(1, min(4, batch_tokens // length)),
-            tokens=length,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=loaded.model.activation_dtype,
-            device=device,
-            window=window,
-            documents=documents,
-        )
-        names[window is not None] = choose(need).name
-    return _Attention(names.get(False, names.get(True, "reference")), names.get(True))
-
-
-def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length: int) -> PackedDataset:
-    """The validation split, made by the model's own tokenizer."""
-    path = given or (config.data.path if config else None)
-    if path is None:
-        raise UsageError("this model brings no validation data; give --text FILE or --data DIR")
-    if given is None and not Path(path).is_dir():
-        raise UsageError(
-            f"{path}: the run's data is not there any more; give --data DIR (prepared data) or --text FILE"
-        )
-    dataset = PackedDataset.open(path, split="val", sequence_length=length)
-    if dataset.index.tokenizer.checksum != checksum_file(loaded.tokenizer_dir / "tokenizer.json"):
-        raise UsageError(
-            f"{path}: was made with another tokenizer than the model's; give the text itself with --text FILE"
-        )
-    return dataset
-
-
-def _texts(spec: str) -> Iterator[str]:
-    for document in iter_documents(
-        Source.parse(spec), BadInputLog("refuse", remedy="Mend it, or leave it out.")
-    ):
-        yield document.text
 
 
 # Tasks
@@ -286,21 +162,50 @@ def _subject(options: Eval, loaded: Loaded, device: torch.device) -> Subject:
     )
 
 
-def _evaluate_tasks(options: Eval, selection: Selection, subject: Subject) -> list[TaskResult]:
-    if selection.left_out:
-        say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
-    results = []
-    for chosen in selection.chosen:
-        items, bad = load(chosen, options.chat)
-        if bad.total:
-            first = next(f"{reason}, {places[0]}" for reason, places in bad.examples.items())
-            say(f"{chosen.name}: {bad.total} damaged records are left out ({first})")
-        with Progress(chosen.name, answers_of(chosen, items, options.limit), "answers") as bar:
-            result = evaluate(subject, chosen, items, bad, limit=options.limit, tick=bar.advance)
+@dataclass(frozen=True)
+class _Done:
+    """Results of tasks, and why others gave none."""
+
+    results: list[TaskResult]
+    failed: dict[str, str]
+
+
+def _evaluate_tasks(options: Eval, tasks: Sequence[Prepared], subject: Subject) -> _Done:
+    """One that fails does not take the results of the others with it, unless it is the only one."""
+    results, failed = [], {}
+    for prepared in tasks:
+        name = prepared.chosen.name
+        try:
+            with Progress(name, answers_of(prepared, options.limit), "answers") as bar:
+                result = evaluate(subject, prepared, limit=options.limit, tick=bar.advance)
+        except (UsageError, RunError) as error:
+            if len(tasks) == 1:
+                raise
+            say(f"{name}: failed: {error}")
+            failed[name] = str(error)
+            continue
         results.append(result)
         if options.items is not None:
             _append(Path(options.items), result.records)
-    return results
+    return _Done(results, failed)
+
+
+def _prepared(options: Eval, selection: Selection) -> list[Prepared]:
+    """The data of all tasks, read before any work, and what is wrong with it told."""
+    if selection.left_out:
+        say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
+    tasks = [prepare(chosen, options.chat) for chosen in selection.chosen]
+    for each in tasks:
+        if each.bad.total:
+            first = next(f"{reason}, {places[0]}" for reason, places in each.bad.examples.items())
+            say(f"{each.chosen.name}: {each.bad.total} damaged records are left out ({first})")
+    if options.items is not None:
+        file = Path(options.items)
+        if file.exists():
+            raise UsageError(f"--items {file}: is there already; name a new file")
+        if not file.absolute().parent.is_dir():
+            raise UsageError(f"--items {file}: its folder is not there; make it, or name another one")
+    return tasks
 
 
 def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -336,17 +241,10 @@ def _render(folder: Path) -> Callable[[str], str]:
 # What is printed
 
 
-def _as_json(
-    options: Eval,
-    loaded: Loaded,
-    measured: _Measured | None,
-    selection: Selection | None,
-    results: Sequence[TaskResult],
-    whole: Core | None,
-) -> dict[str, Any]:
+def _as_json(options: Eval, loaded: Loaded, measured: Measured | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "bpb": measured and measured.result.bpb,
-        "tasks": {result.chosen.name: result.as_dict() for result in results},
+        "tasks": {},
         "model": options.model,
         "step": loaded.step,
     }
@@ -359,16 +257,24 @@ def _as_json(
             "sequence_length": measured.length,
             **measured.baselines,
         }
-    if selection is not None:
-        found["core"] = whole and whole.value
-        found["core_interval"] = whole and [whole.low, whole.high]
-        found["core_tasks"] = list(whole.tasks) if whole else []
-        found["left_out"] = list(selection.left_out)
-        found |= {"limit": options.limit, "chat": options.chat, "start": options.start}
     return found
 
 
-def _print_measured(measured: _Measured) -> None:
+def _tasks_as_json(options: Eval, selection: Selection, done: _Done, whole: Core | None) -> dict[str, Any]:
+    return {
+        "tasks": {result.chosen.name: result.as_dict() for result in done.results},
+        "core": whole and whole.value,
+        "core_interval": whole and [whole.low, whole.high],
+        "core_tasks": list(whole.tasks) if whole else [],
+        "left_out": list(selection.left_out),
+        "failed": done.failed,
+        "limit": options.limit,
+        "chat": options.chat,
+        "start": options.start,
+    }
+
+
+def _print_measured(measured: Measured) -> None:
     result = measured.result
     print(f"{result.bpb:.4f} bits per byte (measured) on {result.bytes:,} bytes of {measured.source}")
     print(f"{result.loss:.4f} nats per token on {result.tokens:,} tokens, {measured.length} at a time")

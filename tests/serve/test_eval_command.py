@@ -157,3 +157,29 @@ def test_chat_needs_a_template(run: MadeRun, data: Path) -> None:
         run_eval(
             [str(run.path), "--tasks", "arc_easy", "--tasks-dir", str(data), "--chat", "--text", "a.txt"]
         )
+
+
+def test_a_task_that_fails_leaves_the_others(
+    made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "winograd_wsc.jsonl").write_bytes((data / "winograd_wsc.jsonl").read_bytes())
+    (tmp_path / "lambada_openai.jsonl").write_text(json.dumps({"context": "a", "continuation": "sea " * 500}))
+    arguments = [str(made.folder), "--tasks", "core", "--tasks-dir", str(tmp_path), "--json"]
+    assert run_eval(arguments) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["tasks"]) == ["winograd"]
+    assert "does not fit the model's 160 positions" in found["failed"]["lambada"]
+    assert found["core"] is None  # one of its tasks is missing
+    arguments[2] = "lambada"
+    with pytest.raises(UsageError, match="does not fit"):
+        run_eval(arguments)
+
+
+def test_items_that_cannot_be_written_are_said_before_the_work(
+    made: Made, data: Path, tmp_path: Path
+) -> None:
+    arguments = ["no-such-model", "--tasks", "arc_easy", "--tasks-dir", str(data)]
+    with pytest.raises(UsageError, match="its folder is not there"):
+        run_eval([*arguments, "--items", str(tmp_path / "nowhere" / "items.jsonl")])
+    with pytest.raises(UsageError, match=r"has 29 examples .* and 30 are wanted; give --shots 29"):
+        run_eval([*arguments, "--shots", "30"])
