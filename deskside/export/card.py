@@ -4,6 +4,7 @@ Only facts that run directories hold (history.py). Where one is missing the card
 never has to ask whether a number was measured or meant.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,11 @@ UNKNOWN = "not recorded"
 MOST_SOURCES = 30
 
 
-def model_card(loaded: Loaded, form: str, dtype: str, warn: Warn, file: str | None = None) -> str:
-    """The card. form: hf, gguf or peft. file: the name of the one file that holds the model, where there is one."""
+def model_card(
+    loaded: Loaded, form: str, dtype: str, warn: Warn, file: str | None = None, needs: str | None = None
+) -> str:
+    """The card. form: hf, gguf or peft. file: the name of the one file that holds the model, where there is one; needs:
+    a sentence on what can load it."""
     history = stages(loaded.run_dir, warn) if loaded.run_dir is not None else []
     chats = own_template(loaded.tokenizer_dir) is not None
     parts = [
@@ -28,6 +32,7 @@ def model_card(loaded: Loaded, form: str, dtype: str, warn: Warn, file: str | No
         _what(loaded, history, form, dtype, chats),
         "## Use\n",
         _use(form, chats, file),
+        *([f"{needs}\n"] if needs else []),
         "## Model\n",
         _table(("property", "value"), _shape(loaded, dtype)),
         "## Data\n",
@@ -50,7 +55,8 @@ def _front(history: Sequence[Stage], form: str) -> str:
     languages = sorted({s.lang for stage in history for s in stage.sources if s.lang})
     lines = ["---", f"library_name: {'transformers' if form == 'hf' else form}"]
     lines += ["pipeline_tag: text-generation", "license: unknown", "tags:", "- deskside"]
-    lines += ["language:", *(f"- {name}" for name in languages)] if languages else []
+    # Quoted, because `no` is a language too, and in YAML the word for false.
+    lines += ["language:", *(f"- {json.dumps(name)}" for name in languages)] if languages else []
     return "\n".join([*lines, "---", ""])
 
 

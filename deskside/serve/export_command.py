@@ -17,6 +17,7 @@ from deskside import __version__
 from deskside.config import strict_json
 from deskside.config.commandline import parse
 from deskside.data.progress import Progress
+from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.errors import RunError, UsageError
 from deskside.export.card import model_card
 from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
@@ -106,7 +107,14 @@ def _gguf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> 
     check_gguf(loaded.config)
     tokenizer = gguf_tokenizer(loaded.tokenizer_dir, loaded.config.vocab_size, loaded.start_token)
     name = gguf_name(loaded.name, options.dtype)
-    card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name)
+    # Known since February 2026 (ggml-org/llama.cpp, pull request 19468); before: "unknown pre-tokenizer type".
+    new = tokenizer.pre == GGUF_PRE_TOKENIZER
+    needs = (
+        f"It takes a llama.cpp that knows the split pattern `{tokenizer.pre}`, as Qwen3.5 does."
+        if new
+        else None
+    )
+    card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs)
     millions = 2 * sum(loaded.model.num_params().values()) / 1e6
     with Progress("write and read back", millions, "million weights") as bar:
 
@@ -121,7 +129,7 @@ def _gguf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> 
             f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: their rows are not whole "
             "blocks of 32, as q8_0 wants them"
         )
-    say(f"load it with: llama-server -m {saved.file}")
+    say(f"load it with: llama-server -m {saved.file}" + (f" ({needs})" if needs else ""))
     return {"file": str(saved.file), "in_float16": list(saved.fallback)}
 
 

@@ -8,9 +8,12 @@ import pytest
 import yaml
 
 from deskside.export.card import model_card
+from deskside.export.hf import save_hf
 from deskside.export.history import stages
 from deskside.export.load import load_model
 from deskside.train.rundir import RunDirectory
+from tests.data.chat_tokenizer import make as make_chat
+from tests.export.test_hf_parity import random_model
 from tests.serve.made_run import MadeRun, make
 
 SUMMARY = {
@@ -154,13 +157,26 @@ def test_values_of_the_wrong_kind_are_not_recorded(made: MadeRun, tmp_path: Path
 
 
 def test_a_hugging_face_directory_has_no_history(made: MadeRun, tmp_path: Path) -> None:
-    from deskside.export.hf import save_hf
-
     run = RunDirectory(made.path)
     out = save_hf(made.model, made.config.model, run.tokenizer, tmp_path / "hf")
     text = card(out, "gguf")
     assert "nothing on its training came with it" in text and "llama-server -m m-F32.gguf" in text
+    assert "knows the split pattern" not in text
     assert text.count("Not recorded") == 3
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_the_lines_that_the_card_shows_run(
+    chats: bool, made: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_chat(tmp_path) if chats else RunDirectory(made.path).tokenizer
+    model = random_model(vocab_size=512, max_position_embeddings=512)
+    out = save_hf(model, model.config, source, tmp_path / "hf")
+    text = card(out)
+    assert ("answers in conversations" in text) == chats == ("taught to follow" not in text)
+    lines = text.split("```python\n")[1].split("```")[0]
+    exec(lines.replace("DIR", str(out)), {})
+    assert capsys.readouterr().out.startswith("<|im_start|>user\nHello!" if chats else "<|endoftext|>Once")
 
 
 def test_an_earlier_checkpoint_is_not_credited_with_the_last_ones_numbers(
@@ -180,4 +196,6 @@ def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) ->
     config["data"] |= {"path": str(data), "sources": ["bundled:tiny_indic.jsonl"]}
     sources = {s.name: s for s in stages(copy(made, tmp_path, config=config), print)[0].sources}
     assert sources["common-voice"].licence == "CC0" and sources["common-voice"].lang == "hi"
+    front = model_card(load_model(copy(made, tmp_path / "b", config=config)), "hf", "float32", print)
+    assert yaml.safe_load(front.split("---")[1])["language"] == ["bn", "hi", "ml", "mr", "ta", "te"]
     assert len(sources) == 6 and all(s.licence for s in sources.values())
