@@ -1,0 +1,116 @@
+"""Adapters on a card: frozen products against float64, compiled blocks, memory against the model, a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.budget.memory import training_memory
+from deskside.budget.scaling import Scaling
+from deskside.budget.work import AdapterWork, Work
+from deskside.config.adapter import PROJECTIONS, AdapterConfig
+from deskside.config.model import ModelConfig
+from deskside.config.optim import AdamWConfig
+from deskside.export import base
+from deskside.export.load import load_model
+from deskside.kernels.attention import AttentionContext
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
+from deskside.ops.linear import Linear
+from deskside.optim.build import build
+from deskside.precision.apply import apply
+from deskside.precision.frozen import FrozenLinear, freeze
+from deskside.train.initial import Initial
+from tests.gpu.card import DEVICE, NEEDS_CARD, config
+from tests.train.tiny_run import curve, plan, rows, train
+
+pytestmark = NEEDS_CARD
+FORMATS: list[Any] = ["bf16", "int8", "nf4"]
+SHAPE = ModelConfig(
+    vocab_size=32768, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
+    intermediate_size=2816,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_frozen_products_are_those_of_the_stored_weight(format: Any) -> None:
+    torch.manual_seed(0)
+    source = Linear(512, [("q_proj", 384), ("k_proj", 128)])
+    torch.nn.init.normal_(source.weight, std=0.02)
+    layer = freeze(source.to(DEVICE), format)
+    assert isinstance(layer, FrozenLinear)
+    x = torch.randn(300, 512, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(300, 512, device=DEVICE, dtype=torch.bfloat16)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    dense = layer.dense().double()
+    for got, expected in ((y, x.detach().double() @ dense.T), (dx, grad.double() @ dense)):
+        assert float((got.detach().double() - expected).norm() / expected.norm()) < 0.006
+    assert torch.equal(layer.dense().cpu(), freeze(source.cpu(), format).dense())  # type: ignore[operator]
+
+
+def step_of(
+    format: Any, compiled: bool, rows_: int = 4, length: int = 1024
+) -> tuple[float, list[torch.Tensor], int]:
+    """(loss, gradients, peak bytes) of one step from fixed weights."""
+    plain = Transformer(SHAPE)
+    initialize(plain, 0)
+    weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    model = base.make(SHAPE, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
+    apply(model, "bf16")
+    optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
+    optimizer.set_progress(1.0, 0.0, 1)
+    optimizer.create_state()
+    if compiled:
+        for block in model.layers:
+            block.compile(dynamic=False, fullgraph=True)
+    tokens = torch.randint(
+        0, SHAPE.vocab_size, (rows_, length), generator=torch.Generator().manual_seed(0)
+    ).to(DEVICE)
+
+    def backward() -> float:
+        loss = model.loss(tokens, tokens.roll(-1, 1), AttentionContext(backend="sdpa"))
+        loss.backward()
+        return float(loss.detach())
+
+    first = backward()
+    gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    optimizer.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    backward()
+    optimizer.clip_and_norm(1.0)
+    optimizer.step()
+    return first, gradients, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_compiled_blocks_compute_the_same_and_memory_is_as_modelled(format: Any) -> None:
+    loss, gradients, _ = step_of(format, False)
+    other, others, peak = step_of(format, True)
+    assert other == pytest.approx(loss, rel=2e-3)
+    for one, two in zip(gradients, others, strict=True):
+        if float(one.norm()) > 0:
+            assert float((one - two).norm() / one.norm()) < 0.1
+    work = Work(1024, 4096, 4096, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, format))
+    modelled = training_memory(SHAPE, work).allocated
+    assert 0.85 * peak <= modelled <= 1.3 * peak, (
+        f"{peak / 2**20:.0f} MiB measured, {modelled / 2**20:.0f} modelled"
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_run_learns(format: Any, data: Path, tmp_path: Path) -> None:
+    train(tmp_path, config(data, schedule={"length": "60 steps"}), "base")
+    pretrained = tmp_path / "base"
+    initial = Initial.of(load_model(pretrained), str(pretrained))
+    wanted = config(
+        data,
+        adapter={"rank": 8, "base": format},
+        optim={"name": "adamw", "lr": 2e-3, "weight_decay": 0.0},
+        schedule={"length": "40 steps"},
+    )
+    run = train(tmp_path, wanted, "tuned", initial=initial).run.path
+    assert plan(run)["compile"] == "block" and plan(run)["adapter"]["base"] == format
+    assert len(curve(run)) == 40
+    assert rows(run)[-1]["loss"] < rows(run)[0]["loss"]
