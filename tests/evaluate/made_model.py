@@ -65,9 +65,10 @@ def sentence(rng: np.random.Generator, low: int, high: int) -> str:
 
 @torch.no_grad()
 def oracle(model: Transformer, context: tuple[int, ...], continuation: tuple[int, ...]) -> tuple[float, bool]:
-    """log p by one whole forward pass of one row in float32, its softmax in float64."""
+    """log p by one whole forward pass of one row as the model is, its softmax in float64."""
     whole = (context + continuation)[-(model.config.max_position_embeddings + 1) :]
-    logits = model(torch.tensor([whole[:-1]]))[0, -len(continuation) :].double()
+    inputs = torch.tensor([whole[:-1]], device=model.embed.weight.device)
+    logits = model(inputs)[0, -len(continuation) :].cpu().double()
     targets = torch.tensor(continuation)
     logprobs = logits.log_softmax(-1)[torch.arange(len(targets)), targets]
     return float(logprobs.sum()), bool((logits.argmax(-1) == targets).all())
