@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -25,7 +24,6 @@ from starlette.types import Receive, Scope, Send
 
 from deskside import __version__
 from deskside.data.chat_template import NotRendered
-from deskside.engine.engine import Engine
 from deskside.engine.requests import Answer, Event, check_prompt
 from deskside.engine.requests import Request as EngineRequest
 from deskside.errors import RunError, UsageError
@@ -46,27 +44,19 @@ class Service:
     prompt and its answer may have together."""
 
     loaded: Loaded
-    engine: Engine
+    worker: Worker
     name: str
     places: int
     max_tokens: int
     longest: int
-    on_failure: Callable[[RunError], None]
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application; the engine's thread lives as long as it does."""
+    """The application."""
     desk = _Desk(service)
     text, policy = _read_page()
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        desk.worker = Worker(service.engine, asyncio.get_running_loop(), service.on_failure)
-        desk.worker.start()
-        yield
-        desk.worker.stop()
-
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
@@ -89,7 +79,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        failed = desk.worker is not None and desk.worker.failed is not None
+        failed = service.worker.failed is not None
         return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200, HEADERS)
 
     @app.get("/v1/models")
@@ -117,7 +107,6 @@ class _Desk:
 
     def __init__(self, service: Service):
         self.service = service
-        self.worker: Worker | None = None
         self._taken = 0
         self._prompts = Prompts(service.loaded)
         self._coding = ThreadPoolExecutor(1, "prompts")  # long texts must not stop the event loop
@@ -238,8 +227,9 @@ class _Desk:
         chat = isinstance(asked, ChatRequest)
         tokenizer = service.loaded.tokenizer
         writer = Writer(chat, service.name, self._fingerprint, tokenizer, asked.wants_logprobs)
-        assert self.worker is not None  # the lifespan has begun
-        return _Job(self.worker, requests, writer, asked.usage_in_stream, lambda job: self._end(job, weight))
+        return _Job(
+            service.worker, requests, writer, asked.usage_in_stream, lambda job: self._end(job, weight)
+        )
 
 
 class _Job:

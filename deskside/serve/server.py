@@ -21,8 +21,6 @@ from deskside.export.load import Loaded, load_model
 from deskside.serve.machine import Device, device_of, dtype_of, say
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from deskside.serve.guard import Limits
 
 TOKEN_VARIABLE = "DESKSIDE_TOKEN"
@@ -163,32 +161,12 @@ def _serve(
 
     from deskside.serve.app import Service, make_app
     from deskside.serve.guard import MAX_HEAD, Guard, connection_class
+    from deskside.serve.worker import Worker
 
     _quiet()
     failures: list[RunError] = []
-
-    def stop(failure: RunError) -> None:
-        failures.append(failure)
-        server.should_exit = True
-
     name = options.name or loaded.name
     longest = min(loaded.config.max_position_embeddings, engine.free_tokens)
-    app: FastAPI = make_app(
-        Service(loaded, engine, name, options.concurrency, options.max_tokens, longest, stop)
-    )
-    config = uvicorn.Config(
-        Guard(app, hosts, token, limits),
-        http=connection_class(limits),
-        ws="none",
-        loop="asyncio",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        h11_max_incomplete_event_size=MAX_HEAD,
-    )
     shown = options.host if options.host not in ANY_ADDRESS else socket.gethostname()
     shown = f"[{shown}]" if ":" in shown else shown
     address = f"http://{shown}:{listening.getsockname()[1]}"
@@ -211,8 +189,34 @@ def _serve(
                 f"API: {address}/v1, {options.max_batch} answers at once, cache of {engine.nbytes / 2**30:.2f} GiB"
             )
 
-    server = Server(config)
-    asyncio.run(server.serve([listening]))
+    async def serve() -> None:
+        def stop(failure: RunError) -> None:
+            failures.append(failure)
+            server.should_exit = True
+
+        worker = Worker(engine, asyncio.get_running_loop(), stop)
+        app = make_app(Service(loaded, worker, name, options.concurrency, options.max_tokens, longest))
+        config = uvicorn.Config(
+            Guard(app, hosts, token, limits),
+            http=connection_class(limits),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            h11_max_incomplete_event_size=MAX_HEAD,
+        )
+        server = Server(config)
+        worker.start()
+        try:
+            await server.serve([listening])
+        finally:
+            worker.stop()
+
+    asyncio.run(serve())
     if failures:
         raise failures[0]
 
@@ -230,6 +234,10 @@ def _quiet() -> None:
     """uvicorn's errors, in one line each. What clients do wrong is theirs to hear."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
+    # Answers that are cut off when the server stops are no error.
+    handler.addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    )
     logger = logging.getLogger("uvicorn")
     logger.handlers[:] = [handler]
     logger.propagate = False
