@@ -192,7 +192,7 @@ def _facts(stage: Stage) -> list[tuple[str, str]]:
         ("precision of the matrix products", f"{precision}{emulated}" if precision else UNKNOWN),
         ("share of the measured matmul peak", UNKNOWN if mfu is None else f"{mfu:.1%}"),
         ("peak memory", UNKNOWN if memory is None else f"{memory:.2f} GiB"),
-        ("optimiser", f"{optim['name']}, lr {optim.get('lr')}" if "name" in optim else UNKNOWN),
+        ("optimiser", _optimiser(optim)),
         ("schedule", str(schedule.get("name") or UNKNOWN)),
         ("sequence length", _number_of(batch, "sequence_length", " tokens")),
         ("batch", _number_of(batch, "tokens", " tokens a step")),
@@ -205,6 +205,11 @@ def _facts(stage: Stage) -> list[tuple[str, str]]:
             3, ("adapters", f"LoRA of rank {adapter.get('rank')}, alpha {adapter.get('alpha')}, {base}")
         )
     return rows
+
+
+def _optimiser(optim: dict[str, Any]) -> str:
+    rate = number(optim, "lr")
+    return f"{optim.get('name', UNKNOWN)}" + ("" if rate is None else f", lr {rate:g}")
 
 
 def _state(stage: Stage) -> str:
@@ -229,7 +234,7 @@ def _hardware(gpu: dict[str, Any], environment: dict[str, Any]) -> str:
             f" ({count} in the machine)" if isinstance(count, int) and count > 1 else ""
         )
     if "cpu" in environment:
-        return f"{environment['cpu']}, {environment.get('torch_threads', '?')} threads (no GPU)"
+        return f"{environment['cpu']}, CPU threads: {environment.get('torch_threads', UNKNOWN)} (no GPU)"
     return UNKNOWN
 
 
@@ -268,7 +273,7 @@ def _evaluation(loaded: Loaded, history: Sequence[Stage]) -> str:
     note = (
         f"Measured at step {int(last or 0):,}, these weights are of step {loaded.step:,}.\n" if other else ""
     )
-    return "On text of the last stage that was held out, at the end of training.\n\n" + (
+    return "On what the last stage held out, at the end of training.\n\n" + (
         _table(("measure", "value"), rows) + (f"\n{note}" if note else "")
     )
 
