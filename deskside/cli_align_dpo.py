@@ -22,7 +22,7 @@ DESCRIPTION = """Train a model on preference pairs: of two answers, the better o
 Examples:
   deskside dpo runs/chat --data pairs.jsonl
   deskside dpo runs/chat --data pairs.jsonl.gz --align.beta 0.05 --name polite
-  deskside dpo models/Qwen3-0.6B --data pairs.parquet --align.loss sigmoid_norm --align.beta 2
+  deskside dpo models/Qwen3-0.6B --data pairs.parquet --adapter.rank 16
   deskside dpo --resume runs/polite
 
 A pair is {"prompt": "..." or messages, "chosen": "...", "rejected": "..."}.
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(DpoOptions, argv, "deskside dpo", DESCRIPTION, align=DpoConfig)
     if options.resume is not None:
-        refuse_beside_resume(options, given)
+        refuse_beside_resume("dpo", options, given)
         return cli_align.finish(cli_align.resume(options.resume), options.json, _gained)
     require(options, "dpo", "pairs.jsonl")
     cli_align.length_into(given, options.epochs, options.hours, "1 epochs")
@@ -87,11 +87,20 @@ def run(argv: Sequence[str]) -> int:
 # Shared with grpo
 
 
-def refuse_beside_resume(options: Any, given: dict[str, Any]) -> None:
-    """Raises UsageError for what --resume would ignore."""
+def refuse_beside_resume(name: str, options: Any, given: dict[str, Any]) -> None:
+    """Raises UsageError for what --resume would ignore, and for a run of another objective."""
     extra = [f for f in ("source", "name", "hours", "epochs") if getattr(options, f, None) is not None]
     if given or extra or options.sources or options.val:
         raise UsageError("--resume takes the configuration of the run; give no other options with it")
+    from deskside.train.rundir import RunDirectory
+
+    found = RunDirectory.open(Path(options.resume)).config().align
+    made_by = found.name if found is not None else "train"
+    if made_by != name:
+        raise UsageError(
+            f"{options.resume}: was made by deskside {made_by}; go on with: deskside {made_by} --resume "
+            f"{options.resume}"
+        )
 
 
 def require(options: Any, command: str, file: str) -> None:

@@ -18,9 +18,9 @@ from deskside.errors import UsageError
 DESCRIPTION = """Train a model on questions whose answers can be checked: what was right becomes likelier (GRPO).
 
 Examples:
-  deskside grpo runs/chat --data arithmetic.jsonl --hours 1
-  deskside grpo runs/chat --data gsm8k.jsonl.gz --align.reward "0.9*number+0.1*format" --questions 32
-  deskside grpo runs/chat --data problems.jsonl --align.reward my_reward.py:score --schedule.steps 200
+  deskside grpo runs/chat --data sums.jsonl --hours 1 --questions 32
+  deskside grpo runs/chat --data sums.jsonl --align.reward 0.9*number+0.1*format
+  deskside grpo runs/chat --data tasks.jsonl --align.reward my_reward.py:score
   deskside grpo --resume runs/chat-grpo
 
 A question is {"prompt": "..." or messages, "answer": "..."}; a reward is a function of prompt, completion, answer.
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(GrpoOptions, argv, "deskside grpo", DESCRIPTION, align=GrpoConfig)
     if options.resume is not None:
-        cli_align_dpo.refuse_beside_resume(options, given)
+        cli_align_dpo.refuse_beside_resume("grpo", options, given)
         return cli_align.finish(cli_align.resume(options.resume), options.json, _gained)
     cli_align_dpo.require(options, "grpo", "questions.jsonl")
     cli_align.length_into(given, options.epochs, options.hours, "1 epochs")

@@ -74,7 +74,8 @@ class Questions:
         self.index = open_index(path, "questions", vocabulary)
         text = (path / self.index["splits"][split]["file"]).read_text("utf-8")
         every = [
-            Question(q["prompt"], q["answer"], tuple(q["tokens"])) for q in map(json.loads, text.splitlines())
+            Question(q["prompt"], q["answer"], tuple(q["tokens"]))
+            for q in map(json.loads, text.split("\n")[:-1])
         ]
         self.questions = [q for q in every if len(q.tokens) + answer_tokens <= sequence_length]
         self.left_out = len(every) - len(self.questions)

@@ -19,6 +19,7 @@ import xxhash
 from deskside.data import shards
 from deskside.data import tokenizer as bpe
 from deskside.data.chat_template import ChatTemplate, NotRendered
+from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
 from deskside.data.scan import is_validation
 from deskside.data.sources import BadInputLog, Source
@@ -93,10 +94,11 @@ class Maker:
             self._template, coder = ChatTemplate(new), bpe.load(new)
             eos = bpe.end_of_text(coder, new)[1]
             self._end = eos if self._template.turn_end is None else None
-            val = list(self._items(self.spec.val_sources))
+            with Progress("render", None, f"{noun}s") as bar:
+                val = list(self._items(self.spec.val_sources, bar))
+                everything = list(self._items(self.spec.sources, bar))
             asked = {made.question for made in val}
             train = []
-            everything = list(self._items(self.spec.sources))
             fraction = self._fraction(len(everything)) if not val else 0.0
             for made in everything:
                 if made.question in asked and self.spec.val_sources:
@@ -134,9 +136,10 @@ class Maker:
         share = min(0.05, self.spec.most_held_out / max(1, count))
         return max(share, min(0.1, FEWEST_HELD_OUT / max(1, count)))
 
-    def _items(self, names: Iterable[str]) -> Iterator[Made]:
+    def _items(self, names: Iterable[str], bar: Progress) -> Iterator[Made]:
         for name in names:
             for record in iter_records(Source.parse(name), self.fields, self.log):
+                bar.advance(1)
                 try:
                     yield self.item(self._template, self._end, record.fields)
                 except NotRendered as error:

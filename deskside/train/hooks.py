@@ -52,7 +52,8 @@ class Terminal:
         if row["val_bpb"] is not None:
             self._last_bpb = f"  val {row['val_bpb']:.3f} bpb"
         speed = f"  {row['tokens_per_second']:,.0f} tok/s" if row["tokens_per_second"] else ""
-        numbers = f"loss {row['loss']:.3f}{self._last_bpb}{speed}"
+        goal = next((f"  {name} {row[name]:.3f}" for name in ("reward", "accuracy") if name in row), "")
+        numbers = f"loss {row['loss']:.3f}{goal}{self._last_bpb}{speed}"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], total=total_steps, numbers=numbers)
         elif time.monotonic() - self._last_line >= LINE_SECONDS or row["step"] == total_steps:

@@ -280,7 +280,8 @@ def test_the_log_forgets_and_finds_and_refuses_damage(tmp_path: Path) -> None:
 
 def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path, tmp_path: Path) -> None:
     chat_template.make(base, tmp_path / "tokenizer", None)
-    rows: list[dict[str, Any]] = [{"prompt": f"q{n % 40}", "answer": n % 40} for n in range(120)]
+    # A line separator of Unicode is no end of a line.
+    rows: list[dict[str, Any]] = [{"prompt": f"q{n % 40}\u2028", "answer": n % 40} for n in range(120)]
     rows.append(
         {"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "x"}
     )
