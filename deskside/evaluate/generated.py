@@ -14,6 +14,7 @@ from deskside.evaluate.tasks import Code, Generated, Match, Number
 from deskside.model.transformer import Transformer
 
 ROWS = 64
+CHAT_TOKENS = 512  # of an answer, at least
 
 
 def write(
@@ -23,23 +24,24 @@ def write(
     task: Generated,
     *,
     eos_tokens: Collection[int],
-    stop: bool,
+    chat: bool = False,
     tick: Callable[[int], object] | None = None,
 ) -> list[str]:
     """What the model writes after each prompt, without the string that stopped it.
 
-    stop: whether the task's stop strings hold; in a chat the end of the turn does. An answer gets at most half of the
-    model's positions; a prompt that leaves less room than that loses its beginning, as in lm-eval. `tick` is called
-    with 1 for each answer.
+    chat: the end of the turn ends an answer, not the task's stop strings, and there is room to explain. An answer gets
+    at most half of the model's positions; a prompt that leaves less room than that loses its beginning, as in lm-eval.
+    `tick` is called with 1 for each answer.
     """
     limit = model.config.max_position_embeddings
-    new = min(task.max_new_tokens, limit // 2)
+    wanted = max(task.max_new_tokens, CHAT_TOKENS) if chat else task.max_new_tokens
+    new = min(wanted, limit // 2)
     requests = [
         Request(
             tuple(prompt[-(limit - new) :]),
             new,
             eos_tokens=frozenset(eos_tokens),
-            stop_strings=task.stop if stop else (),
+            stop_strings=() if chat else task.stop,
         )
         for prompt in prompts
     ]

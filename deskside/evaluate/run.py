@@ -221,7 +221,7 @@ def _generated(
         prompts,
         task,
         eos_tokens=subject.eos_tokens,
-        stop=not subject.chat,
+        chat=subject.chat,
         tick=tick,
     )
     verdicts = judge(task, items, texts, subject.chat)

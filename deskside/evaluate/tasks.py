@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
+from string import Formatter
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from deskside.config.base import Part, first_problem
 from deskside.data.sources import kind_of
 from deskside.errors import UsageError
+from deskside.evaluate.hub import READERS
 
 HUB = "hf:"
 DEPTH = 3  # folders below the one that is given
+TEMPLATES = {"prompt", "choices", "answer", "reference", "tests", "chat_prompt"}
 WHERE = (
     "give --tasks-dir DIR, a folder with llm-foundry's scripts/eval/local_data or files like them, "
     "or --tasks-dir hf: to read from the Hugging Face hub"
@@ -33,6 +36,13 @@ class Hub(Part):
     source: str
     reader: str
 
+    @field_validator("reader")
+    @classmethod
+    def _is_known(cls, reader: str) -> str:
+        if reader not in READERS:
+            raise ValueError(f"{reader!r} is none of {', '.join(READERS)}")
+        return reader
+
 
 class _Base(Part):
     """What all kinds share.
@@ -42,7 +52,7 @@ class _Base(Part):
     not part of it. chance: the accuracy of guessing. spread: a limit takes records from the whole file, not the first.
     """
 
-    files: tuple[str, ...]
+    files: Annotated[tuple[str, ...], Field(min_length=1)]
     hub: Hub | None = None
     prompt: str
     between: str = "\n\n"
@@ -51,6 +61,17 @@ class _Base(Part):
     core_shots: Annotated[int, Field(ge=0)] | None = None
     chance: Annotated[float, Field(ge=0, lt=1)] = 0.0
     spread: bool = False
+
+    @model_validator(mode="after")
+    def _templates_can_be_read(self) -> Self:
+        for name in TEMPLATES & set(type(self).model_fields):
+            value = getattr(self, name)
+            for template in [value] if isinstance(value, str) else value:
+                try:
+                    list(Formatter().parse(template))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {template!r} is no template ({error})") from None
+        return self
 
 
 class Choice(_Base):

@@ -31,15 +31,15 @@ def of(name: str) -> Generated:
 def test_written_text_is_the_engines_up_to_a_stop(made: Made) -> None:
     task = of("svamp").model_copy(update={"stop": (" w", "12"), "max_new_tokens": 40})
     prompts = [made.tokenizer.encode(text).ids for text in ("the sea", "sailors sang", "7 days went")]
-    plain = generate(made.model, prompts, max_new_tokens=40, sampling=GREEDY, eos_tokens=[made.end])
     done: list[int] = []
-    for stop in (True, False):
+    for chat, length in ((False, 40), (True, POSITIONS // 2)):
+        plain = generate(made.model, prompts, max_new_tokens=length, sampling=GREEDY, eos_tokens=[made.end])
         found = write(
-            made.model, made.tokenizer, prompts, task, eos_tokens=[made.end], stop=stop, tick=done.append
+            made.model, made.tokenizer, prompts, task, eos_tokens=[made.end], chat=chat, tick=done.append
         )
         for text, whole in zip(found, plain, strict=True):
             expected = made.tokenizer.decode(whole.tokens)
-            for string in task.stop if stop else ():
+            for string in () if chat else task.stop:
                 expected = expected.split(string)[0]
             assert text == expected
     assert done == [1] * 6
@@ -50,8 +50,8 @@ def test_a_long_prompt_loses_its_beginning(made: Made) -> None:
     ids = made.tokenizer.encode("the sea went to the ships, " * 30).ids
     task = of("svamp").model_copy(update={"stop": (), "max_new_tokens": 1000})
     assert len(ids) > POSITIONS
-    assert write(made.model, made.tokenizer, [ids], task, eos_tokens=[], stop=True) == write(
-        made.model, made.tokenizer, [ids[-POSITIONS // 2 :]], task, eos_tokens=[], stop=True
+    assert write(made.model, made.tokenizer, [ids], task, eos_tokens=[]) == write(
+        made.model, made.tokenizer, [ids[-POSITIONS // 2 :]], task, eos_tokens=[]
     )
 
 

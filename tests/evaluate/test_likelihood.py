@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.likelihood import PAGE, Encoder, Likelihood, Pair, likelihoods
@@ -140,3 +142,15 @@ def test_a_template_that_writes_the_start_token_writes_it_once(made: Made) -> No
     (prompt,) = Encoder(made.tokenizer, made.end, always_start=True, render=render).prompts(["the sea"])
     assert prompt.count(made.end) == 1 and prompt[0] == made.end
     assert prompt[1] == made.tokenizer.token_to_id("<|im_start|>")
+
+
+def test_a_tokenizer_that_adds_a_start_token_adds_it_once(made: Made) -> None:
+    """As Llama's does."""
+    coder = Tokenizer.from_str(made.tokenizer.to_str())
+    coder.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", made.end)]
+    )
+    (pair,) = Encoder(coder, made.end, always_start=True).pairs([("the sea", " went")])
+    (plain,) = Encoder(made.tokenizer, made.end).pairs([("the sea", " went")])
+    assert pair == Pair((made.end, *plain.context), plain.continuation)
+    assert Encoder(coder, made.end).pairs([("the sea", " went"), ("", "went")])[1].context == (made.end,)

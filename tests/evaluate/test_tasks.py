@@ -121,6 +121,9 @@ def test_own_tasks(tmp_path: Path) -> None:
         (OWN + 'score = "acc"\n', "capitals.completion.score: Extra inputs"),
         (OWN.replace("answer", "answers"), "answer"),
         ("[a\n", "is no TOML"),
+        (OWN.replace("{country}", "{country"), "prompt: 'The capital of {country is' is no template"),
+        (OWN.replace('["capitals.jsonl"]', "[]"), "files"),
+        (OWN + 'hub = { source = "hf:a/b", reader = "arcs" }\n', "hub.reader: 'arcs' is none of arc"),
     ],
 )
 def test_own_tasks_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
