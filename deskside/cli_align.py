@@ -211,7 +211,7 @@ def chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
 def _prepared(options: SftOptions, given: dict[str, Any], align: SftConfig, tokenizer: Path) -> Path:
     """The folder with the prepared conversations: made now, or found as an earlier run made it."""
     from deskside.data.chat import ChatSpec, cache_key, prepare_chat
-    from deskside.data.shards import INDEX
+    from deskside.data.shards import INDEX, read_index
 
     spec = ChatSpec(align.data, align.val, align.val_fraction, align.turns)
     key = cache_key(spec, tokenizer)
@@ -222,6 +222,10 @@ def _prepared(options: SftOptions, given: dict[str, Any], align: SftConfig, toke
         time.sleep(0.5)  # the first process prepares
     if not (path / INDEX).is_file():
         prepare_chat(spec, tokenizer, path)
+    elif (found := read_index(path)).chat is not None and found.arguments.get("key") != key:
+        raise UsageError(
+            f"--data.path {path}: holds other conversations, or is for another tokenizer; give another path, or none"
+        )
     return path
 
 

@@ -81,7 +81,7 @@ def prepare_chat(
     try:
         for file in tokenizer.iterdir():
             shutil.copyfile(file, new / file.name)
-        index = _Maker(spec, new, quiet, shard_tokens).make()
+        index = _Maker(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).make()
         new.chmod(0o755)
         new.rename(out)
     except OSError as error:
@@ -105,8 +105,8 @@ class _Split:
 
 
 class _Maker:
-    def __init__(self, spec: ChatSpec, out: Path, quiet: bool, shard_tokens: int):
-        self.spec, self.out, self.quiet, self.shard_tokens = spec, out, quiet, shard_tokens
+    def __init__(self, spec: ChatSpec, out: Path, quiet: bool, shard_tokens: int, key: str):
+        self.spec, self.out, self.quiet, self.shard_tokens, self.key = spec, out, quiet, shard_tokens, key
         self.template = ChatTemplate(out)
         coder = bpe.load(out)
         self.eos, self.eos_id = bpe.end_of_text(coder, out)
@@ -234,7 +234,7 @@ class _Maker:
             bad_input={name: log.as_dict() for name, log in self.logs.items() if log.total},
             ignored_files={},
             duplicates_of_validation=self.duplicates,
-            arguments={"chat": dataclasses.asdict(self.spec)},
+            arguments={"chat": dataclasses.asdict(self.spec), "key": self.key},
             chat=ChatInfo(
                 turn_end=self.template.turn_end,
                 learnt_tokens={name: split.learnt for name, split in self.splits.items()},

@@ -36,7 +36,7 @@ class Terminal:
         self.console = Console(stderr=True)
         self._bar: Progress | None = None
         self._last_line = 0.0
-        self._last_bpb = ""
+        self._last_value = ""
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
@@ -49,11 +49,13 @@ class Terminal:
             self._bar.start()
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        if row["val_bpb"] is not None:
-            self._last_bpb = f"  val {row['val_bpb']:.3f} bpb"
+        if row.get("val_loss") is not None:  # an objective that is measured by its loss
+            self._last_value = f"  val {row['val_loss']:.3f}"
+        elif row["val_bpb"] is not None:
+            self._last_value = f"  val {row['val_bpb']:.3f} bpb"
         speed = f"  {row['tokens_per_second']:,.0f} tok/s" if row["tokens_per_second"] else ""
         goal = next((f"  {name} {row[name]:.3f}" for name in ("reward", "accuracy") if name in row), "")
-        numbers = f"loss {row['loss']:.3f}{goal}{self._last_bpb}{speed}"
+        numbers = f"loss {row['loss']:.3f}{goal}{self._last_value}{speed}"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], total=total_steps, numbers=numbers)
         elif time.monotonic() - self._last_line >= LINE_SECONDS or row["step"] == total_steps:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -348,6 +349,7 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
             "give one",
         ),
         (["runs/base", "--data", "chats.jsonl", "--data.path", "text"], "holds text, not conversations"),
+        (["runs/base", "--data", "held.jsonl", "--data.path", "made"], "made: holds other conversations"),
         (["--resume", "runs/base"], "is finished"),
         (["--resume", "runs/none"], "is not a run"),
         (["--resume", "runs/base", "--epochs", "2"], "give no other options"),
@@ -357,6 +359,10 @@ def test_mistakes_are_one_line(
     argv: list[str], reason: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with within(place):
+        if "made" in argv and not Path("made").exists():
+            done = sft(place, "made", "--data.path", "made", "--schedule.steps", "1", "--batch.tokens", "256")
+            shutil.rmtree(done)
+            capsys.readouterr()
         before = sorted(p.name for p in (place / "runs").iterdir())
         assert main(["sft", *argv, *([] if "--resume" in argv else SMALL if argv else [])]) == 2
         assert sorted(p.name for p in (place / "runs").iterdir()) == before
