@@ -274,12 +274,14 @@ class Grpo:
         rows: list[list[Rollout]] = [
             [rollouts[n] for n in row] for row in pack_units(rooms, questions.sequence_length)
         ]
-        # Passes have one shape, so the last one is filled up with empty rows.
-        rows += [[] for _ in range(-len(rows) % micro_rows)]
-        return [
-            self._batch(questions, rows[at : at + micro_rows], everywhere, device)
-            for at in range(0, len(rows), micro_rows)
-        ]
+        found: list[Batch] = []
+        at = 0
+        for size in passes(len(rows), micro_rows):
+            part = rows[at : at + size]
+            part += [[] for _ in range(size - len(part))]
+            found.append(self._batch(questions, part, everywhere, device))
+            at += size
+        return found
 
     def _batch(
         self,
@@ -351,6 +353,14 @@ class Grpo:
             raise RunError(
                 f"reward: {self.rewards.file} is not what the run began with; {kept} is, put that back"
             )
+
+
+def passes(rows: int, most: int) -> list[int]:
+    """Rows of each forward pass: `most`, and for what is left that, a half, a quarter or an eighth of it: a compiled
+    step meets four shapes at most, and less than half of the last pass is empty."""
+    sizes = sorted({-(-most // part) for part in (1, 2, 4, 8)})
+    whole, left = divmod(rows, most)
+    return [most] * whole + ([next(size for size in sizes if size >= left)] if left else [])
 
 
 def _text_of(rollout: Rollout) -> Text:

@@ -62,6 +62,8 @@ def verdict(record: RunRecord) -> str:
             f"{after:.3f} nats per token that an assistant says on held-out conversations, {before:.3f} before the "
             f"first step (measured, lower is better).{state}"
         )
+    if aligned := _aligned(record):
+        return f"{aligned}{state}"
     if bpb is None:
         return f"No verdict yet: this run has no validation result.{state}"
     baselines = {name: number(record.summary.get(f"{name}_bpb")) for name in ("gzip", "unigram")}
@@ -78,6 +80,21 @@ def verdict(record: RunRecord) -> str:
     else:
         opening = "Not yet better than gzip"
     return f"{opening}: {figure}, against {beside} (all measured, lower is better).{state}"
+
+
+def _aligned(record: RunRecord) -> str | None:
+    """What preferences or rewards came to on held-out data; None for other runs."""
+    first = mapping(record.summary.get("before"))
+    accuracy, reward = (number(record.summary.get(key)) for key in ("val_accuracy", "val_reward"))
+    if accuracy is not None:
+        before = number(first.get("val_accuracy"))
+        since = "" if before is None else f", {before:.1%} before the first step"
+        return f"{accuracy:.1%} of held-out pairs the right way round{since} (measured, higher is better)."
+    if reward is not None:
+        before = number(first.get("val_reward"))
+        since = "" if before is None else f", {before:.3f} before the first step"
+        return f"Mean reward {reward:.3f} on held-out questions{since} (measured, higher is better)."
+    return None
 
 
 def validation_bpb(record: RunRecord) -> float | None:

@@ -4,6 +4,7 @@ Matplotlib is used through its object interface with the Agg canvas, so no globa
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from deskside.report.rundir import RunRecord, number
 
 WIDTH, HEIGHT, DPI = 5.2, 3.2, 170  # inches, inches, dots per inch: letters stay readable on a phone
 DARK, PALE = "#111111", "#9a9a9a"
+# What objectives other than the next token log: drawn where it is there, in place of bits per byte.
+GOALS = (
+    ("reward", "Mean reward of a step's answers", "reward"),
+    ("answer_tokens", "Length of answers", "tokens"),
+    ("entropy", "Entropy of the policy", "nats per token"),
+    ("accuracy", "Pairs of a step the right way round", "share"),
+    ("margin", "Margin between chosen and rejected answers", "implicit reward"),
+)
 
 
 def draw(record: RunRecord, folder: Path) -> tuple[list[Figure], list[str]]:
@@ -33,6 +42,9 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Figure], list[str]]:
         ("memory", "Memory", "memory_gib", _memory, "no memory was logged"),
         ("learning_rate", "Learning rate", "lr", _learning_rate, "no learning rate was logged"),
     ]
+    goals = [goal for goal in GOALS if record.series(goal[0])[0]]
+    if goals:
+        plots[1:2] = [(key, title, key, partial(_goal, key, title, unit), "") for key, title, unit in goals]
     figures, absent = [], []
     for name, title, key, plot, excuse in plots:
         path = folder / f"{name}.png"
@@ -89,6 +101,13 @@ def _loss(record: RunRecord, axes: Axes) -> str:
     axes.set_ylabel("loss (nats per token)")
     _focus(axes, y)
     return f"Loss of the training batches{also}. Measured."
+
+
+def _goal(key: str, title: str, unit: str, record: RunRecord, axes: Axes) -> str:
+    x, y = record.series(key)
+    also = _curve(axes, x, y)
+    axes.set_ylabel(unit)
+    return f"{title}{also}. Measured."
 
 
 def _validation(record: RunRecord, axes: Axes) -> str:
