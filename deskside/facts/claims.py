@@ -4,12 +4,16 @@ A claim is about an arm of a study against another ("measured"), or about someth
 ("arithmetic"). What its keys mean stands at the head of the file. `deskside.study.claims` judges them.
 """
 
+import difflib
+import fnmatch
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
+
+from deskside.errors import UsageError
 
 Kind = Literal["measured", "arithmetic"]
 Direction = Literal["lower", "higher", "none", "about", "at most", "at least"]
@@ -108,6 +112,20 @@ def claims() -> tuple[Claim, ...]:
     """Every claim, in the order of the file. Raises ValueError for an entry that cannot be judged."""
     data = tomllib.loads(resources.files("deskside.facts").joinpath("claims.toml").read_text("utf-8"))
     return tuple(claim(entry, data["sources"]) for entry in data["claim"])
+
+
+def chosen(ids: Sequence[str], known: Sequence[Claim]) -> set[str]:
+    """The ids of the claims that these patterns (with * and ?) mean. Raises UsageError for one that means none."""
+    names = [claim.id for claim in known]
+    found: set[str] = set()
+    for pattern in ids:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else 'they are in facts/claims.toml; "*" is all of them'
+            raise UsageError(f"claims: {pattern}: there is no such claim; {hint}")
+        found.update(matched)
+    return found
 
 
 def claim(entry: Mapping[str, Any], sources: Mapping[str, str]) -> Claim:

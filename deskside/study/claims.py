@@ -22,15 +22,12 @@ arithmetic.py: it holds where the answer's range meets it, and is contradicted w
 wide, so such a claim holds easily; its scale then says "modelled".
 """
 
-import difflib
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deskside.errors import UsageError
-from deskside.facts.claims import Claim, claims
+from deskside.facts.claims import Claim, chosen, claims
 from deskside.study.arithmetic import Answer, answer
 from deskside.study.metrics import BY_KEY
 from deskside.study.pairs import is_exact, log_ratio, pairs
@@ -61,7 +58,7 @@ def judge(results: Results, ids: Sequence[str] = ("*",), known: Sequence[Claim] 
     that there are, those of facts/claims.toml if not given. Raises UsageError for an id that there is none of.
     """
     known = claims() if known is None else known
-    wanted = _wanted(ids, known)
+    wanted = chosen(ids, known)
     found = [_judged(results, claim) for claim in known if claim.id in wanted]
     return replace(results, claims=[result for result in found if result is not None])
 
@@ -116,19 +113,6 @@ def _meets(claim: Claim, change: Change) -> bool:
     low, high = accepted(claim)
     assert change.low is not None and change.high is not None  # the caller has seen to it
     return change.low <= high and change.high >= low
-
-
-def _wanted(ids: Sequence[str], known: Sequence[Claim]) -> set[str]:
-    names = [claim.id for claim in known]
-    wanted: set[str] = set()
-    for pattern in ids:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            near = difflib.get_close_matches(pattern, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else 'they are in facts/claims.toml; "*" is all of them'
-            raise UsageError(f"claims: {pattern}: there is no such claim; {hint}")
-        wanted.update(matched)
-    return wanted
 
 
 def _find(results: Results, group: str, levels: Mapping[str, str]) -> Arm | None:

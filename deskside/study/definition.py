@@ -47,6 +47,7 @@ from typing import Any, get_args
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.errors import UsageError
+from deskside.facts.claims import chosen, claims
 from deskside.study.matrix import (
     MAIN,
     Budget,
@@ -88,6 +89,8 @@ DECIDED = {
     },
 }
 MOST_SEEDS = 100
+LONGEST = 100  # letters of a study's name
+DEEPEST = 8  # tables within tables of a configuration
 
 
 def names() -> list[str]:
@@ -125,8 +128,10 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> Study:
     if "name" not in top:
         raise UsageError(f'{label}: name is missing; give name = "my-study"')
     name = text_at(top, "name", label)
-    if not ARM.fullmatch(name):
-        raise UsageError(f"{label}: name: '{name}' is no folder name; use letters, digits, - and _")
+    if not ARM.fullmatch(name) or len(name) > LONGEST:
+        raise UsageError(
+            f"{label}: name: '{name[:40]}' is no folder name; use at most {LONGEST} letters, digits, - and _"
+        )
     fraction = top.get("memory_fraction", 0.85)
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise UsageError(
@@ -139,11 +144,16 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> Study:
         for index, table in enumerate(tables or [{"name": MAIN}])
     ]
     unique([group.name for group in groups], "group", label)
+    told = texts_at(top, "claims", label)
+    try:
+        chosen(told, claims())
+    except UsageError as error:
+        raise UsageError(f"{label}: {error}") from None
     return Study(
         name=name,
         question=text_at(top, "question", label, ""),
         memory_fraction=float(fraction),
-        claims=texts_at(top, "claims", label),
+        claims=told,
         groups=tuple(groups),
         text=text,
         grouped=bool(tables),
@@ -346,12 +356,24 @@ def _budget(table: Mapping[str, Any], label: str) -> Budget:
 def _check_set(layer: Layer, label: str) -> None:
     """Raises UsageError for a key that no run has, or that the study decides."""
     known = _configuration_keys()
-    for path in _leaves(layer):
+    try:
+        paths = list(_leaves(layer))
+    except UsageError as error:
+        raise UsageError(f"{label}: {error}") from None
+    for path in paths:
         key = ".".join(path)
         if key in DECIDED:
             raise UsageError(f"{label}.{key}: a study decides it: {DECIDED[key]}")
+        if any(other[: len(path)] == path for other in known - {path}):
+            raise UsageError(f"{label}: {key}: is a table of options, such as {key}.{_example(path)}")
         if path not in known:
             raise UsageError(f"{label}: {merge.unknown_key(key)}")
+
+
+def _example(path: tuple[str, ...]) -> str:
+    return next(
+        ".".join(other[len(path) :]) for other in sorted(_configuration_keys()) if other[: len(path)] == path
+    )
 
 
 @cache
@@ -362,6 +384,8 @@ def _configuration_keys() -> frozenset[tuple[str, ...]]:
 def _leaves(layer: Layer, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, value in layer.items():
         path = (*prefix, key)
+        if len(path) > DEEPEST:
+            raise UsageError(f"{'.'.join(path)}: tables are nested too deeply; no option is")
         if isinstance(value, Mapping) and path != ("data", "weights"):
             yield from _leaves(value, path)
         else:

@@ -10,6 +10,7 @@ import difflib
 import fnmatch
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from deskside.study.results import Factor, Group
 
 BASELINE = "baseline"
 MOST_ARMS = 1000
+LONGEST = 200  # letters of an arm's name; a file system takes 255, and the seed follows
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def expand(
         found, left_out = _expand_group(study, group, budget or group.budget)
         arms += found
         excluded += left_out
-    _refuse_equal_ids(arms)
+    _refuse_bad_ids(arms)
     if only:
         arms = _kept(study, arms, only)
     present = {arm.group for arm in arms}
@@ -115,11 +117,10 @@ def _expand_group(study: Study, group: Matrix, budget: Budget | None) -> tuple[l
         raise UsageError(
             f"{where}: it has no budget; write [budget] with minutes_per_arm, or give --minutes-per-arm"
         )
+    count = _count(group)
+    if count > MOST_ARMS:  # before any is made: a dozen factors are more than memory holds
+        raise UsageError(f"{where}: {count:,} arms are more than {MOST_ARMS:,}; use fewer levels or factors")
     wanted = _combinations(study, group)
-    if len(wanted) > MOST_ARMS:
-        raise UsageError(
-            f"{where}: {len(wanted):,} arms are more than {MOST_ARMS:,}; use fewer levels, or exclude some"
-        )
     kept, excluded = [], []
     for combination in wanted:
         reasons = [
@@ -143,6 +144,14 @@ def _expand_group(study: Study, group: Matrix, budget: Budget | None) -> tuple[l
     arms = [_build(study, group, budget, combination) for combination in kept]
     _refuse_same(where, arms)
     return arms, excluded
+
+
+def _count(group: Matrix) -> int:
+    """How many combinations a group has, exclusions not yet applied."""
+    full = group.design == "full"
+    outer = math.prod(len(f.levels) for f in group.factors if full or f.name in group.within)
+    inner = 0 if full else sum(len(f.levels) - 1 for f in group.factors if f.name not in group.within)
+    return outer * (1 + inner) + len(group.arms)
 
 
 def _combinations(study: Study, group: Matrix) -> list[_Combination]:
@@ -242,9 +251,14 @@ def _refuse_same(where: str, arms: Sequence[PlannedArm]) -> None:
             )
 
 
-def _refuse_equal_ids(arms: Sequence[PlannedArm]) -> None:
+def _refuse_bad_ids(arms: Sequence[PlannedArm]) -> None:
     seen: set[str] = set()
     for arm in arms:
+        if len(arm.id) > LONGEST:
+            raise UsageError(
+                f"arm {arm.id[:40]}...: its name has {len(arm.id)} letters, and a folder's has {LONGEST} at most; "
+                f"give its levels shorter names (a label may be long)"
+            )
         # Folders: two that differ in case only are one on some file systems.
         if arm.id.lower() in seen:
             raise UsageError(f"two arms are called {arm.id}; give a level, arm or group another name")

@@ -99,6 +99,12 @@ def test_groups_take_what_they_do_not_say_from_the_top() -> None:
         (("seeds = 3", "seeds = true"), "seeds: is how many seeds"),
         (("memory_fraction = 0.5", "memory_fraction = 1.5"), "memory_fraction: is a share"),
         (('claims = ["gqa-speed"]', 'claims = "gqa"'), "claims: is a list"),
+        (
+            ('claims = ["gqa-speed"]', 'claims = ["gqa-sped"]'),
+            "claims: gqa-sped: there is no such claim; did you mean gqa-speed?",
+        ),
+        (('name = "trial"', f'name = "{"a" * 300}"'), "is no folder name; use at most 100 letters"),
+        (("batch.tokens = 65536", f"{'a.' * 2000}a = 1"), "tables are nested too deeply"),
         (('design = "full"', 'design = "half"'), "design: is full or one-at-a-time, not 'half'"),
         (
             ('within = ["size"]', 'within = ["sise"]'),
@@ -120,7 +126,7 @@ def test_groups_take_what_they_do_not_say_from_the_top() -> None:
             ("batch.tokens = 65536", "batch.token = 65536"),
             "set: batch.token: there is no such option; did you mean",
         ),
-        (("batch.tokens = 65536", "model = 3"), "model: there is no such option"),
+        (("batch.tokens = 65536", "model = 3"), "model: is a table of options, such as model."),
         (("batch.tokens = 65536", "seed = 3"), "set.seed: a study decides it"),
         (
             ("batch.tokens = 65536", "schedule.steps = 3"),

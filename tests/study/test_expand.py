@@ -315,3 +315,18 @@ def test_excluded_arms_are_listed_with_the_reason() -> None:
     found = expand(parse(text))
     assert found.excluded == ["depth 6, heads mha: too slow"]
     assert "depth_6-heads_mha" not in {arm.id for arm in found.arms}
+
+
+def test_a_matrix_that_is_far_too_large_is_counted_and_not_made() -> None:
+    factors = "".join(
+        f'[[factor]]\nname = "f{n}"\nlevel = [' + ", ".join(f'{{name = "l{m}"}}' for m in range(30)) + "]\n"
+        for n in range(14)
+    )
+    with pytest.raises(UsageError, match=r"478,296,900,000,000,000,000 arms are more than 1,000"):
+        expand(parse(f'name = "a"\nbase = "demo"\nbudget.steps_per_arm = 4\n{factors}'))
+
+
+def test_an_arm_whose_name_no_folder_can_have_is_refused() -> None:
+    long = f'level = [{{name = "{"x" * 250}", set.optim.lr = 1e-3}}, {{name = "b"}}]'
+    with pytest.raises(UsageError, match=r"its name has 252 letters, and a folder's has 200 at most"):
+        expand(parse(f'name = "a"\nbase = "demo"\nbudget.steps_per_arm = 4\n[[factor]]\nname = "f"\n{long}'))
