@@ -113,10 +113,11 @@ def run(argv: Sequence[str]) -> int:
                 f"another directory with --out"
             )
         plan = _recorded(folder, wanted, options)
-    if wanted is not None and (begins or options.dry_run):
+    goes_on = wanted is None or (options.resume and not begins)
+    if wanted is not None and (begins or (options.dry_run and not goes_on)):
         wanted.show(options)
     if options.dry_run:
-        if wanted is None:
+        if goes_on:
             _show_left(folder, plan, options, again)
         return 0
     return _run(folder, plan, options, again, wanted.study.text if wanted is not None and begins else None)
@@ -190,12 +191,12 @@ def _wanted(
 def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions) -> Plan:
     """The plan that the study was begun with, with more seeds if they are asked for."""
     plan = folder.read()
-    if wanted is not None and not options.dry_run and (why := plan.difference(wanted.plan)) is not None:
+    if wanted is not None and options.resume and (why := plan.difference(wanted.plan)) is not None:
         raise UsageError(
             f"{folder.path}: was begun with other arms ({why}); go on with it as it is: deskside study {folder.path} "
             f"--resume, or begin another with --out"
         )
-    if wanted is not None and not options.dry_run:
+    if wanted is not None and options.resume:
         return plan.with_seeds(wanted.plan.seeds)
     if options.seeds is None:
         return plan

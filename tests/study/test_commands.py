@@ -111,8 +111,11 @@ def test_from_the_definition_to_the_report(
     with monkeypatch.context() as patch:
         patch.setattr("deskside.report.commands.write_report", lambda folder: folder / "report.html")
         assert cli.main(["study", "tiny.toml", "--resume"]) == 0
-    assert cli.main(["study", "--resume", "--out", "studies/tiny", "--dry-run"]) == 0
-    assert "2 of 2 trials are done" in capsys.readouterr().out
+    capsys.readouterr()
+    for named in (["--out", "studies/tiny"], ["tiny.toml"]):
+        assert cli.main(["study", *named, "--resume", "--dry-run"]) == 0
+        shown = capsys.readouterr().out
+        assert shown == "study tiny: 2 of 2 trials are done\n"
     assert (folder / FILE).read_bytes() == before
     capsys.readouterr()
 
