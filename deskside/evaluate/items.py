@@ -63,8 +63,10 @@ def read(chosen: Chosen, bad: BadInputLog, *, chat: bool = False) -> list[Item]:
     """
     items = list(_items(chosen, bad, chat))
     if not items:
-        first = next((f"; the first: {places[0]}" for places in bad.examples.values()), "")
-        raise UsageError(f"{chosen.source}: holds no item of the task {chosen.name}{first}")
+        first = next((f" ({places[0]}: {reason})" for reason, places in bad.examples.items()), "")
+        raise UsageError(
+            f"{chosen.source}: holds no item of the task {chosen.name}{first}; get the file again"
+        )
     return items
 
 

@@ -198,7 +198,8 @@ def _prepared(options: Eval, selection: Selection) -> list[Prepared]:
     for each in tasks:
         if each.bad.total:
             first = next(f"{reason}, {places[0]}" for reason, places in each.bad.examples.items())
-            say(f"{each.chosen.name}: {each.bad.total} damaged records are left out ({first})")
+            what = "record is" if each.bad.total == 1 else "records are"
+            say(f"{each.chosen.name}: {each.bad.total} damaged {what} left out ({first})")
     if options.items is not None:
         file = Path(options.items)
         if file.exists():

@@ -40,7 +40,10 @@ def test_damaged_records_are_counted_with_their_places(tmp_path: Path) -> None:
     assert len(items) == 2
     assert bad.total == len(damaged)
     assert [place for places in bad.examples.values() for place in places if ":4 " in place]
-    with pytest.raises(UsageError, match=r"arc_easy\.jsonl: holds no item of the task arc_easy; the first: "):
+    with pytest.raises(
+        UsageError,
+        match=r"arc_easy\.jsonl: holds no item of the task arc_easy \(.*:1 .*: JSON that does not parse\)",
+    ):
         read(chosen(tmp_path, "arc_easy", damaged, "arc_easy.jsonl"), BadInputLog())
 
 

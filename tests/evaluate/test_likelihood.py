@@ -3,6 +3,7 @@
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,22 @@ def test_a_tokenizer_that_adds_a_start_token_adds_it_once(made: Made) -> None:
     (plain,) = Encoder(made.tokenizer, made.end).pairs([("the sea", " went")])
     assert pair == Pair((made.end, *plain.context), plain.continuation)
     assert Encoder(coder, made.end).pairs([("the sea", " went"), ("", "went")])[1].context == (made.end,)
+
+
+def test_a_context_is_computed_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that go through the blocks: the context, and for each ending what is left of it and the ending."""
+    computed = 0
+    forward = Transformer.forward_cached
+
+    def counted(self: Transformer, tokens_BT: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal computed
+        computed += tokens_BT.numel()
+        return forward(self, tokens_BT, *args, **options)
+
+    monkeypatch.setattr(Transformer, "forward_cached", counted)
+    context = tuple(range(6 * PAGE + 5))
+    likelihoods(made.model, [Pair(context, (n,) * 9) for n in range(4)], batch_tokens=10_000)
+    assert computed == 6 * PAGE + 4 * (5 + 8)
+    computed = 0
+    likelihoods(made.model, [Pair(context, (n,)) for n in range(4)], batch_tokens=10_000)
+    assert computed == len(context)

@@ -71,7 +71,7 @@ def test_json(made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["core"] == pytest.approx(np.mean(parts))
     assert found["core_interval"][0] < found["core"] < found["core_interval"][1]
     assert "hellaswag" in found["left_out"] and "no data in" in err
-    assert "arc_easy: 1 damaged records are left out (JSON that does not parse" in err
+    assert "arc_easy: 1 damaged record is left out (JSON that does not parse" in err
     records = [json.loads(line) for line in items.read_text().splitlines()]
     assert len(records) == 30 + 12 + 9
     right = sum(record["right"] for record in records if record["task"] == "arc_easy")
