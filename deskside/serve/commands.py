@@ -39,6 +39,8 @@ class Chat:
     """Draw from the most probable tokens that hold this probability together."""
     min_p: float | None = None
     """Draw from tokens with at least this share of the best token's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1: less of what was said already."""
     seed: int | None = None
     """Repeats a conversation exactly. Default: a new one each time."""
     max_new_tokens: int = 256
@@ -50,7 +52,9 @@ class Chat:
 def run_chat(argv: Sequence[str]) -> int:
     """`deskside chat`. Returns the exit code; raises UsageError and RunError."""
     options = parse(Chat, argv, "deskside chat")
-    sampling = Sampling(options.temperature, options.top_k or None, options.top_p, options.min_p)
+    sampling = Sampling(
+        options.temperature, options.top_k or None, options.top_p, options.min_p, options.repetition_penalty
+    )
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     if options.seed is not None and options.seed < 0:

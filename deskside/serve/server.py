@@ -33,8 +33,9 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 class Serve:
     """Serve a model: OpenAI's API under /v1, and a page to chat in.
 
-    It listens on this machine alone. Another --host needs a token, which clients give as their API key; it is sent in
-    the clear, so put TLS in front of it on a network that you do not trust.
+    Only this machine can reach it; another --host needs a --token.
+
+    Nothing is encrypted: put TLS in front of it on a network you do not trust.
 
     Example: deskside serve runs/go
 
