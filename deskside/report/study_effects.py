@@ -30,12 +30,12 @@ from deskside.report.study_words import (
     SPEED,
     arms_of,
     comparison,
-    digits,
     metric,
     percent,
     short_labels,
     strata,
 )
+from deskside.study.phrases import digits
 from deskside.study.results import Arm, Comparison, Factor, Group, Results
 
 WIDEST = 3.0  # an interval is drawn to this many times the largest difference, then ends in an arrow

@@ -1,10 +1,15 @@
-"""Arms, numbers and verdicts of a study as a table or a plot writes them. Nothing is computed here but units."""
+"""Arms, numbers and verdicts of a study as a table or a plot writes them. Nothing is computed here but units.
+
+How sentences say the same stands in study/phrases.py, and what both need only there.
+"""
 
 from collections.abc import Iterable
 
 from deskside.report.document import clean
 from deskside.report.rundir import number
+from deskside.study import phrases
 from deskside.study.metrics import BY_KEY, Metric
+from deskside.study.phrases import digits
 from deskside.study.results import Arm, Comparison, Estimate, Group, Results
 
 QUALITY, SPEED, MEMORY, ENERGY = "val_bpb", "tokens_per_second", "peak_memory_gib", "joules_per_token"
@@ -53,16 +58,9 @@ def estimate(metric: Metric, found: Estimate | None, interval: bool = True) -> s
     return f"{mean} ({value(metric, low)} to {value(metric, high)})"
 
 
-def digits(*values: float | None) -> int:
-    """Decimals for percentages that stand together, by the largest: 12.3 %, 1.23 %, 0.012 %."""
-    largest = max((abs(100 * v) for v in values if v is not None), default=0.0)
-    return 0 if largest >= 1000 else 1 if largest >= 10 else 2 if largest >= 0.1 or largest == 0 else 3
-
-
 def percent(relative: float, decimals: int) -> str:
     """+0.52 %, with the sign; a zero has none."""
-    text = f"{100 * relative:+,.{decimals}f}"
-    return ("0" if not text.strip("+-0.,") else text) + " %"
+    return phrases.percent(relative, decimals, signed=True)
 
 
 def relative(middle: float, low: float | None, high: float | None, verdict: str) -> str:
@@ -139,8 +137,7 @@ def short(arm: Arm, base: Arm | None) -> str:
         return arm.label
     if arm.id == base.id:
         return "baseline"
-    common = base.label.split(", ")
-    return ", ".join(part for part in arm.label.split(", ") if part not in common) or arm.label
+    return ", ".join(phrases.own_parts(arm, base)) or arm.label
 
 
 def short_labels(results: Results, arms: list[Arm]) -> dict[str, str]:

@@ -25,7 +25,9 @@ DIRECTIONS = {
 PACE = ("tokens_per_second", "mfu", "watts", "joules_per_token", "seconds", "total_seconds")
 LEARNED = ("val_bpb", "val_loss", "perplexity", "train_loss")
 EMULATED_PACE = "; emulated here, so this is not the speed of hardware that has the format"
-EMULATED_LOSS = "; emulated here, so in the same time it saw fewer tokens than on hardware that has the format"
+EMULATED_LOSS = (
+    "; emulated here, so in the same time it saw fewer tokens than on hardware that has the format"
+)
 
 
 def sentence(comparison: Comparison, arm: Arm, results: Results, named: bool = True) -> str:
