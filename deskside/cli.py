@@ -82,7 +82,10 @@ examples:
   deskside data prepare corpus.jsonl.gz --out data/corpus
   deskside go --hours 24 --data data/corpus
   deskside train 124m --data.path data/corpus --hours 2
-  deskside chat runs/go
+  deskside sft runs/go --data chats.jsonl --name chat
+  deskside serve runs/chat        OpenAI's API on this machine, and a page
+  deskside study architecture --data.path data/corpus --seeds 5 --dry-run
+                                  what a comparison would run, and how long
 
 deskside COMMAND --help tells about a command;
 deskside --debug COMMAND ... shows tracebacks.
