@@ -63,8 +63,12 @@ class Prompts:
         return self._mended(text)
 
     def _plain(self, text: str) -> list[int]:
-        self._coder.encode_special_tokens = True
-        return list(self._coder.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, plain=True)
+
+    def _encode(self, text: str, plain: bool) -> list[int]:
+        self._coder.encode_special_tokens = plain
+        # As a batch, because only that lets other threads run meanwhile.
+        return list(self._coder.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def _guarded(self, content: str) -> str:
         content = content.replace(_BREAK, "")
@@ -72,8 +76,7 @@ class Prompts:
 
     def _mended(self, text: str) -> list[int]:
         if _BREAK not in text:
-            self._coder.encode_special_tokens = False
-            return list(self._coder.encode(text, add_special_tokens=False).ids)
+            return self._encode(text, plain=False)
         ids: list[int] = []
         at = 0
         for found in self._special.finditer(text):

@@ -1,5 +1,6 @@
 """Attackers on a whole server: it says why it refuses, stays up, and answers the next good request."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -103,6 +104,20 @@ def test_a_huge_body_is_refused_before_it_is_read(server: tuple[str, int], good:
         assert response.status_code == 413
     assert resident(pid) - before < 32
     assert ask(base) == good
+
+
+def test_a_long_text_does_not_hold_up_the_others(server: tuple[str, int]) -> None:
+    base, _ = server
+    body = {"messages": [{"role": "user", "content": "<" * 1_000_000}]}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(base_url=base, timeout=60) as client:
+        long = pool.submit(httpx.post, f"{base}/v1/chat/completions", json=body, timeout=60)
+        meanwhile = 0
+        while not long.done():
+            assert client.get("/health").status_code == 200
+            meanwhile += 1
+            time.sleep(0.01)
+    assert long.result().json()["error"]["code"] == "context_length_exceeded"
+    assert meanwhile > 8  # a blocked event loop answers one or two
 
 
 def test_paths_and_methods(server: tuple[str, int]) -> None:
