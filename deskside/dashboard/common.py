@@ -4,6 +4,7 @@ import streamlit as st
 
 from deskside.dashboard import cached, charts
 from deskside.dashboard.cached import Context
+from deskside.dashboard.literal import literal
 from deskside.dashboard.selection import Selection
 from deskside.report import study_words as words
 from deskside.report.rundir import number
@@ -45,7 +46,7 @@ def usable(context: Context) -> Selection | None:
 def heading(selection: Selection) -> None:
     """Which study, on what, how far."""
     results = selection.results
-    told = [f"**{results.name}** on {selection.card}"]
+    told = [f"**{literal(results.name)}** on {literal(selection.card)}"]
     if selection.left_out:
         told.append(f"{len(results.arms)} of {len(selection.whole.arms)} arms shown")
     if selection.folder is not None and not results.complete:

@@ -6,6 +6,7 @@ from pathlib import Path
 import streamlit as st
 
 from deskside.dashboard import cached
+from deskside.dashboard.literal import literal
 from deskside.dashboard.reading import Study, card_words, held_locks, is_live
 from deskside.dashboard.scan import Found, FoundRun
 from deskside.dashboard.selection import Picked, Selection, statuses
@@ -72,7 +73,7 @@ def _filters(whole: Results, study: str) -> Picked:
             return None
         words_of = shown or {}
         chosen = st.multiselect(
-            label,
+            literal(label),
             options,
             placeholder="all",
             key=f"{study}: {name}",

@@ -5,6 +5,7 @@ import streamlit as st
 from deskside.dashboard import charts
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import chart, heading, seeds_told, usable
+from deskside.dashboard.literal import literal
 from deskside.report import study_words as words
 from deskside.study.results import Results
 
@@ -65,9 +66,9 @@ def _fronts(results: Results) -> None:
     lines = []
     for front in results.fronts:
         title = next((words.group_title(g) for g in results.groups if g.name == front.group), front.group)
-        names = [arm.label for arm in results.arms if arm.id in front.arms]
-        unclear = [arm.label for arm in results.arms if arm.id in front.unclear]
-        where = f"{title}: " if len(results.groups) > 1 else ""
+        names = [literal(arm.label) for arm in results.arms if arm.id in front.arms]
+        unclear = [literal(arm.label) for arm in results.arms if arm.id in front.unclear]
+        where = f"{literal(title)}: " if len(results.groups) > 1 else ""
         line = f"- {where}**in {_listed(front.metrics)}**: {'; '.join(names) or 'none of those shown'}."
         if unclear:
             line += f" Perhaps also, the intervals do not say: {'; '.join(unclear)}."

@@ -5,6 +5,7 @@ import streamlit as st
 from deskside.dashboard import cached
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import nothing
+from deskside.dashboard.literal import literal
 from deskside.dashboard.reading import Study, card_words
 from deskside.report import study_words as words
 from deskside.study.results import Results
@@ -46,11 +47,13 @@ def show(context: Context) -> None:
 
 
 def _one(results: Results, filtered: bool, goal: str) -> None:
-    st.subheader(results.name)
-    st.caption(results.question + (" The filters of the sidebar leave some arms out." if filtered else ""))
+    st.subheader(literal(results.name))
+    st.caption(
+        literal(results.question) + (" The filters of the sidebar leave some arms out." if filtered else "")
+    )
     told = insights(results, goal)
     if told:
-        st.markdown("\n".join(f"- {sentence}" for sentence in told))
+        st.markdown("\n".join(f"- {literal(sentence)}" for sentence in told))
     else:
         waiting = sum(trial.status in ("pending", "running") for arm in results.arms for trial in arm.trials)
         more = f"; {words.several(waiting, 'trial')} to come" if waiting else ""

@@ -5,6 +5,7 @@ import streamlit as st
 from deskside.dashboard import cached, charts, sidebar
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import COMMANDS, chart
+from deskside.dashboard.literal import literal
 from deskside.dashboard.progress import Progress, progress
 from deskside.dashboard.reading import Brief, Rows
 from deskside.report import study_words, words
@@ -53,14 +54,14 @@ def _studies(root: str) -> None:
         if trials:
             st.progress(
                 1 - open_ / len(trials),
-                text=f"study {study.results.name}: {len(trials) - open_} of {len(trials)} trials have ended",
+                text=f"study {literal(study.results.name)}: {len(trials) - open_} of {len(trials)} trials have ended",
             )
 
 
 def _run(brief: Brief, rows: Rows, shown: str) -> None:
     now = progress(brief, rows)
     with st.container(border=True):
-        st.subheader(shown.replace("`", "'"))
+        st.subheader(literal(shown))
         share = now.share
         left = (
             f"{words.seconds(now.seconds_left)} left"
@@ -72,7 +73,7 @@ def _run(brief: Brief, rows: Rows, shown: str) -> None:
         told = [f"{brief.card}", brief.precision + (" (emulated)" if brief.emulated else "")]
         if now.silent_seconds is not None and now.silent_seconds > QUIET:
             told.append(f"no step for {words.seconds(now.silent_seconds)}")
-        st.caption(" · ".join(word for word in [*told, *brief.problems, rows.problem] if word))
+        st.caption(" · ".join(literal(word) for word in [*told, *brief.problems, rows.problem] if word))
         _numbers(now)
         _charts(brief, rows)
 

@@ -5,6 +5,7 @@ import streamlit as st
 from deskside.dashboard import cached, pictures, sidebar
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import chart, nothing, problems, sentence
+from deskside.dashboard.literal import literal
 from deskside.dashboard.selection import Selection
 from deskside.report import study_words as words
 from deskside.study.results import Group
@@ -41,8 +42,8 @@ def _here(context: Context, selection: Selection) -> None:
         ):
             st.metric(label, f"{count:,}", width=150)
     results = selection.whole
-    st.header(results.name)
-    st.write(results.question)
+    st.header(literal(results.name))
+    st.write(literal(results.question))
     if selection.folder is None:
         return
     trials = [trial for arm in results.arms for trial in arm.trials]
@@ -58,7 +59,7 @@ def _here(context: Context, selection: Selection) -> None:
     ]
     if not results.complete:
         told.append(f"It is not complete; it goes on with: deskside study --resume --out {selection.folder}")
-    st.markdown("\n".join(f"- {line}" for line in told))
+    st.markdown("\n".join(f"- {literal(line)}" for line in told))
 
 
 def _group(group: Group, of: int) -> str:

@@ -7,6 +7,7 @@ import streamlit as st
 from deskside.dashboard import cached, charts, tables
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import chart, heading, seeds_told, sentence, usable
+from deskside.dashboard.literal import literal
 from deskside.dashboard.selection import Selection
 from deskside.errors import UsageError
 from deskside.report import study_words as words
@@ -93,5 +94,5 @@ def _points(selection: Selection, arm: Arm, trial: Trial) -> list[dict[str, floa
     except UsageError:
         return []  # it was deleted since it was found
     for told in missing:
-        st.caption(f"{arm.label}: {told}")
+        st.caption(literal(f"{arm.label}: {told}"))
     return rows

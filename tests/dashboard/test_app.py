@@ -9,6 +9,7 @@ from streamlit.testing.v1 import AppTest
 
 import deskside.dashboard
 from deskside.dashboard.app import TABS
+from deskside.dashboard.literal import literal
 from tests.dashboard import made_up
 
 APP = Path(deskside.dashboard.__file__).with_name("app.py")
@@ -208,4 +209,4 @@ def test_insights_are_those_of_the_study(tmp_path: Path, draw: Draw) -> None:
     for goal in ("speed", "memory", "energy"):
         checked(page.selectbox(key="insights-goal").set_value(goal).run())
         for sentence in insights(whole, goal):
-            assert sentence in text(page)
+            assert literal(sentence) in text(page)
