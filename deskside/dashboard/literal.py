@@ -12,8 +12,9 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~$:&^=])")
 
 
 def literal(text: str) -> str:
-    """The text on one line, with nothing in it that Markdown or Streamlit reads as more than a character.
+    """The text on one line, with nothing in it that CommonMark reads as more than a character.
 
-    CommonMark takes every escaped punctuation mark for itself; escaped colons end icons, colours and bare links.
+    Streamlit still turns a bare address into a link to that very address, and the name of an icon into the icon; it
+    looks for both after the marks are unescaped. Neither fetches anything from elsewhere by itself.
     """
     return SPECIAL.sub(r"\\\1", " ".join(clean(text).split()))

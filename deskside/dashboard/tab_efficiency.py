@@ -38,7 +38,9 @@ def show(context: Context) -> None:
         st.caption(
             f"{seeds_told(selection, up)} Larger marks have more parameters. {_rim(results, across, up)}"
         )
-        names = [f"{place}. {arm.label}" for place, arm in enumerate(charts.both(results, across, up), 1)]
+        names = [
+            f"{place}. {literal(arm.label)}" for place, arm in enumerate(charts.both(results, across, up), 1)
+        ]
         for column, part in zip(
             st.columns(2), (names[: (len(names) + 1) // 2], names[(len(names) + 1) // 2 :]), strict=True
         ):
