@@ -67,7 +67,7 @@ WRONG = [
     (["eval"], "RUN|HF_DIR is missing"),
     (["chat", "x", "--temperature", "hot"], "--temperature: input should be a valid number"),
     (["export", "x", "--out", "y", "--to", "pdf"], "--to: input should be 'hf'"),
-    (["report"], "RUN is missing"),
+    (["report"], "RUN|STUDY is missing"),
     (["report", "no-such-run"], "no-such-run"),
 ]
 
