@@ -83,7 +83,8 @@ def _list(path: Path) -> tuple[set[str], list[Path]]:
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.name in STUDY or entry.name in RUN:
-                names.add(entry.name)
+                if entry.is_file():  # a pipe of that name would hold up whoever reads it
+                    names.add(entry.name)
             elif not entry.name.startswith(".") and entry.name not in PASSED_OVER and entry.is_dir():
                 folders.append(Path(entry.path))
     return names, folders
