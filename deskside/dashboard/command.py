@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib.util
-import ipaddress
 import os
 import socket
 import sys
@@ -14,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from deskside.config.address import is_loopback
 from deskside.config.commandline import parse
 from deskside.errors import UsageError
 
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     port = _port(options.host, options.port)
     shown = f"[{options.host}]" if ":" in options.host else options.host
     print(f"dashboard of {root}: http://{shown}:{port}  (Ctrl-C stops it)", flush=True)
-    if not _only_here(options.host):
+    if not is_loopback(options.host):
         print(
             f"--host {options.host}: whoever reaches this address can read these runs; there is no password",
             file=sys.stderr,
@@ -92,15 +92,6 @@ def _serve(root: Path, host: str, port: int) -> None:
     # What streamlit prints when it stops must not fail where nobody reads standard output any more.
     with contextlib.redirect_stdout(sys.stderr):
         cli.main([*arguments, "--", str(root)], standalone_mode=False)
-
-
-def _only_here(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _port(host: str, wanted: int | None) -> int:

@@ -13,7 +13,6 @@ Threats on a machine that somebody works at, and what answers each:
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -42,16 +41,6 @@ class Limits:
     body_seconds: float = 20
     stall_seconds: float = 30  # that a client may leave what is written to it unread
     connections: int = 256
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is only reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Guard:

@@ -79,7 +79,8 @@ def run_serve(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise UsageError("serve needs fastapi and uvicorn: pip install 'deskside[serve]'")
-    from deskside.serve.guard import Limits, is_loopback
+    from deskside.config.address import is_loopback
+    from deskside.serve.guard import Limits
 
     token = _token(options)
     local = is_loopback(options.host)

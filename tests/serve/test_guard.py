@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deskside.serve.guard import MAX_HEAD, Guard, Limits, connection_class, is_loopback
+from deskside.config.address import is_loopback
+from deskside.serve.guard import MAX_HEAD, Guard, Limits, connection_class
 
 LIMITS = Limits(body_bytes=1000, head_seconds=0.6, body_seconds=0.8, stall_seconds=0.8, connections=12)
 GOOD = {"Host": "127.0.0.1", "Content-Type": "application/json"}
