@@ -6,7 +6,6 @@ the tags and the origin that a `sources.Document` has.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,14 @@ from typing import Any
 import xxhash
 
 from deskside.data.sources import (
-    BAD_JSON,
     MISSING,
     NO_COLUMN,
     NO_FIELD,
-    NOT_UTF8,
     TRUNCATED,
     BadInputLog,
     Source,
-    iter_lines,
+    iter_hub_rows,
+    iter_json,
     kind_of,
     tag_of,
 )
@@ -78,20 +76,7 @@ def content_key(sources: Sequence[Source]) -> str:
 
 
 def _jsonl(path: Path, tag: str, fields: Sequence[str], bad: BadInputLog) -> Iterator[Record]:
-    for number, raw in enumerate(iter_lines(path, bad), start=1):
-        origin = f"{path}:{number}"
-        try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            bad.add(NOT_UTF8, origin, f"byte {error.start} of the line")
-            continue
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            bad.add(BAD_JSON, origin, str(error)[:80])
-            continue
+    for origin, record in iter_json(path, bad):
         yield from _record(record, tag, origin, fields, bad)
 
 
@@ -120,20 +105,8 @@ def _parquet(path: Path, tag: str, fields: Sequence[str], bad: BadInputLog) -> I
 
 
 def _hub(source: Source, fields: Sequence[str], bad: BadInputLog) -> Iterator[Record]:
-    import datasets
-
-    assert source.hub is not None
-    name, config, split = source.hub
-    try:
-        stream = datasets.load_dataset(name, config, split=split, streaming=True)
-        for row, record in enumerate(stream, start=1):
-            yield from _record(record, source.tag, f"{source.spec}:{row}", fields, bad)
-    except (OSError, ValueError) as error:  # datasets' own errors are of these two families
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise UsageError(
-            f"{source.spec}: the hub's data set cannot be read ({reason}). Check the name, config and split and the "
-            "network; without a network, download its files elsewhere and give their paths instead."
-        ) from error
+    for row, record in enumerate(iter_hub_rows(source), start=1):
+        yield from _record(record, source.tag, f"{source.spec}:{row}", fields, bad)
 
 
 def _record(

@@ -223,6 +223,12 @@ def _iter_text(path: Path, tag: str, bad: BadInputLog) -> Iterator[Document]:
 
 
 def _iter_jsonl(path: Path, tag: str, bad: BadInputLog, text_field: str) -> Iterator[Document]:
+    for origin, record in iter_json(path, bad):
+        yield from _of_record(record, tag, origin, bad, text_field)
+
+
+def iter_json(path: Path, bad: BadInputLog) -> Iterator[tuple[str, object]]:
+    """The lines of a .jsonl file as (file:line, value); what is not JSON in UTF-8 goes to `bad`."""
     for number, raw in enumerate(iter_lines(path, bad), start=1):
         origin = f"{path}:{number}"
         try:
@@ -233,11 +239,11 @@ def _iter_jsonl(path: Path, tag: str, bad: BadInputLog, text_field: str) -> Iter
         if not line.strip():
             continue  # a blank line holds no record, so nothing is lost
         try:
-            record = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError) as error:
             bad.add(BAD_JSON, origin, str(error)[:80])
             continue
-        yield from _of_record(record, tag, origin, bad, text_field)
+        yield origin, value
 
 
 def _of_record(
@@ -379,14 +385,18 @@ def _iter_parquet(path: Path, tag: str, bad: BadInputLog, text_field: str) -> It
 
 
 def _iter_hub(source: Source, bad: BadInputLog, text_field: str) -> Iterator[Document]:
+    for row, record in enumerate(iter_hub_rows(source), start=1):
+        yield from _of_record(record, source.tag, f"{source.spec}:{row}", bad, text_field)
+
+
+def iter_hub_rows(source: Source) -> Iterator[Any]:
+    """The rows of a hub data set, streamed. Raises UsageError when it cannot be read."""
     import datasets
 
     assert source.hub is not None
     name, config, split = source.hub
     try:
-        stream = datasets.load_dataset(name, config, split=split, streaming=True)
-        for row, record in enumerate(stream, start=1):
-            yield from _of_record(record, source.tag, f"{source.spec}:{row}", bad, text_field)
+        yield from datasets.load_dataset(name, config, split=split, streaming=True)
     except (OSError, ValueError) as error:  # datasets' own errors are of these two families
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise UsageError(
