@@ -10,11 +10,9 @@ attend among themselves, and are only written into the cache.
 from torch import Tensor
 
 from deskside.kernels import fused
-from deskside.kernels.attention import AttentionContext
-from deskside.kernels.decode import into_cache, paged_attention
+from deskside.kernels.decode import into_cache
 from deskside.kernels.fused import QkvLayout
-from deskside.model.block import MLP, Attention, Block, CachedBlocks, Rotation
-from deskside.model.cache import KVCache, Places
+from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache
 from deskside.model.transformer import Transformer
 from deskside.ops.attention import attention
 from deskside.ops.composite import AddNormLinear
@@ -28,24 +26,12 @@ class FusedBlocks(CachedBlocks):
         self._model = model
 
     def block(
-        self,
-        block: Block,
-        residual_BTD: Tensor,
-        delta_BTD: Tensor,
-        rotation: Rotation | None,
-        cache: KVCache,
-        number: int,
-        places: Places,
-        context: AttentionContext | None,
+        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
     ) -> tuple[Tensor, Tensor]:
         if covers_attention(block.attn):
-            residual_BTD, delta_BTD = self._attention(
-                block.attn, residual_BTD, delta_BTD, rotation, cache, number, places, context
-            )
+            residual_BTD, delta_BTD = self._attention(block.attn, residual_BTD, delta_BTD, at)
         else:
-            residual_BTD, delta_BTD = block.attn.forward_cached(
-                residual_BTD, delta_BTD, rotation, cache, number, places, context
-            )
+            residual_BTD, delta_BTD = block.attn.forward_cached(residual_BTD, delta_BTD, at)
         if isinstance(block.mlp, MLP) and covers_mlp(block.mlp):
             return self._mlp(block.mlp, residual_BTD, delta_BTD)
         residual_BTD, delta_BTD, *_ = block.mlp(residual_BTD, delta_BTD)
@@ -58,15 +44,7 @@ class FusedBlocks(CachedBlocks):
         return super().final(operator, residual_BTD, delta_BTD)
 
     def _attention(
-        self,
-        half: Attention,
-        residual_BTD: Tensor,
-        delta_BTD: Tensor,
-        rotation: Rotation | None,
-        cache: KVCache,
-        number: int,
-        places: Places,
-        context: AttentionContext | None,
+        self, half: Attention, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
     ) -> tuple[Tensor, Tensor]:
         B, T, _ = residual_BTD.shape
         residual_ND, normed_ND = _add_norm(half.input, residual_BTD, delta_BTD)
@@ -75,22 +53,20 @@ class FusedBlocks(CachedBlocks):
         q_norm, k_norm = half.q_norm, half.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         layout = QkvLayout(half.heads, half.kv_heads, half.head_dim, 0.0 if q_norm is None else q_norm.eps)
-        if context is not None:
+        places, rotation = at.places, at.rotation
+        if at.context is not None:
             angles = None if rotation is None else (rotation[0].flatten(0, 2), rotation[1].flatten(0, 2))
             q_weight, k_weight = norms or (None, None)
             q_NHC, k_NKC = fused.qk_norm_rope(qkv_NW, q_weight, k_weight, angles, layout)
             q_BTHC, k_BTKC, v_BTKC = (x.unflatten(0, (B, T)) for x in (q_NHC, k_NKC, layout.split(qkv_NW)[2]))
-            cache.write(number, places, k_BTKC, v_BTKC)
-            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, context)
+            at.cache.write(at.number, places, k_BTKC, v_BTKC)
+            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, at.context)
         else:
             cos, sin = self._model.rope_cos, self._model.rope_sin
             tables = None if cos is None or sin is None else (cos, sin)
-            k, v = cache.k[number], cache.v[number]
             where = (places.position_BT.flatten(), places.page_BT.flatten(), places.place_BT.flatten())
-            q_BTHC = into_cache(qkv_NW, norms, tables, layout, k, v, *where).unflatten(0, (B, T))
-            o_BTHC = paged_attention(
-                q_BTHC, k, v, cache.table_BN, places.position_BT, cache.bound, half.window
-            )
+            q_BTHC = into_cache(qkv_NW, norms, tables, layout, *at.keys_values, *where).unflatten(0, (B, T))
+            o_BTHC = at.attention(q_BTHC, half.window)
         return residual_ND.view_as(residual_BTD), half.output(o_BTHC.flatten(2))
 
     @staticmethod

@@ -6,6 +6,8 @@ called alike, and differ in nothing that torch.compile looks at except their win
 block in activation checkpointing, and compiles the block, from outside.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from deskside.config.model import ModelConfig
@@ -21,6 +23,30 @@ from deskside.ops.norm import Norm, RMSNorm, make_norm
 from deskside.ops.rope import rotate
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
+
+
+class LayerCache(NamedTuple):
+    """The cache as one layer sees it while the tokens at `places` are appended; `number` is the layer's.
+
+    `context`: of tokens that are the first of their rows, which need not read the cache; else None. `rotation`: of
+    these tokens; None without RoPE.
+    """
+
+    cache: KVCache
+    number: int
+    places: Places
+    rotation: Rotation | None
+    context: AttentionContext | None
+
+    @property
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        """The layer's pages."""
+        return self.cache.k[self.number], self.cache.v[self.number]
+
+    def attention(self, q_BTHC: Tensor, window: int | None) -> Tensor:
+        """Of these tokens, to all that the cache holds of their rows, themselves included; (B, T, H, C)."""
+        cache, position_BT = self.cache, self.places.position_BT
+        return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, window)
 
 
 class Attention(AttentionHalf):
@@ -50,28 +76,15 @@ class Attention(AttentionHalf):
         return residual_BTD, self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
 
     def forward_cached(
-        self,
-        residual_BTD: Tensor,
-        delta_BTD: Tensor,
-        rotation: Rotation | None,
-        cache: KVCache,
-        layer: int,
-        places: Places,
-        context: AttentionContext | None,
+        self, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """The same for tokens at `places`, whose keys and values are written into the cache.
-
-        `context`: of tokens that are the first of their rows, which need not read the cache; else None.
-        """
-        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
-        cache.write(layer, places, k_BTKC, v_BTKC)
-        if context is not None:
-            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, context)
+        """The same for tokens whose keys and values are written into the cache."""
+        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, at.rotation)
+        at.cache.write(at.number, at.places, k_BTKC, v_BTKC)
+        if at.context is not None:
+            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, at.context)
         else:
-            k, v = cache.k[layer], cache.v[layer]
-            o_BTHC = paged_attention(
-                q_BTHC, k, v, cache.table_BN, places.position_BT, cache.bound, self.window
-            )
+            o_BTHC = at.attention(q_BTHC, self.window)
         return residual_BTD, self.output(o_BTHC.flatten(2))
 
     def _project(
@@ -150,18 +163,10 @@ class CachedBlocks:
     """How the blocks compute with a cache: as the model is written. The engine has another way, with fewer kernels."""
 
     def block(
-        self,
-        block: Block,
-        residual_BTD: Tensor,
-        delta_BTD: Tensor,
-        rotation: Rotation | None,
-        cache: KVCache,
-        number: int,
-        places: Places,
-        context: AttentionContext | None,
+        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """(residual, delta) of tokens that follow what the cache holds; `number` is the layer's."""
-        pair = block.attn.forward_cached(residual_BTD, delta_BTD, rotation, cache, number, places, context)
+        """(residual, delta) of tokens that follow what the cache holds."""
+        pair = block.attn.forward_cached(residual_BTD, delta_BTD, at)
         residual_BTD, delta_BTD, *_ = block.mlp(*pair)
         return residual_BTD, delta_BTD
 

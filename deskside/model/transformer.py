@@ -16,7 +16,7 @@ from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, token_losses
-from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, Rotation, hidden_norm
+from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
 from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.head import HeadLoss
@@ -206,10 +206,8 @@ class Transformer(nn.Module):
         rotation = self._rotation(T, places.position_BT)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
-            context = contexts.get(layer.attn.window)
-            residual_BTD, delta_BTD = blocks.block(
-                layer, residual_BTD, delta_BTD, rotation, cache, number, places, context
-            )
+            at = LayerCache(cache, number, places, rotation, contexts.get(layer.attn.window))
+            residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, at)
         hidden_BTD = blocks.final(self.final, residual_BTD, delta_BTD)
         cache.lengths_B += T if counts_B is None else counts_B
         if logits_of == "last":
