@@ -24,10 +24,11 @@ import xxhash
 from deskside.data import shards
 from deskside.data import tokenizer as bpe
 from deskside.data.chat_template import ChatTemplate, NotRendered, Tokens, Turns, checked_messages
+from deskside.data.prepare import sum_up
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
 from deskside.data.scan import is_validation
-from deskside.data.shards import MAX_TAGS, ChatInfo, DatasetIndex, EncodedDocument, SplitInfo, TagInfo
+from deskside.data.shards import MAX_TAGS, ChatInfo, DatasetIndex, EncodedDocument, TagInfo
 from deskside.data.sources import BadInputLog, Source
 from deskside.errors import UsageError
 
@@ -230,7 +231,7 @@ class _Maker:
                 eos_id=self.eos_id,
             ),
             tags=[TagInfo(source=source, lang=lang) for source, lang in self.tags],
-            splits={name: _sum_up(split.done) for name, split in self.splits.items()},
+            splits={name: sum_up(split.done) for name, split in self.splits.items()},
             bad_input={name: log.as_dict() for name, log in self.logs.items() if log.total},
             ignored_files={},
             duplicates_of_validation=self.duplicates,
@@ -271,16 +272,6 @@ def _with_end(found: Tokens, end: int) -> Tokens:
     import numpy as np
 
     return Tokens(np.append(found.ids, np.uint32(end)), np.append(found.mask, np.uint8(1)), found.last_only)
-
-
-def _sum_up(infos: list[shards.ShardInfo]) -> SplitInfo:
-    return SplitInfo(
-        tokens=sum(i.tokens for i in infos),
-        documents=sum(i.documents for i in infos),
-        text_bytes=sum(i.text_bytes for i in infos),
-        token_text_bytes=sum(i.token_text_bytes for i in infos),
-        shards=infos,
-    )
 
 
 def _reasons(log: BadInputLog) -> str:

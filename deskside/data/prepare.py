@@ -372,9 +372,7 @@ class _Work:
         lengths = bpe.token_bytes(coder)
         dtype = shards.dtype_for(len(lengths))
         splits = {
-            split: _sum_up([self.done[name] for name in names])
-            for split, names in self.names.items()
-            if names
+            split: sum_up([self.done[name] for name in names]) for split, names in self.names.items() if names
         }
         if "val" in splits:
             val = splits["val"]
@@ -411,7 +409,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _sum_up(infos: list[ShardInfo]) -> SplitInfo:
+def sum_up(infos: list[ShardInfo]) -> SplitInfo:
+    """A split of these shards, without baselines."""
     return SplitInfo(
         tokens=sum(i.tokens for i in infos),
         documents=sum(i.documents for i in infos),
