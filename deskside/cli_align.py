@@ -74,9 +74,7 @@ def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(SftOptions, argv, "deskside sft", DESCRIPTION, align=SftConfig)
     if options.resume is not None:
-        extra = [f for f in ("source", "name", "hours", "epochs") if getattr(options, f) is not None]
-        if given or extra or options.sources or options.val:
-            raise UsageError("--resume takes the configuration of the run; give no other options with it")
+        refuse_beside_resume(options, given)
         return finish(resume(options.resume), options.json)
     if options.source is None:
         raise UsageError(
@@ -85,23 +83,139 @@ def run(argv: Sequence[str]) -> int:
     if not options.sources:
         raise UsageError("--data is missing: which conversations? deskside sft RUN --data chats.jsonl")
     length_into(given, options.epochs, options.hours)
-    align = _objective(given, options)
-    loaded = load(options.source)
-    with tempfile.TemporaryDirectory() as folder:
-        chat = chat_tokenizer(loaded, align.template, Path(folder))
-        path = _prepared(options, given, align, Path(folder))
-    config = _configure(loaded, given, align, path, chat.vocab_size)
-    command = shlex.join(["deskside", "sft", *argv])
-    name = f"{Path(options.source).resolve().name}-sft"
-    return finish(
-        start(config, loaded, options.source, chat.fresh, Path(options.runs), options.name, name, command),
-        options.json,
+    align = objective("sft", options, given)
+    return learn(
+        "sft",
+        argv,
+        options,
+        align.template,
+        lambda tokenizer: _prepared(given, align, tokenizer),
+        lambda loaded, path, size: _configure(loaded, given, align, path, size),
     )
 
 
 # Shared with dpo and grpo
 
 ALIGNED: dict[str, Any] = {"data": {"document_mask": True}}
+
+
+def learn(
+    name: str,
+    argv: Sequence[str],
+    options: Any,
+    template: str | None,
+    prepare: Callable[[Path], Path],
+    configure: Callable[[Any, Path, int], RunConfig],
+    gained: Callable[[dict[str, Any]], str] | None = None,
+) -> int:
+    """Load the model, prepare the data for its tokenizer, train, print; returns the exit code.
+
+    prepare: from the chat tokenizer's folder to that of the data. configure: of the loaded model, that folder and the
+    tokenizer's size.
+    """
+    source = str(options.source)
+    loaded = load(source)
+    with tempfile.TemporaryDirectory() as folder:
+        chat = chat_tokenizer(loaded, template, Path(folder))
+        path = prepare(Path(folder))
+    config = configure(loaded, path, chat.vocab_size)
+    default = f"{Path(source).resolve().name}-{name}"
+    command = shlex.join(["deskside", name, *argv])
+    outcome = start(config, loaded, source, chat.fresh, Path(options.runs), options.name, default, command)
+    return finish(outcome, options.json, gained)
+
+
+def refuse_beside_resume(options: Any, given: dict[str, Any]) -> None:
+    """Raises UsageError for what --resume would ignore."""
+    extra = [f for f in ("source", "name", "hours", "epochs") if getattr(options, f, None) is not None]
+    if given or extra or options.sources or options.val:
+        raise UsageError("--resume takes the configuration of the run; give no other options with it")
+
+
+def refuse_another(name: str, path: str) -> None:
+    """Raises UsageError for a run of another objective."""
+    from deskside.train.rundir import RunDirectory
+
+    found = RunDirectory.open(Path(path)).config().align
+    made_by = found.name if found is not None else "train"
+    if made_by != name:
+        raise UsageError(
+            f"{path}: was made by deskside {made_by}; go on with: deskside {made_by} --resume {path}"
+        )
+
+
+def require(options: Any, command: str, file: str) -> None:
+    """Raises UsageError without a model or data."""
+    if options.source is None:
+        raise UsageError(f"RUN|HF_DIR is missing: which model? deskside {command} runs/NAME --data {file}")
+    if not options.sources:
+        raise UsageError(f"--data is missing: learn from what? deskside {command} RUN --data {file}")
+
+
+def objective(name: str, options: Any, given: dict[str, Any]) -> Any:
+    """The options of the objective itself, checked before anything is loaded."""
+    own: dict[str, Any] = {"name": name, "data": list(options.sources), "val": list(options.val)}
+    return merge.build([{"align": {**own, **given.get("align", {})}}, ALIGNED]).align
+
+
+def prepared(asked: str | None, default: Path, make: Callable[[Path], object]) -> Path:
+    """A prepared folder: found as an earlier run made it, or made now by the first process."""
+    path = Path(asked) if asked is not None else default
+    index = path / "index.json"
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if not index.is_file():
+        make(path)
+    return path
+
+
+def configure(
+    loaded: Any,
+    given: dict[str, Any],
+    align: Any,
+    path: Path,
+    vocabulary: int,
+    batch: dict[str, Any],
+    rate: float,
+    warmup: float,
+    final_lr_fraction: float,
+    more: dict[str, Any] | None = None,
+) -> RunConfig:
+    """A run's configuration: defaults, `more` of them, and what was given. rate: of fine-tuning's learning rate."""
+    model = loaded.config.model_dump(mode="json")
+    if vocabulary > model["vocab_size"]:
+        model["vocab_size"] = -(-vocabulary // ROUND_VOCABULARY) * ROUND_VOCABULARY
+    optim = optimizer(model["hidden_size"], given)
+    if "lr" in optim:
+        optim["lr"] *= rate
+    defaults = {
+        **ALIGNED,
+        "align": align.model_dump(mode="json"),
+        "optim": optim,
+        "schedule": {"name": "cosine", "warmup": warmup, "final_lr_fraction": final_lr_fraction},
+        "batch": batch,
+        "checkpoint": {"every": "10m"},
+        **(more or {}),
+    }
+    name = given.get("schedule", {}).get("name")
+    if isinstance(name, str) and name != "cosine":
+        defaults["schedule"] = {"warmup": warmup}
+    rest = {name: part for name, part in given.items() if name != "align"}
+    rest["data"] = {**rest.get("data", {}), "path": str(path)}
+    return merge.build([defaults, *merge.resolved("model", model), rest])
+
+
+def batch_of(
+    loaded: Any, given: dict[str, Any], longest: int, tokens: int, most: int, steps: int
+) -> dict[str, int]:
+    """The batch: rows of at most `longest` tokens; `most` tokens per step, and of little data so few that an epoch has
+    some `steps` of them. tokens: of the data."""
+    length = int(
+        given.get("batch", {}).get("sequence_length", min(longest, loaded.config.max_position_embeddings))
+    )
+    rows = max(1, min(most, tokens // steps) // length)
+    return {"sequence_length": length, "tokens": int(2 ** (rows.bit_length() - 1)) * length}
 
 
 def load(source: str) -> Any:
@@ -188,14 +302,6 @@ def length_into(
         schedule["length"] = f"{epochs} epochs" if epochs is not None else default
 
 
-def _objective(given: dict[str, Any], options: SftOptions) -> SftConfig:
-    """The options of the objective itself, checked before anything is loaded."""
-    own: dict[str, Any] = {"name": "sft", "data": list(options.sources), "val": list(options.val)}
-    align = merge.build([{"align": {**own, **given.get("align", {})}}, ALIGNED]).align
-    assert isinstance(align, SftConfig)
-    return align
-
-
 def chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
     from deskside.data import chat_template
 
@@ -208,21 +314,18 @@ def chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
     return chat_template.make(loaded.tokenizer_dir, folder, text)
 
 
-def _prepared(options: SftOptions, given: dict[str, Any], align: SftConfig, tokenizer: Path) -> Path:
+def _prepared(given: dict[str, Any], align: SftConfig, tokenizer: Path) -> Path:
     """The folder with the prepared conversations: made now, or found as an earlier run made it."""
     from deskside.data.chat import ChatSpec, cache_key, prepare_chat
-    from deskside.data.shards import INDEX, read_index
+    from deskside.data.shards import read_index
 
     spec = ChatSpec(align.data, align.val, align.val_fraction, align.turns)
     key = cache_key(spec, tokenizer)
-    asked = given.get("data", {}).get("path")
-    path = Path(asked) if asked is not None else Path("data") / f"{stem(align.data[0])}-chat-{key}"
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (path / INDEX).is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
-        time.sleep(0.5)  # the first process prepares
-    if not (path / INDEX).is_file():
-        prepare_chat(spec, tokenizer, path)
-    elif (found := read_index(path)).chat is not None and found.arguments.get("key") != key:
+    default = Path("data") / f"{stem(align.data[0])}-chat-{key}"
+    path = prepared(
+        given.get("data", {}).get("path"), default, lambda out: prepare_chat(spec, tokenizer, out)
+    )
+    if (found := read_index(path)).chat is not None and found.arguments.get("key") != key:
         raise UsageError(
             f"--data.path {path}: holds other conversations, or is for another tokenizer; give another path, or none"
         )
@@ -240,34 +343,10 @@ def _configure(
     """Defaults for fine-tuning below what was given."""
     from deskside.data.shards import read_index
 
-    model = loaded.config.model_dump(mode="json")
-    if vocabulary > model["vocab_size"]:
-        model["vocab_size"] = -(-vocabulary // ROUND_VOCABULARY) * ROUND_VOCABULARY
-    batch = given.get("batch", {})
-    length = int(batch.get("sequence_length", min(SEQUENCE_LENGTH, model["max_position_embeddings"])))
-    defaults = {
-        **ALIGNED,
-        "align": align.model_dump(mode="json"),
-        "optim": optimizer(model["hidden_size"], given),
-        # A cosine without a floor: a fine-tuned model is used as it ends, nothing is trained on from it.
-        "schedule": {"name": "cosine", "warmup": 0.03, "final_lr_fraction": 0.0},
-        "batch": {
-            "sequence_length": length,
-            "tokens": _step_tokens(read_index(path).splits["train"].tokens, length),
-        },
-        "checkpoint": {"every": "10m"},
-    }
-    if isinstance(given.get("schedule", {}).get("name"), str) and given["schedule"]["name"] != "cosine":
-        defaults["schedule"] = {"warmup": 0.03}
-    rest = {name: part for name, part in given.items() if name != "align"}
-    rest["data"] = {**rest.get("data", {}), "path": str(path)}
-    return merge.build([defaults, *merge.resolved("model", model), rest])
-
-
-def _step_tokens(tokens: int, length: int) -> int:
-    """Tokens per step: 32,768, and of little data so few that an epoch has some 50 steps."""
-    rows = max(1, min(STEP_TOKENS, tokens // STEPS_PER_EPOCH) // length)
-    return int(2 ** (rows.bit_length() - 1)) * length
+    tokens = read_index(path).splits["train"].tokens
+    batch = batch_of(loaded, given, SEQUENCE_LENGTH, tokens, STEP_TOKENS, STEPS_PER_EPOCH)
+    # A cosine without a floor: a fine-tuned model is used as it ends, nothing is trained on from it.
+    return configure(loaded, given, align, path, vocabulary, batch, 1.0, warmup=0.03, final_lr_fraction=0.0)
 
 
 def optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """`deskside grpo`: questions are prepared, a model learns from rewards for its own answers, its report is written."""
 
-import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from deskside import cli_align, cli_align_dpo
+from deskside import cli_align
 from deskside.config import overrides
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.run import RunConfig
@@ -73,23 +71,22 @@ def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(GrpoOptions, argv, "deskside grpo", DESCRIPTION, align=GrpoConfig)
     if options.resume is not None:
-        cli_align_dpo.refuse_beside_resume("grpo", options, given)
+        cli_align.refuse_beside_resume(options, given)
+        cli_align.refuse_another("grpo", options.resume)
         return cli_align.finish(cli_align.resume(options.resume), options.json, _gained)
-    cli_align_dpo.require(options, "grpo", "questions.jsonl")
+    cli_align.require(options, "grpo", "questions.jsonl")
     cli_align.length_into(given, options.epochs, options.hours, "1 epochs")
-    align = cli_align_dpo.objective("grpo", options, given)
+    align = cli_align.objective("grpo", options, given)
     _check_reward(align)
-    loaded = cli_align.load(str(options.source))
-    with tempfile.TemporaryDirectory() as folder:
-        chat = cli_align.chat_tokenizer(loaded, align.template, Path(folder))
-        path = _prepared(align, given, Path(folder))
-    config = _configure(loaded, given, align, path, chat.vocab_size, options.questions)
-    name = f"{Path(str(options.source)).resolve().name}-grpo"
-    outcome = cli_align.start(
-        config, loaded, str(options.source), chat.fresh, Path(options.runs), options.name, name,
-        shlex.join(["deskside", "grpo", *argv]),
-    )  # fmt: skip
-    return cli_align.finish(outcome, options.json, _gained)
+    return cli_align.learn(
+        "grpo",
+        argv,
+        options,
+        align.template,
+        lambda tokenizer: _prepared(align, given, tokenizer),
+        lambda loaded, path, size: _configure(loaded, given, align, path, size, options.questions),
+        _gained,
+    )
 
 
 def _check_reward(align: GrpoConfig) -> None:
@@ -113,7 +110,7 @@ def _prepared(align: GrpoConfig, given: dict[str, Any], tokenizer: Path) -> Path
     )
     default = Path("data") / f"{cli_align.stem(align.data[0])}-questions-{spec.key(tokenizer)}"
     asked = given.get("data", {}).get("path")
-    return cli_align_dpo.prepared(
+    return cli_align.prepared(
         asked, default, lambda out: prepare_questions(spec, align.system, tokenizer, out)
     )
 
@@ -130,8 +127,17 @@ def _configure(
     length = int(asked.get("sequence_length", longest))
     batch = {"sequence_length": length, "tokens": (questions or QUESTIONS) * align.group * length}
     # The norms of gradients differ more from step to step than in pretraining.
-    return cli_align_dpo.configure(
-        loaded, given, align, path, vocabulary, batch, RATE, {"guard": {"spike_factor": 100.0}}
+    return cli_align.configure(
+        loaded,
+        given,
+        align,
+        path,
+        vocabulary,
+        batch,
+        RATE,
+        warmup=0.05,
+        final_lr_fraction=0.1,
+        more={"guard": {"spike_factor": 100.0}},
     )
 
 
