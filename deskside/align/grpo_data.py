@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.align.preference_data import question_of
-from deskside.align.prepared import SAMPLE_CHARACTERS, Made, Maker, Spec, fingerprint, open_index
+from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
 from deskside.data.chat_template import ChatTemplate, NotRendered
-from deskside.data.order import key_of, permute
+from deskside.data.order import endless
 from deskside.errors import UsageError
 
 FIELDS = ("prompt", "answer")
@@ -48,9 +48,7 @@ def _question(system: str | None, template: ChatTemplate, end: int | None, field
     if not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False)
     value = {"prompt": messages[-1]["content"], "answer": answer, "tokens": template.prompt(messages)}
-    shown = [*messages, {"role": "assistant", "content": answer}]
-    short = sum(len(m["content"]) for m in shown) <= SAMPLE_CHARACTERS
-    return Made(value, json.dumps(messages, sort_keys=True), shown if short else None)
+    return Made.of(value, messages, answer)
 
 
 def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -59,7 +57,7 @@ def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[s
     return f"{split}.jsonl", {"count": len(questions)}
 
 
-class Questions:
+class Questions(Indexed):
     """One split. A row is one answer to a question: `group` rows after one another are of the same question.
 
     Questions too long for a row beside `answer_tokens` are left out; `left_out` counts them.
@@ -96,27 +94,11 @@ class Questions:
         """What an evaluation of the whole split counts: a row for each question."""
         return len(self.questions) * self.sequence_length
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.index["vocab_size"])
-
-    @property
-    def filler(self) -> int:
-        return int(self.index["eos_id"])
-
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint(self.index)
-
     def max_boundaries(self, rows: int) -> int:
         """The most answers and paddings that `rows` rows can hold."""
         return rows * (self.sequence_length // self._shortest + 1)
 
     def at(self, seed: int, positions: NDArray[np.int64]) -> list[Question]:
         """The questions at these positions of an endless shuffled order of questions."""
-        epoch, inside = np.divmod(np.asarray(positions, np.int64), len(self.questions))
-        found = np.empty_like(inside)
-        for e in np.unique(epoch).tolist():
-            mine = epoch == e
-            found[mine] = permute(inside[mine], len(self.questions), key_of(seed, e, self.sequence_length))
+        found = endless(positions, len(self.questions), seed, self.sequence_length)
         return [self.questions[n] for n in found.tolist()]

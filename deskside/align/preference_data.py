@@ -6,7 +6,6 @@ token that ends it, exactly as SFT learns it. In a row, the two answers are two 
 neither sees the other one.
 """
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from deskside.align.answers import Text, pack_units
-from deskside.align.prepared import SAMPLE_CHARACTERS, Made, Maker, Spec, fingerprint, open_index
+from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
 from deskside.data.chat_template import ChatTemplate, NotRendered, checked_messages
-from deskside.data.order import key_of, permute
+from deskside.data.order import endless
 from deskside.errors import UsageError
 
 FIELDS = ("prompt", "chosen", "rejected")
@@ -59,9 +58,7 @@ def _pair(template: ChatTemplate, end: int | None, fields: dict[str, Any]) -> Ma
     if chosen == rejected:
         raise NotRendered("both answers are the same")
     texts = (answered(template, end, question, chosen), answered(template, end, question, rejected))
-    shown = [*question, {"role": "assistant", "content": chosen}]
-    short = sum(len(m["content"]) for m in shown) <= SAMPLE_CHARACTERS
-    return Made(texts, json.dumps(question, sort_keys=True), shown if short else None)
+    return Made.of(texts, question, chosen)
 
 
 def _answer(question: list[dict[str, Any]], given: Any) -> str:
@@ -87,7 +84,7 @@ def _write(folder: Path, split: str, pairs: list[tuple[Text, Text]]) -> tuple[st
     return f"{split}.safetensors", {"count": len(pairs), "tokens": len(tokens)}
 
 
-class PairRows:
+class PairRows(Indexed):
     """One split of a prepared folder, packed for one sequence length. Text 2p is pair p's chosen one, 2p + 1 rejected.
 
     Pairs that do not fit a row are left out; `left_out` counts them.
@@ -123,18 +120,6 @@ class PairRows:
     def num_tokens(self) -> int:
         return self.num_rows * self.sequence_length
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.index["vocab_size"])
-
-    @property
-    def filler(self) -> int:
-        return int(self.index["eos_id"])
-
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint(self.index)
-
     @cached_property
     def scored_start(self) -> NDArray[np.int64]:
         """Where each text's scored tokens begin when those of all texts stand after one another; [texts + 1]."""
@@ -150,11 +135,7 @@ class PairRows:
 
     def pairs_at(self, seed: int, positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """The pairs of the rows at these positions of the endless shuffled order."""
-        epoch, inside = np.divmod(np.asarray(positions, np.int64), self.num_rows)
-        found = np.empty_like(inside)
-        for e in np.unique(epoch).tolist():
-            mine = epoch == e
-            found[mine] = permute(inside[mine], self.num_rows, key_of(seed, e, self.sequence_length))
+        found = endless(positions, self.num_rows, seed, self.sequence_length)
         return [self.rows[row] for row in found.tolist()]
 
     def texts_of(self, rows: Sequence[NDArray[np.int64]]) -> list[list[Text]]:

@@ -5,10 +5,7 @@ NAME/index.json   what it holds, from what, with checksums      NAME/tokenizer.j
      val.*
 """
 
-import contextlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +15,7 @@ import xxhash
 
 from deskside.data import shards
 from deskside.data import tokenizer as bpe
+from deskside.data.chat import SAMPLE_CHARACTERS, SAMPLES, SAMPLES_FILE, new_folder
 from deskside.data.chat_template import ChatTemplate, NotRendered
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
@@ -27,8 +25,6 @@ from deskside.errors import RunError, UsageError
 
 VERSION = 1
 FEWEST_HELD_OUT = 32
-SAMPLES, SAMPLE_CHARACTERS = 4, 600
-SAMPLES_FILE = "samples.json"
 Kind = Literal["preference", "questions"]
 NOUN = {"preference": "pair", "questions": "question"}
 
@@ -64,6 +60,13 @@ class Made:
     question: str
     sample: list[dict[str, str]] | None
 
+    @classmethod
+    def of(cls, value: Any, question: list[dict[str, Any]], answer: str) -> "Made":
+        """An item about the messages of a question, shown with this answer."""
+        shown = [*question, {"role": "assistant", "content": answer}]
+        short = sum(len(m["content"]) for m in shown) <= SAMPLE_CHARACTERS
+        return cls(value, json.dumps(question, sort_keys=True), shown if short else None)
+
 
 @dataclass
 class Maker:
@@ -90,7 +93,7 @@ class Maker:
             )
         if out.exists():
             raise UsageError(f"{out}: is there already; remove it, or give another --data.path")
-        with _folder(tokenizer, out) as new:
+        with new_folder(tokenizer, out) as new:
             self._template, coder = ChatTemplate(new), bpe.load(new)
             eos = bpe.end_of_text(coder, new)[1]
             self._end = eos if self._template.turn_end is None else None
@@ -151,30 +154,7 @@ class Maker:
     def _why(self) -> str:
         if not self.log.total:
             return "; give more, or held-out ones with --align.val"
-        first = "; ".join(
-            f"{n} x {reason}, first {self.log.examples[reason][0]}" for reason, n in self.log.counts.items()
-        )
-        return f" ({first})"
-
-
-@contextlib.contextmanager
-def _folder(tokenizer: Path, out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out` with the tokenizer's files, which becomes `out` when all went well."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
-    except OSError as error:
-        raise shards.disk_error(out, error) from error
-    try:
-        for file in tokenizer.iterdir():
-            shutil.copyfile(file, new / file.name)
-        yield new
-        new.chmod(0o755)
-        new.rename(out)
-    except OSError as error:
-        raise shards.disk_error(out, error) from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        return f" ({self.log.firsts()})"
 
 
 def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
@@ -197,6 +177,24 @@ def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
         if not file.is_file() or shards.checksum_file(file) != split["checksum"]:
             raise RunError(f"{file}: is not what was written there; remove {path} and prepare the data again")
     return index
+
+
+class Indexed:
+    """What a split knows from the folder's `index`."""
+
+    index: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.index["vocab_size"])
+
+    @property
+    def filler(self) -> int:
+        return int(self.index["eos_id"])
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.index)
 
 
 def fingerprint(index: dict[str, Any]) -> str:

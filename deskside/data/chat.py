@@ -10,6 +10,7 @@ conversation stand on one side. The folder appears under its name when it is com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -77,19 +78,28 @@ def prepare_chat(
         )
     if out.exists():
         raise UsageError(f"{out}: is there already; remove it, or give another --data.path")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
+    with new_folder(tokenizer, out) as new:
+        return _Maker(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).make()
+
+
+@contextlib.contextmanager
+def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` with the tokenizer's files, which becomes `out` when all went well."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
+    except OSError as error:
+        raise shards.disk_error(out, error) from error
     try:
         for file in tokenizer.iterdir():
             shutil.copyfile(file, new / file.name)
-        index = _Maker(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).make()
+        yield new
         new.chmod(0o755)
         new.rename(out)
     except OSError as error:
         raise shards.disk_error(out, error) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return index
 
 
 @dataclass
@@ -277,5 +287,4 @@ def _with_end(found: Tokens, end: int) -> Tokens:
 def _reasons(log: BadInputLog) -> str:
     if not log.total:
         return "(there are too few)"
-    first = "; ".join(f"{n} x {reason}, first {log.examples[reason][0]}" for reason, n in log.counts.items())
-    return f"that can be used ({first})"
+    return f"that can be used ({log.firsts()})"

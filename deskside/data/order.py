@@ -66,3 +66,16 @@ def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     out: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
     return out
+
+
+def endless(positions: NDArray[np.int64], count: int, seed: int, length: int) -> NDArray[np.int64]:
+    """Which of `count` items stand at these positions of the endless order, shuffled anew in every epoch.
+
+    length: of the rows, which has an order of its own.
+    """
+    epoch, inside = np.divmod(np.asarray(positions, np.int64), count)
+    found = np.empty_like(inside)
+    for e in np.unique(epoch).tolist():
+        mine = epoch == e
+        found[mine] = permute(inside[mine], count, key_of(seed, e, length))
+    return found

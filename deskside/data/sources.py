@@ -81,6 +81,12 @@ class BadInputLog:
     def total(self) -> int:
         return sum(self.counts.values())
 
+    def firsts(self) -> str:
+        """Every reason with its count and its first place, in one line."""
+        return "; ".join(
+            f"{n} x {reason}, first {self.examples[reason][0]}" for reason, n in self.counts.items()
+        )
+
     def as_dict(self) -> dict[str, Any]:
         return {
             reason: {"count": n, "first": self.examples[reason]} for reason, n in sorted(self.counts.items())
