@@ -74,14 +74,8 @@ def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(SftOptions, argv, "deskside sft", DESCRIPTION, align=SftConfig)
     if options.resume is not None:
-        refuse_beside_resume(options, given)
-        return finish(resume(options.resume), options.json)
-    if options.source is None:
-        raise UsageError(
-            "RUN|HF_DIR is missing: which model shall learn? deskside sft runs/NAME --data chats.jsonl"
-        )
-    if not options.sources:
-        raise UsageError("--data is missing: which conversations? deskside sft RUN --data chats.jsonl")
+        return go_on(options, given)
+    require(options, "sft", "chats.jsonl")
     length_into(given, options.epochs, options.hours)
     align = objective("sft", options, given)
     return learn(
@@ -142,6 +136,19 @@ def refuse_another(name: str, path: str) -> None:
         raise UsageError(
             f"{path}: was made by deskside {made_by}; go on with: deskside {made_by} --resume {path}"
         )
+
+
+def go_on(
+    options: Any,
+    given: dict[str, Any],
+    only: str | None = None,
+    gained: Callable[[dict[str, Any]], str] | None = None,
+) -> int:
+    """What --resume does. only: the objective that the run must have; None takes any. gained: see `finish`."""
+    refuse_beside_resume(options, given)
+    if only is not None:
+        refuse_another(only, options.resume)
+    return finish(resume(options.resume), options.json, gained)
 
 
 def require(options: Any, command: str, file: str) -> None:

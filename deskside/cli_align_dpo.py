@@ -61,9 +61,7 @@ def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(DpoOptions, argv, "deskside dpo", DESCRIPTION, align=DpoConfig)
     if options.resume is not None:
-        cli_align.refuse_beside_resume(options, given)
-        cli_align.refuse_another("dpo", options.resume)
-        return cli_align.finish(cli_align.resume(options.resume), options.json, _gained)
+        return cli_align.go_on(options, given, "dpo", _gained)
     cli_align.require(options, "dpo", "pairs.jsonl")
     cli_align.length_into(given, options.epochs, options.hours, "1 epochs")
     align = cli_align.objective("dpo", options, given)

@@ -71,9 +71,7 @@ def run(argv: Sequence[str]) -> int:
     """The command; returns the exit code. Raises UsageError and RunError."""
     options, given = overrides.parse(GrpoOptions, argv, "deskside grpo", DESCRIPTION, align=GrpoConfig)
     if options.resume is not None:
-        cli_align.refuse_beside_resume(options, given)
-        cli_align.refuse_another("grpo", options.resume)
-        return cli_align.finish(cli_align.resume(options.resume), options.json, _gained)
+        return cli_align.go_on(options, given, "grpo", _gained)
     cli_align.require(options, "grpo", "questions.jsonl")
     cli_align.length_into(given, options.epochs, options.hours, "1 epochs")
     align = cli_align.objective("grpo", options, given)

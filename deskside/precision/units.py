@@ -61,7 +61,7 @@ def _mxfp8_is_faster(device: torch.device) -> bool:
 
     try:
         expected, got = plain().float(), blocks().float()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return False  # a card or a library that cannot do one of them: plain products are judged by the self-check
     agrees = bool((got - expected).norm() <= AGREEMENT * expected.norm())
     return agrees and _milliseconds(blocks) < _milliseconds(plain)

@@ -88,7 +88,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
                 continue
             best = min(seconds.values(), default=float("inf"))
             seconds[backend.name] = _time(_callable(backend, prepared), inputs, need.device, best)
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             # A kernel that this device or torch cannot run says so by raising; the reason is recorded, not hidden.
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             rejected[backend.name] = f"failed: {first_line}"
