@@ -36,14 +36,15 @@ def nothing(context: Context) -> None:
 
 
 def usable(context: Context) -> Selection | None:
-    """The selection when it has arms; else tells what to do and returns None."""
+    """The selection when it has arms, under its heading; else tells what to do and returns None."""
     if context.selection is None or not context.selection.results.arms:
         nothing(context)
         return None
+    _heading(context.selection)
     return context.selection
 
 
-def heading(selection: Selection) -> None:
+def _heading(selection: Selection) -> None:
     """Which study, on what, how far."""
     results = selection.results
     told = [f"**{literal(results.name)}** on {literal(selection.card)}"]

@@ -4,7 +4,7 @@ import streamlit as st
 
 from deskside.dashboard import charts
 from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, heading, seeds_told, usable
+from deskside.dashboard.common import chart, seeds_told, usable
 from deskside.dashboard.literal import literal
 from deskside.report import study_words as words
 from deskside.study.results import Results
@@ -22,7 +22,6 @@ def show(context: Context) -> None:
     selection = usable(context)
     if selection is None:
         return
-    heading(selection)
     results = selection.results
     st.header("Trade-offs")
     choice = st.radio(

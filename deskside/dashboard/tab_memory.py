@@ -4,7 +4,7 @@ import streamlit as st
 
 from deskside.dashboard import charts, tables
 from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, heading, memory_limit, seeds_told, sentence, usable
+from deskside.dashboard.common import chart, memory_limit, seeds_told, sentence, usable
 from deskside.report import study_words as words
 
 CHOICES = {"peak, allocated": "peak_memory_gib", "held by the allocator": "peak_reserved_gib"}
@@ -15,7 +15,6 @@ def show(context: Context) -> None:
     selection = usable(context)
     if selection is None:
         return
-    heading(selection)
     results = selection.results
     st.header("Peak memory")
     choice = st.radio(

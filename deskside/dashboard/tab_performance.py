@@ -6,7 +6,7 @@ import streamlit as st
 
 from deskside.dashboard import cached, charts, tables
 from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, heading, seeds_told, sentence, usable
+from deskside.dashboard.common import chart, seeds_told, sentence, usable
 from deskside.dashboard.literal import literal
 from deskside.dashboard.selection import Selection
 from deskside.errors import UsageError
@@ -26,7 +26,6 @@ def show(context: Context) -> None:
     selection = usable(context)
     if selection is None:
         return
-    heading(selection)
     results = selection.results
     st.header("Speed and quality")
     known = {

@@ -4,7 +4,7 @@ import streamlit as st
 
 from deskside.dashboard import tables
 from deskside.dashboard.cached import Context
-from deskside.dashboard.common import heading, problems, usable
+from deskside.dashboard.common import problems, usable
 from deskside.dashboard.selection import Selection
 from deskside.report import study_words as words
 from deskside.report.study_claims import measured
@@ -16,7 +16,6 @@ def show(context: Context) -> None:
     """The tab."""
     selection = usable(context)
     if selection is not None:
-        heading(selection)
         _tables(selection)
         _interactions(selection)
         _claims(selection)
