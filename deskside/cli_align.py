@@ -121,7 +121,9 @@ def learn(
 
 def refuse_beside_resume(options: Any, given: dict[str, Any]) -> None:
     """Raises UsageError for what --resume would ignore."""
-    extra = [f for f in ("source", "name", "hours", "epochs") if getattr(options, f, None) is not None]
+    extra = [
+        f for f in ("source", "name", "hours", "epochs", "questions") if getattr(options, f, None) is not None
+    ]
     if given or extra or options.sources or options.val:
         raise UsageError("--resume takes the configuration of the run; give no other options with it")
 

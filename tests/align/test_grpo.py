@@ -335,3 +335,8 @@ def test_wrong_usage_is_one_line(
     with pytest.raises(UsageError, match=error) as found:
         cli_align_grpo.run([*argv, "--compute.device", "cpu"])
     assert "\n" not in str(found.value)
+
+
+def test_what_a_resume_would_ignore_is_refused() -> None:
+    with pytest.raises(UsageError, match="give no other options"):
+        cli_align_grpo.run(["--resume", "runs/x", "--questions", "8"])
