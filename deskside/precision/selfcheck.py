@@ -186,6 +186,8 @@ def _compared(
     """What `run` gives, in the order of `expected`, against it."""
     try:
         found = run()
+    except torch.OutOfMemoryError:
+        raise  # it says nothing about the recipe
     except (RuntimeError, UsageError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return CheckResult(False, {}, f"cannot run here: {first_line}")

@@ -33,6 +33,10 @@ SHAPE = ModelConfig(
 )  # fmt: skip
 
 
+def off(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 def test_frozen_products_are_those_of_the_stored_weight(format: Any) -> None:
     torch.manual_seed(0)
@@ -46,8 +50,11 @@ def test_frozen_products_are_those_of_the_stored_weight(format: Any) -> None:
     (dx,) = torch.autograd.grad(y, x, grad)
     dense = layer.dense().double()
     for got, expected in ((y, x.detach().double() @ dense.T), (dx, grad.double() @ dense)):
-        assert float((got.detach().double() - expected).norm() / expected.norm()) < 0.006
-    assert torch.equal(layer.dense().cpu(), freeze(source.cpu(), format).dense())  # type: ignore[operator]
+        assert off(got.detach(), expected) < 0.006
+    # A CPU sums the magnitudes' mean in another order and divides to another last bit, so a few codes are neighbours.
+    elsewhere = freeze(source.cpu(), format)
+    assert float((layer.codes.cpu() != elsewhere.codes).double().mean()) < 1e-3  # type: ignore[operator, union-attr]
+    assert off(layer.dense().cpu(), elsewhere.dense()) < 5e-3  # type: ignore[operator]
 
 
 def step_of(

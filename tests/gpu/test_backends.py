@@ -113,17 +113,23 @@ def test_torchao_tensorwise_is_ours(their_torchao: None) -> None:
         assert off(got, expected) < 3e-3
 
 
-def test_compiled_torchao_has_the_gradients_of_eager(their_torchao: None, data: Path) -> None:
+def test_compiled_torchao_is_as_near_to_bf16_as_eager(their_torchao: None, data: Path) -> None:
+    """Compiled code keeps float32 where eager rounds to BF16, which moves values to the next FP8 number; over twelve
+    layers the two drift apart by what either is off, so the gradients of BF16 are the measure."""
     found = {}
-    for compile in ("off", "block"):
+    for compile, precision in (
+        ("off", {"name": "bf16"}),
+        ("off", {"name": "fp8-tensorwise", "backend": "torchao"}),
+        ("block", {"name": "fp8-tensorwise", "backend": "torchao"}),
+    ):
         compute = {**QUICK, "compile": compile}
-        precision = {"name": "fp8-tensorwise", "backend": "torchao"}
-        found[compile] = first_gradients(
-            config(data, compute=compute, precision=precision, model={"num_hidden_layers": 12})
-        )
-    for name, gradient in found["block"].items():
-        # Compiled code keeps float32 where eager rounds to BF16, which moves some values to the next FP8 number.
-        assert bool(gradient.isfinite().all()) and off(gradient, found["off"][name]) < 0.15, name
+        given = config(data, compute=compute, precision=precision, model={"num_hidden_layers": 12})
+        found[compile, precision["name"]] = first_gradients(given)
+    for name, truth in found["off", "bf16"].items():
+        compiled = off(found["block", "fp8-tensorwise"][name], truth)
+        eager = off(found["off", "fp8-tensorwise"][name], truth)
+        print(f"{name}: compiled {compiled:.3f}, eager {eager:.3f}")
+        assert compiled < 1.3 * eager + 0.02, (name, compiled, eager)
 
 
 @pytest.mark.parametrize("recipe", torchao.RECIPES)

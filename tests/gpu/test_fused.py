@@ -63,11 +63,10 @@ def check_fp8(found: object, truth: object, cast: Cast, other: Cast) -> None:
     assert isinstance(found, Fp8) and isinstance(truth, Fp8)
     check_transposed(found)
     ours, theirs = found.rows.view(torch.uint8).int(), truth.rows.view(torch.uint8).int()
-    differ = ours != theirs
+    zero = (ours | theirs) & 0x7F == 0  # of either sign: 0 x -1 where ReLU's slope is zero
+    differ = (ours != theirs) & ~zero
     assert float(differ.float().mean()) < 2e-3
-    # Neighbours, or a zero of the other sign.
-    near = ((ours - theirs).abs() == 1) | ((ours | theirs) & 0x7F == 0)
-    assert bool((near | ~differ).all())
+    assert bool(((ours - theirs).abs() == 1)[differ].all())
     torch.testing.assert_close(cast.amax, other.amax, rtol=2e-5, atol=0)
     assert float(cast.amax) > 0
 
@@ -228,7 +227,8 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
     assert losses[5] == 0 and not bool(grad[5].any())
     for row in (0, 6, 7):
         compare(grad[row], slope[row])
-    torch.testing.assert_close(grad[8].double(), slope[8], rtol=2**-7, atol=1e-6)
+    # p - 1 = 0 within float32's rounding of a logarithm near 60.
+    torch.testing.assert_close(grad[8].double(), slope[8], rtol=2**-7, atol=4e-6)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

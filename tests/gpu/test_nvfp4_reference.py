@@ -29,7 +29,10 @@ def test_bits_are_those_of_the_cpu(data: str, name: str) -> None:
         return
     # EDEN's correction is a sum of 128, whose order is the device's: a scale on the edge of its noise may differ.
     assert torch.equal(got.codes.cpu(), wanted.codes)
-    differ = got.block_scale.view(torch.uint8).cpu() != wanted.block_scale.view(torch.uint8)
+    ours, theirs = got.block_scale.float().cpu(), wanted.block_scale.float()
+    differ = (ours != theirs) & ~(
+        ours.isnan() & theirs.isnan()
+    )  # 1e37 overflows in the rotation; NaN has two signs
     assert differ.double().mean() < 1e-3
 
 

@@ -136,6 +136,14 @@ def test_selfcheck_reports_a_kernel_that_cannot_run() -> None:
     assert not result.ok and result.reason == "cannot run here: no kernel image"
 
 
+def test_out_of_memory_is_not_the_recipes_fault() -> None:
+    def hungry(x: Tensor, weight: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        check_gemm(hungry, 1e-2, "cpu")
+
+
 def test_the_heads_selfcheck_passes_on_cpu() -> None:
     result = check_head("cpu")
     assert result.ok and result.reason == "" and not result.native
