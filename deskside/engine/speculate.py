@@ -74,9 +74,9 @@ def speculate(
     place_T = torch.arange(T, device=newest_B.device)
     token_BT = torch.where(place_T < accepted_B[:, None], fed_BT.roll(-1, dims=1), last_B[:, None])
     slots.put(lanes_B, last_B, lengths_B + accepted_B + 1, count_B + accepted_B + 1)
-    if how.penalised and slots.seen_SV is not None:
+    if how.penalised:
         real_BT = torch.where(place_T <= accepted_B[:, None], token_BT, last_B[:, None])
-        slots.seen_SV[lanes_B[:, None], real_BT] = True
+        slots.saw(lanes_B[:, None], real_BT)
     if not how.logprobs:
         return Output(token_BT, accepted_B + 1)
     sampled_BT = p_BTV.gather(2, token_BT[..., None])[..., 0].log()

@@ -145,6 +145,12 @@ class Slots:
         self.seen_SV[slot] = False
         self.seen_SV[slot, self.to_device(prompt)] = True
 
+    def saw(self, lanes: Tensor, tokens: Tensor) -> None:
+        """New tokens of these lanes, which broadcast with them. Also while a graph is captured, where `= True` may not
+        be written: torch would fetch that constant from the host."""
+        assert self.seen_SV is not None
+        self.seen_SV[lanes, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+
     def seen_by(self, lanes_B: Tensor, how: How) -> Tensor | None:
         """(B, V) where a row of the step has a penalty."""
         return self.seen_SV[lanes_B] if how.penalised and self.seen_SV is not None else None
@@ -195,8 +201,7 @@ def decode(forward: Forward, slots: Slots, lanes_B: Tensor, bound: int, how: How
     drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, how)
     slots.put(lanes_B, drawn.token_B, length_B + 1, count_B + 1)
     if how.penalised:
-        assert slots.seen_SV is not None
-        slots.seen_SV[lanes_B, drawn.token_B] = True
+        slots.saw(lanes_B, drawn.token_B)
     return Output.of(drawn)
 
 
