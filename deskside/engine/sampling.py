@@ -34,6 +34,7 @@ from deskside.errors import UsageError
 
 GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2  # widths besides a number of best tokens
 WIDTHS = (64, 256, 1024, 4096)
+ONE = 2.0**52  # a probability of 1 where probabilities are added up as integers
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,10 @@ def candidates(logits_BV: Tensor, settings: Settings, width: int) -> tuple[Tenso
         first_BW = (rank_W == 0).expand_as(token_BW)
         keep_BW = rank_W < settings.top_k_B[:, None]
         p_BW = scaled_BW.masked_fill(~keep_BW, -torch.inf).softmax(-1, dtype=torch.float64)
-        # A token stays while the tokens before it hold less than top_p; the first always stays.
-        keep_BW = keep_BW & (p_BW.cumsum(-1) - p_BW < settings.top_p_B[:, None])
+        # A token stays while the tokens before it hold less than top_p; the first always stays. Added up as integers:
+        # of floating-point numbers CUDA has no cumsum whose order is fixed, and a deterministic run refuses it.
+        share_BW = (p_BW * ONE).long()
+        keep_BW = keep_BW & (share_BW.cumsum(-1) - share_BW < settings.top_p_B[:, None].double() * ONE)
         keep_BW = keep_BW & (scaled_BW >= scaled_BW[:, :1] + settings.min_p_B.log()[:, None])
     keep_BW = torch.where(greedy_B1, first_BW, keep_BW | first_BW)
     return scaled_BW.masked_fill(~keep_BW, -torch.inf).log_softmax(-1), token_BW

@@ -1,4 +1,4 @@
-"""What a CUDA graph may hold: kernels of one device, and no word from the host but constants.
+"""What a step on a card must keep to: a CUDA graph holds it, and a deterministic run may take it.
 
 A capture fails at whatever waits for the device: a value read by the host, a shape that depends on values, and a copy
 from the host's memory, such as the constant of `x[index] = True`, which torch keeps in a tensor on the CPU
@@ -33,10 +33,13 @@ LANES, PAGES = 4, 3
 
 
 class OnOneDevice(TorchDispatchMode):
-    """Refuses every operator that has to do with a tensor on the CPU."""
+    """Refuses every operator that has to do with a tensor on the CPU, and the one that `use_deterministic_algorithms`
+    refuses on CUDA: training draws samples at its end."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.cumsum.default:
+            assert not args[0].is_floating_point(), "cumsum of floating-point numbers"
         for leaf in tree_leaves((args, kwargs, result)):
             assert not (isinstance(leaf, Tensor) and leaf.device.type == "cpu"), f"{function}: on the CPU"
         return result
