@@ -41,7 +41,7 @@ from deskside.align.grpo_data import Question, Questions
 from deskside.align.policy import advantages, policy_terms
 from deskside.align.prepared import SAMPLES_FILE, told
 from deskside.align.rollouts import Rollout, RolloutLog
-from deskside.align.sampler import Sampled, Sampler
+from deskside.align.sampler import Sampled, Sampler, copy_of
 from deskside.align.samples import keep_before, with_before
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.parts import ComputeConfig
@@ -124,6 +124,7 @@ class Grpo:
         self.tokenizer = load_tokenizer(session.run.tokenizer)
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
         with session.precision.plain():
+            self._keep_reference(session)  # first: the sampler shares out the memory that is left
             self.sampler = Sampler(
                 session.model,
                 config.adapter is not None,
@@ -132,7 +133,6 @@ class Grpo:
                 self.ends,
             )
             self.sampler.rehearse(self.opened["train"].vocab_size)
-            self._keep_reference(session)
         if not session.resumed:
             keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
         session.world.barrier()
@@ -326,14 +326,13 @@ class Grpo:
         if not self.options.kl:
             return
         path = session.run.path / REFERENCE
-        self.sampler.renew()
-        self.reference = self.sampler.made()
+        self.reference = copy_of(session.model, session.config.adapter is not None)
         named = dict(self.reference.named_parameters())
         if session.resumed:
             if not path.is_file():
                 raise RunError(f"{path}: is missing; align.kl needs the weights that the run began with")
             with torch.no_grad():
-                for name, tensor in load_file(path, device=str(session.world.device)).items():
+                for name, tensor in load_file(path).items():
                     named[name].copy_(tensor)
         elif session.world.first:
             try:

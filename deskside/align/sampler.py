@@ -2,7 +2,7 @@
 
 Training and sampling take turns on one card. The engine's memory (the copy, and the cache of keys and values) stays
 where it is, so what it may have is what training's largest step leaves free; it is settled after that step has run,
-and then tried with the longest prompts there can be.
+and then tried with the most that it can be asked for.
 
 The token that ends an answer is part of it, because ending is learnt too. So the engine is not told which tokens end a
 text: an answer is watched, and its request cancelled when such a token comes.
@@ -13,16 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
-from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
+from deskside.engine.graphs import WARM_UP
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
-from deskside.engine.weights import inference_copy, refresh
+from deskside.engine.weights import for_inference, inference_copy, refresh
 from deskside.errors import RunError
-from deskside.export.merge import merged
+from deskside.export.merge import merge_into, merged
 from deskside.model.transformer import Transformer
 
 SHARE = 0.85  # of the free memory that the engine takes; the rest is for workspace and fragmentation
 MOST_ROWS = 256
+ANY = Sampling(1.0)  # as answers are drawn; the temperature changes nothing in what it takes
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Sampler:
 
     def __init__(self, model: Transformer, adapted: bool, rows: int, row_tokens: int, ends: frozenset[int]):
         self.model, self.adapted, self.ends = model, adapted, ends
-        self.copy = self.made()
+        self.copy = copy_of(model, adapted)
         rows = min(rows, MOST_ROWS)
         pages = -(-row_tokens // PAGE_SIZE)
         tokens = rows * pages * PAGE_SIZE
@@ -57,27 +59,19 @@ class Sampler:
         self.row_tokens = row_tokens
         self.engine = Engine(self.copy, max_batch=min(rows, tokens // (pages * PAGE_SIZE)), max_tokens=tokens)
 
-    def made(self) -> Transformer:
-        """A copy of the model as it is now, in the dtype of the activations, adapters merged."""
-        if not self.adapted:
-            return inference_copy(self.model)
-        dtype = self.model.activation_dtype
-        copy = merged(self.model, self.model.embed.weight.device, dtype)
-        copy.embed.output_dtype = dtype
-        if copy.position is not None:
-            copy.position.output_dtype = dtype
-        return copy.requires_grad_(False).eval()
-
     def rehearse(self, vocabulary: int) -> None:
-        """The most that sampling can need, once: all rows at their longest. Raises RunError when out of memory."""
-        prompt = tuple(n % vocabulary for n in range(self.row_tokens - 2))
+        """The most that sampling can need, once: all rows at their longest, first with prompts of their own, then with
+        one that they share and go on from together. Raises RunError when out of memory."""
+        rows, longest = self.engine.max_batch, self.row_tokens
+        # The rows that share a prompt compute its last page in some parts; a graph is captured after WARM_UP steps.
+        together = -(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3
+        new = min(together, longest - 1)
+        prompt = tuple(n % vocabulary for n in range(longest - 2))
+        alone = [Request((first % vocabulary, *prompt[1:]), 2, ANY, logprobs=True) for first in range(rows)]
+        shared = [Request(prompt[: longest - new], new, ANY, samples=rows, logprobs=True)]
         try:
-            for first in range(self.engine.max_batch):
-                self.engine.submit(
-                    Request((first % vocabulary, *prompt[1:]), 2, Sampling(1.0), logprobs=True)
-                )
-            for _ in self.engine.events():
-                pass
+            for requests in (alone, shared):
+                self.engine.run(requests)
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory while sampling ({str(error).split('.')[0]}); give a smaller --batch.micro_tokens, or a "
@@ -86,9 +80,11 @@ class Sampler:
         self.engine.weights_changed()
 
     def renew(self) -> None:
-        """Bring the copy up to date with the model."""
-        with torch.no_grad():
-            refresh(self.copy, self.made() if self.adapted else self.model)
+        """Bring the copy up to date with the model. The copy stays the only one: there may be no room for another."""
+        if self.adapted:
+            merge_into(self.copy, self.model)
+        else:
+            refresh(self.copy, self.model)
         self.engine.weights_changed()
 
     def sample(
@@ -125,3 +121,11 @@ class Sampler:
             Sampled(tuple(made), tuple(logprobs), end)
             for (made, logprobs), end in zip(found, ended, strict=True)
         ]
+
+
+def copy_of(model: Transformer, adapted: bool) -> Transformer:
+    """A copy of the model as it is now, in the dtype of the activations, adapters merged."""
+    if not adapted:
+        return inference_copy(model)
+    dtype = model.activation_dtype
+    return for_inference(merged(model, model.embed.weight.device, dtype), dtype)

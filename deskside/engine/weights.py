@@ -8,24 +8,24 @@ whose tensors stay where they are: CUDA graphs hold their addresses. `refresh` b
 import torch
 
 from deskside.errors import UsageError
+from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 
 
 @torch.no_grad()
 def inference_copy(model: Transformer) -> Transformer:
     """The model to generate with: weights of two and more dimensions in the dtype of the activations, none trained."""
-    with torch.device("meta"):
-        copy = Transformer(model.config)
-    copy.to_empty(device=model.embed.weight.device)
-    copy.requires_grad_(False).eval()
-    for parameter in copy.parameters():
-        if parameter.ndim >= 2:
-            parameter.data = parameter.data.to(model.activation_dtype)
-    copy.embed.output_dtype = model.activation_dtype
-    if copy.position is not None:
-        copy.position.output_dtype = model.activation_dtype
+    copy = allocate(model.config, model.embed.weight.device, model.activation_dtype)
     refresh(copy, model)
-    return copy
+    return for_inference(copy, model.activation_dtype)
+
+
+def for_inference(copy: Transformer, dtype: torch.dtype) -> Transformer:
+    """The same model, which hands out activations in `dtype` and does not train."""
+    copy.embed.output_dtype = dtype
+    if copy.position is not None:
+        copy.position.output_dtype = dtype
+    return copy.requires_grad_(False).eval()
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from deskside.errors import RunError, UsageError
 from deskside.export.checkpoints import fingerprint
 from deskside.export.hf_families import FAMILIES, Family, family_of, to_hf_config
 from deskside.export.hf_read import from_hf_config
+from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 
@@ -136,9 +137,7 @@ def load_hf(folder: Path, device: torch.device | str = "cpu") -> tuple[ModelConf
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
     family = FAMILIES[source["model_type"]]
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.to_empty(device=device)
+    model = allocate(config, device)
     with ExitStack() as stack, torch.no_grad():
         stored = _Stored(folder, family, stack)
         wanted = _by_hf_name(model, family)

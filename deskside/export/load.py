@@ -38,6 +38,7 @@ from deskside.export.checkpoints import (
 )
 from deskside.export.hf import load_hf, read_json
 from deskside.export.merge import merged, read_adapted
+from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 
 Kind = Literal["run", "checkpoint", "hf"]
@@ -214,9 +215,7 @@ def _read_weights(
     if run["config"].get("adapter") is not None:
         return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), device), device)
     verify(checkpoint, weights_only=True)
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.to_empty(device=device)
+    model = allocate(config, device)
     if checkpoint.sharded:
         own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
         with warnings.catch_warnings():  # one process reading what many wrote is what is meant here

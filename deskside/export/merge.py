@@ -21,6 +21,7 @@ from deskside.errors import RunError, UsageError
 from deskside.export import base
 from deskside.export.checkpoints import WEIGHTS, Checkpoint, Damaged, find, load_weights, verify
 from deskside.export.hf import read_json
+from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.frozen import FrozenLinear
@@ -32,17 +33,20 @@ def merged(
 ) -> Transformer:
     """A model of its own on `device`, without adapters. dtype: of weights with two or more dimensions; sums are made
     in float32. The given model stays as it is."""
-    with torch.device("meta"):
-        plain = Transformer(model.config)
+    plain = allocate(model.config, device, dtype)
+    merge_into(plain, model)
+    return plain
+
+
+@torch.no_grad()
+def merge_into(plain: Transformer, model: Transformer) -> None:
+    """Overwrite the weights of a model without adapters with those of an adapted one, merged. Beside the two, memory
+    is needed for one weight at a time, in float32."""
     given = dict(model.named_modules())
     for path, target in plain.named_modules():
         source = given[path]
-        for leaf, wanted in list(target.named_parameters(recurse=False)):
-            value = _weight(source) if leaf == "weight" else getattr(source, leaf).detach()
-            kind = dtype if wanted.ndim >= 2 else torch.float32
-            target.register_parameter(leaf, nn.Parameter(value.to(device, kind, copy=True)))
-    plain.reset_buffers()
-    return plain
+        for leaf, parameter in target.named_parameters(recurse=False):
+            parameter.copy_(_weight(source) if leaf == "weight" else getattr(source, leaf))
 
 
 @dataclass(frozen=True)

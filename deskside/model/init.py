@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 
@@ -28,6 +29,21 @@ class InitOptions:
     head_std: float = 0.001
     matrix_gain: float = 1.0
     output: Literal["zero", "fan_in", "depth"] = "zero"
+
+
+@torch.no_grad()
+def allocate(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """A model on `device` whose weights are not set. dtype: of weights with two or more dimensions; the others are
+    float32. Takes the memory of the weights and no more."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(dtype)
+    model.to_empty(device=device)
+    return model
 
 
 @torch.no_grad()

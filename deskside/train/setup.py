@@ -15,7 +15,7 @@ from deskside.data.prepare import prepare
 from deskside.errors import RunError, UsageError
 from deskside.export.checkpoints import load_weights
 from deskside.kernels.attention import Requirements, choose
-from deskside.model.init import initialize
+from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.precision.apply import Applied, apply, not_covered
@@ -142,9 +142,7 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
         if start is not None:
             start.say(adapted.sentence(model, config))
     else:
-        with torch.device("meta"):
-            model = Transformer(config.model)
-        model.to_empty(device=world.device)
+        model = allocate(config.model, world.device)
         initialize(model, config.seed)
         if initial is not None:
             load_weights(model, initial.weights)

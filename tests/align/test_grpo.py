@@ -9,20 +9,26 @@ import pytest
 import torch
 
 from deskside import cli_align_grpo
-from deskside.align import answers
+from deskside.align import answers, grpo
 from deskside.align.grpo import Grpo, RolloutBatch, passes
 from deskside.align.grpo_data import Question, Questions, prepare_questions
 from deskside.align.policy import policy_terms
 from deskside.align.prepared import Spec
 from deskside.align.rewards import final_number
 from deskside.align.rollouts import Rollout, RolloutLog
-from deskside.align.sampler import Sampled, Sampler
+from deskside.align.sampler import Sampled, Sampler, copy_of
+from deskside.config.adapter import AdapterConfig
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.run import RunConfig
 from deskside.data import chat_template
+from deskside.engine.graphs import WARM_UP
 from deskside.errors import RunError, UsageError
+from deskside.export import merge
 from deskside.export.load import load_model
+from deskside.export.merge import merged
 from deskside.kernels.attention import AttentionContext
+from deskside.model.transformer import Transformer
+from deskside.precision.adapters import attach
 from tests.align import tiny
 
 KEYS = ("step", "loss", "grad_norm", "reward", "answer_tokens", "entropy", "clipped", "drift", "kl")
@@ -175,6 +181,67 @@ def test_new_weights_give_other_answers(taught: Path, base: Path) -> None:
     assert sampler.sample([(5, 6, 7)], [0], 0, 0.0, 8) == first
     sampler.renew()
     assert sampler.sample([(5, 6, 7)], [0], 0, 0.0, 8) != first
+
+
+def test_new_adapters_reach_the_copy_without_a_second_one(
+    taught: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card the engine's cache has taken the memory that another copy would need."""
+    model = load_model(str(taught)).model
+    attach(model, AdapterConfig(rank=4), 0)
+    sampler = Sampler(model, True, 4, 64, frozenset())
+    before = {name: parameter.data_ptr() for name, parameter in sampler.copy.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                )
+    expected = {name: parameter.detach() for name, parameter in merged(model).named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr(merge, "allocate", lambda *_: pytest.fail("a second copy"))
+        sampler.renew()
+    found = dict(sampler.copy.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter, expected[name].to(parameter.dtype))
+        assert parameter.data_ptr() == before[name]
+
+
+def test_the_rehearsal_decodes_all_rows_at_once_until_a_graph_would_be_captured(taught: Path) -> None:
+    """40 prompts of 254 tokens take several steps, and are more than one step computes."""
+    sampler = Sampler(load_model(str(taught)).model, False, 40, 256, frozenset())
+    decode, lanes = sampler.engine._decode, list[int]()
+
+    def counted(going: list[Any]) -> None:
+        lanes.append(len(going))
+        decode(going)
+
+    sampler.engine._decode = counted  # type: ignore[method-assign]
+    sampler.rehearse(300)
+    assert sampler.engine.max_batch == 40
+    assert lanes.count(40) > WARM_UP
+    assert sampler.engine.free_tokens == 40 * 256
+
+
+def test_the_reference_is_there_before_the_sampler_takes_what_memory_is_left(
+    taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Noted(Sampler):
+        def __init__(self, *arguments: Any) -> None:
+            order.append("sampler")
+            super().__init__(*arguments)
+
+    def copied(*arguments: Any) -> Transformer:
+        order.append("copy")
+        return copy_of(*arguments)
+
+    monkeypatch.setattr(grpo, "Sampler", Noted)
+    monkeypatch.setattr(grpo, "copy_of", copied)
+    train(tmp_path, taught, "r", "--schedule.steps", "1", "--questions", "4", "--align.kl", "0.1")
+    assert order == ["copy", "sampler"]
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128])

@@ -1,7 +1,12 @@
 """The copy to generate with: the same numbers as the model that is trained, and up to date when it is told."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
@@ -31,6 +36,29 @@ def test_the_copy_computes_what_the_model_does(name: str, recipe: str) -> None:
     assert before == {name: parameter.data_ptr() for name, parameter in copy.named_parameters()}
     assert not any(parameter.requires_grad for parameter in copy.parameters())
     assert next(model.parameters()).requires_grad
+
+
+class InHalf(TorchDispatchMode):
+    """Refuses a float32 tensor of the shape of one of the given weights."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.shapes = {tuple(weight.shape) for weight in weights if weight.ndim >= 2}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not result.is_meta and tuple(result.shape) in self.shapes:
+            assert result.dtype == torch.bfloat16 or function is torch.ops.aten.detach.default, function
+        return result
+
+
+def test_the_copy_never_takes_the_memory_of_float32() -> None:
+    """It is made beside training, on a card that training fills."""
+    model = make()
+    apply(model, "bf16")
+    with InHalf(model.parameters()):
+        copy = inference_copy(model)
+    assert copy.embed.weight.dtype == torch.bfloat16
 
 
 def test_the_engine_runs_on_the_copy() -> None:
