@@ -41,7 +41,7 @@ from deskside.align.grpo_data import Question, Questions
 from deskside.align.policy import advantages, policy_terms
 from deskside.align.prepared import SAMPLES_FILE, told
 from deskside.align.rollouts import Rollout, RolloutLog
-from deskside.align.sampler import Sampled, Sampler, copy_of
+from deskside.align.sampler import Sampled, Sampler, copy_of, memory_for_sampling
 from deskside.align.samples import keep_before, with_before
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.parts import ComputeConfig
@@ -123,7 +123,7 @@ class Grpo:
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
         self.tokenizer = load_tokenizer(session.run.tokenizer)
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
-        with session.precision.plain():
+        with session.precision.plain(), memory_for_sampling():
             self._keep_reference(session)  # first: the sampler shares out the memory that is left
             self.sampler = Sampler(
                 session.model,

@@ -8,7 +8,8 @@ The token that ends an answer is part of it, because ending is learnt too. So th
 text: an answer is watched, and its request cancelled when such a token comes.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from deskside.engine.weights import for_inference, inference_copy, refresh
 from deskside.errors import RunError
 from deskside.export.merge import merge_into, merged
 from deskside.model.transformer import Transformer
+from deskside.train import machine
 
 SHARE = 0.85  # of the free memory that the engine takes; the rest is for workspace and fragmentation
 MOST_ROWS = 256
@@ -38,7 +40,8 @@ class Sampled:
 
 class Sampler:
     """`adapted`: the model has adapters, which are merged into the copy. rows: answers wanted at once, of up to
-    `row_tokens` tokens with their question. Raises RunError where memory is left for less than one of them."""
+    `row_tokens` tokens with their question. Raises RunError where memory is left for less than one of them; make it
+    inside of `memory_for_sampling`."""
 
     def __init__(self, model: Transformer, adapted: bool, rows: int, row_tokens: int, ends: frozenset[int]):
         self.model, self.adapted, self.ends = model, adapted, ends
@@ -49,7 +52,9 @@ class Sampler:
         device = model.embed.weight.device
         if device.type == "cuda":
             each = self.copy.kv_bytes_per_token(self.copy.activation_dtype)
-            room = int(SHARE * torch.cuda.mem_get_info(device)[0] / each)
+            # What training's step has given back stays torch's, and waits for the next step.
+            free = machine.free_memory_gib(device) * 2**30 - torch.cuda.memory_reserved(device)
+            room = int(SHARE * free / each)
             if room < pages * PAGE_SIZE:
                 raise RunError(
                     f"out of memory: training leaves room for {room} tokens of answers, one needs {row_tokens}; give a "
@@ -61,7 +66,7 @@ class Sampler:
 
     def rehearse(self, vocabulary: int) -> None:
         """The most that sampling can need, once: all rows at their longest, first with prompts of their own, then with
-        one that they share and go on from together. Raises RunError when out of memory."""
+        one that they share and go on from together. Call it inside of `memory_for_sampling`."""
         rows, longest = self.engine.max_batch, self.row_tokens
         # The rows that share a prompt compute its last page in some parts; a graph is captured after WARM_UP steps.
         together = -(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3
@@ -69,14 +74,8 @@ class Sampler:
         prompt = tuple(n % vocabulary for n in range(longest - 2))
         alone = [Request((first % vocabulary, *prompt[1:]), 2, ANY, logprobs=True) for first in range(rows)]
         shared = [Request(prompt[: longest - new], new, ANY, samples=rows, logprobs=True)]
-        try:
-            for requests in (alone, shared):
-                self.engine.run(requests)
-        except torch.OutOfMemoryError as error:
-            raise RunError(
-                f"out of memory while sampling ({str(error).split('.')[0]}); give a smaller --batch.micro_tokens, or a "
-                "shorter --batch.sequence_length"
-            ) from None
+        for requests in (alone, shared):
+            self.engine.run(requests)
         self.engine.weights_changed()
 
     def renew(self) -> None:
@@ -121,6 +120,18 @@ class Sampler:
             Sampled(tuple(made), tuple(logprobs), end)
             for (made, logprobs), end in zip(found, ended, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def memory_for_sampling() -> Iterator[None]:
+    """Raises RunError, saying what to do, where what is done inside runs out of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of memory while sampling ({str(error).split('.')[0]}); give a smaller --batch.micro_tokens, or a "
+            "shorter --batch.sequence_length"
+        ) from None
 
 
 def copy_of(model: Transformer, adapted: bool) -> Transformer:

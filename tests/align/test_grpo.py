@@ -9,18 +9,19 @@ import pytest
 import torch
 
 from deskside import cli_align_grpo
-from deskside.align import answers, grpo
+from deskside.align import answers, grpo, samples
 from deskside.align.grpo import Grpo, RolloutBatch, passes
 from deskside.align.grpo_data import Question, Questions, prepare_questions
 from deskside.align.policy import policy_terms
 from deskside.align.prepared import Spec
 from deskside.align.rewards import final_number
 from deskside.align.rollouts import Rollout, RolloutLog
-from deskside.align.sampler import Sampled, Sampler, copy_of
+from deskside.align.sampler import Sampled, Sampler, copy_of, memory_for_sampling
 from deskside.config.adapter import AdapterConfig
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.run import RunConfig
 from deskside.data import chat_template
+from deskside.engine.engine import Engine
 from deskside.engine.graphs import WARM_UP
 from deskside.errors import RunError, UsageError
 from deskside.export import merge
@@ -28,6 +29,7 @@ from deskside.export.load import load_model
 from deskside.export.merge import merged
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
+from deskside.ops.lora import is_adapted
 from deskside.precision.adapters import attach
 from tests.align import tiny
 
@@ -242,6 +244,37 @@ def test_the_reference_is_there_before_the_sampler_takes_what_memory_is_left(
     monkeypatch.setattr(grpo, "copy_of", copied)
     train(tmp_path, taught, "r", "--schedule.steps", "1", "--questions", "4", "--align.kl", "0.1")
     assert order == ["copy", "sampler"]
+
+
+def test_no_memory_for_sampling_is_one_line(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More text.")
+
+    monkeypatch.setattr(Engine, "_decode", full)
+    sampler = Sampler(load_model(str(taught)).model, False, 4, 64, frozenset())
+    with (
+        pytest.raises(RunError, match=r"out of memory while sampling \(CUDA out of memory\); give a smaller"),
+        memory_for_sampling(),
+    ):
+        sampler.rehearse(300)
+
+
+def test_a_run_with_adapters_is_asked_where_it_was_trained(
+    taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged into a model of their own they lie on the host, which would be slow to answer."""
+    asked: list[bool] = []
+
+    def noted(model: Transformer, *rest: Any) -> Any:
+        asked.append(is_adapted(model))
+        return answer(model, *rest)
+
+    answer = samples.answers
+    monkeypatch.setattr(samples, "answers", noted)
+    run = train(tmp_path, taught, "a", "--schedule.steps", "1", "--questions", "4", "--adapter.rank", "4")
+    assert asked == [True, True]
+    told = json.loads((run / "summary.json").read_text())["samples"]
+    assert told and all(sample.keys() >= {"prompt", "text", "before"} for sample in told)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128])
