@@ -247,12 +247,16 @@ def _describe(
     writer.add_token_types(tokenizer.types)
     writer.add_token_merges(tokenizer.merges)
     writer.add_bos_token_id(tokenizer.start)
-    writer.add_eos_token_id(tokenizer.ends[0])
+    writer.add_eos_token_id(tokenizer.end)
     writer.add_pad_token_id(tokenizer.padding)
     writer.add_add_bos_token(tokenizer.add_start)
     if tokenizer.chat_template is not None:
         writer.add_eot_token_id(tokenizer.ends[0])
         writer.add_chat_template(tokenizer.chat_template)
+    # llama.cpp stops at these three, and at tokens that it knows by their spelling.
+    others = [number for number in tokenizer.ends[1:] if number != tokenizer.end]
+    if others:
+        writer.add_eom_token_id(others[0])
 
 
 def _compare(

@@ -5,6 +5,7 @@ it does not know cannot be exported: it would split another text than training d
 those of `llm_tokenizer_bpe` in llama.cpp's src/llama-vocab.cpp.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_te
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import UsageError
 from deskside.export.hf import read_json
+from deskside.export.load import named_token
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -32,8 +34,9 @@ _BY_PATTERN = {
 class GgufTokenizer:
     """Tokens by id (padded to the model's vocabulary), their types, merges by rank, and the named tokens.
 
-    ends: the token that ends an answer first, then others that end a text. add_start: whether `start` stands before
-    every text.
+    ends: the token that ends an answer first, then others that end a text. end: what a chat template that asks for
+    `eos_token` was rendered with, else ends[0]. add_start: whether `start` stands before every text. nfc: whether the
+    tokenizer brings text into Unicode's NFC first, which llama.cpp does not.
     """
 
     pre: str
@@ -41,10 +44,12 @@ class GgufTokenizer:
     types: tuple[int, ...]
     merges: tuple[str, ...]
     start: int
+    end: int
     ends: tuple[int, ...]
     padding: int
     add_start: bool
     chat_template: str | None
+    nfc: bool
 
 
 def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
@@ -63,12 +68,16 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
             f"{file}: has token {max(vocabulary.values())}, above the model's vocab_size {vocab_size}"
         )
     # A vocabulary is padded so that matrix products are fast; llama.cpp counts rows by the tokens listed here.
-    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    tokens = [_filler(number, vocabulary) for number in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for token, number in vocabulary.items():
         tokens[number], types[number] = token, NORMAL
     for added in spec.get("added_tokens", []):
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+        if wrong := [key for key in ("lstrip", "rstrip", "single_word") if added.get(key)]:
+            raise UsageError(
+                f"{file}: token '{added['content']}' has {', '.join(wrong)}, which llama.cpp does not do; use --to hf"
+            )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
     if not merges:
         raise UsageError(
@@ -76,18 +85,32 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
         )
     end = end_of_text(coder, folder)[1]
     template = own_template(folder)
+    ends = _ends(folder, end)
+    named = (
+        named_token(coder, folder, "eos_token") if template is not None and "eos_token" in template else None
+    )
     return GgufTokenizer(
         pre=pre,
         tokens=tuple(tokens),
         types=tuple(types),
         merges=tuple(merges),
         start=start,
-        ends=_ends(folder, end),
+        end=ends[0] if named is None else named,
+        ends=ends,
         padding=end,
         # A conversation begins with its own first token, any other text with `start`: so both were trained.
         add_start=template is None or _starts_every_text(spec.get("post_processor"), tokens[start]),
         chat_template=template,
+        nfc=(spec.get("normalizer") or {}).get("type") == "NFC",
     )
+
+
+def _filler(number: int, vocabulary: Mapping[str, int]) -> str:
+    """A name for a row without a token. llama.cpp aborts where two tokens are spelt alike."""
+    name = f"[PAD{number}]"
+    while name in vocabulary:
+        name += "]"
+    return name
 
 
 def _ends(folder: Path, end: int) -> tuple[int, ...]:

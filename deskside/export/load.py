@@ -171,7 +171,7 @@ def _complete(
     eos = {end, *_eos_of_generation_config(tokenizer_dir)}
     turn = tokenizer.token_to_id(CHAT_TOKENS[1])
     eos |= {turn} if turn is not None else set()
-    begin = _named_token(tokenizer, tokenizer_dir, "bos_token")
+    begin = named_token(tokenizer, tokenizer_dir, "bos_token")
     return Loaded(
         model,
         tokenizer,
@@ -255,7 +255,7 @@ def _eos_of_generation_config(folder: Path) -> set[int]:
     return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
 
-def _named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
+def named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
     """The id of the token that tokenizer_config.json names under `key`."""
     path = folder / "tokenizer_config.json"
     named = read_json(path).get(key) if path.is_file() else None

@@ -107,13 +107,15 @@ def _gguf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> 
     check_gguf(loaded.config)
     tokenizer = gguf_tokenizer(loaded.tokenizer_dir, loaded.config.vocab_size, loaded.start_token)
     name = gguf_name(loaded.name, options.dtype)
-    # Known since February 2026 (ggml-org/llama.cpp, pull request 19468); before: "unknown pre-tokenizer type".
-    new = tokenizer.pre == GGUF_PRE_TOKENIZER
-    needs = (
-        f"It takes a llama.cpp that knows the split pattern `{tokenizer.pre}`, as Qwen3.5 does."
-        if new
-        else None
-    )
+    notes = []
+    if tokenizer.pre == GGUF_PRE_TOKENIZER:
+        # Known since February 2026 (ggml-org/llama.cpp, pull request 19468); before: "unknown pre-tokenizer type".
+        notes.append(f"It takes a llama.cpp that knows the split pattern `{tokenizer.pre}`, as Qwen3.5 does.")
+    if tokenizer.nfc:
+        notes.append(
+            "Its tokenizer brings text into NFC and llama.cpp does not: give it text that is in NFC."
+        )
+    needs = " ".join(notes) or None
     card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs)
     millions = 2 * sum(loaded.model.num_params().values()) / 1e6
     with Progress("write and read back", millions, "million weights") as bar:

@@ -187,9 +187,10 @@ def test_a_chat_models_template_and_ends(tmp_path: Path) -> None:
     model = random_model(vocab_size=512)
     saved = save_gguf(model, model.config, gguf_tokenizer(folder, 512, 0), tmp_path / "out")
     found = fields(saved.file)
-    turn = coder.token_to_id("<|im_end|>")
+    turn, end = coder.token_to_id("<|im_end|>"), coder.token_to_id("<|endoftext|>")
     assert found["tokenizer.chat_template"] == (folder / "chat_template.jinja").read_text("utf-8")
     assert found["tokenizer.ggml.eos_token_id"] == found["tokenizer.ggml.eot_token_id"] == turn
+    assert found["tokenizer.ggml.eom_token_id"] == end
     assert found["tokenizer.ggml.add_bos_token"] is False
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from deskside.data import tokenizer as bpe
 from deskside.errors import UsageError
@@ -71,8 +71,8 @@ def test_our_own_tokenizer(tmp_path: Path) -> None:
     merges = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))["model"]["merges"]
     assert [merge.split(" ") for merge in found.merges] == merges
     # Pretraining puts the end of a text before every text, so a text that is continued gets it too.
-    assert (found.start, found.ends, found.padding, found.add_start) == (0, (0,), 0, True)
-    assert found.chat_template is None
+    assert (found.start, found.end, found.ends, found.padding, found.add_start) == (0, 0, (0,), 0, True)
+    assert found.chat_template is None and not found.nfc
 
 
 def test_of_a_chat_model(tmp_path: Path) -> None:
@@ -80,9 +80,27 @@ def test_of_a_chat_model(tmp_path: Path) -> None:
     coder = bpe.load(folder)
     found = gguf_tokenizer(folder, 512, 0)
     end, turn = coder.token_to_id("<|endoftext|>"), coder.token_to_id("<|im_end|>")
-    assert found.ends == (turn, end) and found.padding == end
+    assert found.end == turn and found.ends == (turn, end) and found.padding == end
     assert found.chat_template == (folder / "chat_template.jinja").read_text("utf-8")
     assert not found.add_start  # a conversation begins with its own first token
+
+
+def test_a_template_gets_the_end_that_it_was_rendered_with(tmp_path: Path) -> None:
+    """llama.cpp renders `eos_token` as the file's end, we as tokenizer_config.json names it."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{{ eos_token }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    folder = save(tmp_path / "plain", split(bpe.SPLIT_PATTERN))
+    coder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    coder.add_special_tokens(list(bpe.CHAT_TOKENS))
+    coder.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}), "utf-8")
+    turn = coder.token_to_id("<|im_end|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn, 0]}), "utf-8")
+    found = gguf_tokenizer(folder, 300, 0)
+    assert (found.end, found.ends) == (0, (turn, 0))
 
 
 def test_a_start_token_that_the_tokenizer_adds_itself(tmp_path: Path) -> None:
@@ -109,6 +127,26 @@ def test_added_tokens_that_are_plain_text(tmp_path: Path) -> None:
     found = gguf_tokenizer(folder, 300, 0)
     assert found.types[tokenizer.token_to_id("<tool>")] == USER_DEFINED
     assert found.types[0] == CONTROL
+
+
+def test_no_filler_is_spelt_like_a_token(tmp_path: Path) -> None:
+    """llama.cpp aborts where two tokens are spelt alike."""
+    folder = save(tmp_path / "a", pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["[PAD299]", "[PAD299]]"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    found = gguf_tokenizer(folder, 300, 0)
+    assert found.types[299] == UNUSED and len(set(found.tokens)) == 300
+
+
+@pytest.mark.parametrize("option", ["lstrip", "rstrip", "single_word"])
+def test_an_added_token_that_takes_its_surroundings_is_named(option: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<tool>", **{option: True})])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UsageError, match=f"'<tool>' has {option}"):
+        gguf_tokenizer(folder, 300, 0)
 
 
 @pytest.mark.parametrize(
@@ -142,4 +180,5 @@ def test_what_llama_cpp_cannot_run_is_named(what: str, message: str, tmp_path: P
 
 def test_nfc_is_taken_as_for_qwens_own_models(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", pre_tokenizers.ByteLevel(add_prefix_space=False))
-    assert gguf_tokenizer(change(folder, normalizer={"type": "NFC"}), 300, 0).pre == "gpt-2"
+    found = gguf_tokenizer(change(folder, normalizer={"type": "NFC"}), 300, 0)
+    assert found.pre == "gpt-2" and found.nfc

@@ -48,6 +48,19 @@ def test_a_run_becomes_one_gguf_file(
     assert torch.equal(embedding, made.model.embed.weight.detach().reshape(embedding.shape))
 
 
+def test_a_tokenizer_with_nfc_says_what_llama_cpp_leaves_out(
+    made: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "hf", tmp_path / "out"
+    assert run_export([str(made.path), "--out", str(model)]) == 0
+    file = model / "tokenizer.json"
+    spec = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**spec, "normalizer": {"type": "NFC"}}), "utf-8")
+    assert run_export([str(model), "--to", "gguf", "--out", str(out)]) == 0
+    note = "give it text that is in NFC"
+    assert note in capsys.readouterr().err and note in (out / "README.md").read_text("utf-8")
+
+
 def test_q8_0_says_what_stayed_in_float16(
     made: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
