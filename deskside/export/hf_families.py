@@ -173,6 +173,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             "n_head": config.num_attention_heads,
             "n_inner": config.intermediate_size,
             "n_positions": config.max_position_embeddings,
+            "n_ctx": config.max_position_embeddings,  # its older name, which llama.cpp's converter asks for
             "activation_function": config.hidden_act,
             "layer_norm_epsilon": config.norm_eps,
             "embd_pdrop": 0.0,

@@ -14,6 +14,7 @@ from deskside.config.model import ModelConfig
 from deskside.data import folder
 from deskside.errors import RunError, UsageError
 from deskside.export.hf import load_hf, save_hf
+from deskside.export.hf_families import to_hf_config
 from deskside.export.hf_read import from_hf_config
 from deskside.model.transformer import Transformer
 from tests.export.test_hf_parity import CASES, GPT2, MOE, TINY, batch, random_model
@@ -88,6 +89,12 @@ def test_config_of_before_transformers_5() -> None:
     assert [qwen.layer_window(i) for i in range(3)] == [None, None, 4]
     off = from_hf_config({**base, "model_type": "qwen3", **window, "use_sliding_window": False})
     assert off.sliding_window is None and off.head_dim == 128
+
+
+def test_gpt2_names_its_length_twice_as_published_files_do() -> None:
+    """llama.cpp's converter reads n_ctx alone."""
+    written = to_hf_config(ModelConfig(**{**TINY, **GPT2, "max_position_embeddings": 48}))
+    assert written["n_ctx"] == written["n_positions"] == 48
 
 
 @pytest.mark.parametrize(
