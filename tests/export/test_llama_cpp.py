@@ -214,6 +214,15 @@ def test_smaller_types_are_near(
     assert most / 20 < error < most
 
 
+def test_rows_that_are_no_whole_blocks_are_read(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
+    model = random_model(vocab_size=VOCAB).eval()  # its MLP is 48 wide
+    saved = save_gguf(model, model.config, tokenizer, tmp_path / "out", "q8_0")
+    assert saved.fallback
+    with torch.no_grad():
+        ours = model(torch.tensor([prompt()]))[0]
+    assert relative_errors(ours, InLlamaCpp(saved.file).logits(prompt())).max() < 8e-2
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
 @pytest.mark.parametrize("case", ["qwen3 moe", "llama", "gpt2"])
 def test_smaller_types_are_llama_cpps_own_to_the_byte(
