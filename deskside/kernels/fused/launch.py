@@ -39,7 +39,7 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     out = _fp8((N, K), cast.dtype, x.device)
     grid = (triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 128))
     triton_norm.cast_fp8[grid](
-        x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, cast.largest, num_warps=4
+        x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, num_warps=4
     )
     return out
 
@@ -59,8 +59,7 @@ def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor
     N, K = x.shape
     out = _fp8((N, K), dtype, x.device)
     triton_rowwise.cast_both[(triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 64))](
-        x, out.rows, _words(out), of_rows, of_columns, N, K, FP8_ROWS, 64, float(torch.finfo(dtype).max),
-        num_warps=4,
+        x, out.rows, _words(out), of_rows, of_columns, N, K, FP8_ROWS, 64, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -84,7 +83,7 @@ def add_norm(
     fp8 = _fp8((N, D), cast.dtype, residual.device)
     triton_norm.add_norm_fp8[(triton.cdiv(N, FP8_ROWS),)](
         residual, delta, weight, out, fp8.rows, _words(fp8), rstd, cast.scale, cast.amax, N, eps,
-        D, FP8_ROWS, 128, delta is not None, cast.largest, num_warps=8,
+        D, FP8_ROWS, 128, delta is not None, num_warps=8,
     )  # fmt: skip
     return out, fp8, rstd
 
@@ -163,7 +162,6 @@ def qk_norm_rope_backward(
             cast.amax,
             *numbers,
             *constants,
-            cast.largest,
             num_warps=2,
         )
     if q_weight is None:
@@ -183,7 +181,7 @@ def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
         return out
     fp8 = _fp8((N, F), cast.dtype, x.device)
     triton_gated.gated_fp8[grid](
-        x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns, cast.largest,
+        x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns,
         num_warps=8,
     )  # fmt: skip
     return fp8
@@ -201,7 +199,7 @@ def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | N
     fp8 = _fp8((N, x.shape[1]), cast.dtype, x.device)
     triton_gated.gated_backward_fp8[grid](
         grad, x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns,
-        cast.largest, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return fp8
 

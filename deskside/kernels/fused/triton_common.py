@@ -11,6 +11,9 @@ stored, because ptxas 12.8 miscompiles it for sm_90a (docs/log.md, 2026-11-21).
 
 The scale is known before (it comes from earlier steps, or from an amax taken by the producer), so one pass is enough.
 `AMAX` collects the largest magnitude in place; most programs only read it, because an atomic per tile would queue.
+
+Two bytes are written for every value, so instructions per value count as much as bytes. The conversion saturates by
+itself, and a maximum that keeps NaN is one instruction.
 """
 
 import os
@@ -38,21 +41,41 @@ def magnitude(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def larger(a, b):  # type: ignore[no-untyped-def]
+    """Element by element, the larger magnitude of two tiles; NaN where there is one."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(a, b, c, d):  # type: ignore[no-untyped-def]
+    """Element by element, the largest magnitude of four tiles; NaN where there is one."""
+    return larger(larger(a, b), larger(c, d))
+
+
+@triton.jit
 def note_amax(AMAX, magnitudes):  # type: ignore[no-untyped-def]
-    """AMAX = max(AMAX, largest of `magnitudes`), a float32 scalar in memory."""
-    largest = tl.max(tl.max(magnitudes, axis=1), axis=0)
-    if largest > tl.load(AMAX):
+    """AMAX = max(AMAX, largest of `magnitudes`), a float32 scalar in memory. NaN counts as infinity."""
+    noted = tl.load(AMAX)  # before the reduction, which hides the time that it takes
+    largest = tl.max(tl.max(magnitude(magnitudes), axis=1), axis=0)
+    if largest > noted:
         tl.atomic_max(AMAX, largest)
 
 
 @triton.jit
+def _interpreted(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the conversion does on a card, but for its rounding."""
+    LARGEST: tl.constexpr = 57344.0 if TYPE == tl.float8e5 else 448.0  # noqa: SIM300
+    return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(TYPE)
+
+
+@triton.jit
 def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four float32 tiles as one int32 tile of their FP8 bytes, `a` in the lowest."""
+    """Four float32 tiles, saturated, as one int32 tile of their FP8 bytes, `a` in the lowest."""
     if INTERPRETED:
-        x = a.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
-        y = b.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
-        z = c.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
-        w = d.to(TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        x = _interpreted(a, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        y = _interpreted(b, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        z = _interpreted(c, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        w = _interpreted(d, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
         packed = x | (y << 8) | (z << 16) | (w << 24)
     else:
         packed = tl.inline_asm_elementwise(
@@ -68,10 +91,10 @@ def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rounded_once(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A float32 tile in FP8. Triton's own conversion goes by way of float16 for 8.9, which rounds twice: about 0.2 % of
-    the bytes would differ from those that `pack_words` writes."""
+    """A float32 tile in FP8, saturated. Triton's own conversion goes by way of float16 for 8.9, which rounds twice:
+    about 0.2 % of the bytes would differ from those that `pack_words` writes."""
     if INTERPRETED:
-        made = x.to(TYPE)
+        made = _interpreted(x, TYPE)
     else:
         packed = tl.inline_asm_elementwise(
             PACK_E5M2 if TYPE == tl.float8e5 else PACK_E4M3,  # noqa: SIM300
@@ -87,17 +110,17 @@ def rounded_once(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_fp8(  # type: ignore[no-untyped-def]
-    ROWS, WORDS, a, b, c, d, scale, words, columns, mask, stride, N, LARGEST: tl.constexpr
+    ROWS, WORDS, a, b, c, d, scale, words, columns, mask, stride, N
 ):
     """Four tiles (words, columns), of the rows 4 words + 0 to 3, times scale and saturated, in FP8.
 
     ROWS: (N, stride); WORDS: its transpose (stride, N / 4) as int32. mask: what exists.
     """
     TYPE: tl.constexpr = ROWS.dtype.element_ty
-    a = tl.minimum(tl.maximum(a * scale, -LARGEST), LARGEST)
-    b = tl.minimum(tl.maximum(b * scale, -LARGEST), LARGEST)
-    c = tl.minimum(tl.maximum(c * scale, -LARGEST), LARGEST)
-    d = tl.minimum(tl.maximum(d * scale, -LARGEST), LARGEST)
+    a *= scale
+    b *= scale
+    c *= scale
+    d *= scale
     place = ROWS + words[:, None] * (4 * stride) + columns[None, :]
     tl.store(place, rounded_once(a, TYPE), mask=mask)
     tl.store(place + stride, rounded_once(b, TYPE), mask=mask)
@@ -106,9 +129,3 @@ def store_fp8(  # type: ignore[no-untyped-def]
     turned = tl.trans(pack_words(a, b, c, d, TYPE))
     place = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
     tl.store(place, turned, mask=tl.trans(mask))
-
-
-@triton.jit
-def largest_of(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Element by element, the largest magnitude of four tiles."""
-    return tl.maximum(tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d)))

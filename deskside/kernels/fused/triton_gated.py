@@ -7,7 +7,7 @@ hidden element in BF16: forward reads 4 and writes 2, backward reads 6 and write
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import largest_of, note_amax, store_fp8
+from deskside.kernels.fused.triton_common import larger, largest_of, note_amax, store_fp8
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def gated(  # type: ignore[no-untyped-def]
 @triton.jit
 def gated_fp8(  # type: ignore[no-untyped-def]
     INPUT, ROWS, WORDS, SCALE, AMAX, N, F,
-    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, LARGEST: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """The same into ROWS (N, F) and its transpose."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
@@ -55,7 +55,7 @@ def gated_fp8(  # type: ignore[no-untyped-def]
     b = _hidden(INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
     c = _hidden(INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
     d = _hidden(INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
-    store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, F, N, LARGEST)
+    store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, F, N)
     note_amax(AMAX, largest_of(a, b, c, d))
 
 
@@ -79,7 +79,7 @@ def gated_backward(  # type: ignore[no-untyped-def]
 @triton.jit
 def gated_backward_fp8(  # type: ignore[no-untyped-def]
     GRAD, INPUT, ROWS, WORDS, SCALE, AMAX, N, F,
-    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, LARGEST: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """The same into ROWS and its transpose."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
@@ -91,12 +91,12 @@ def gated_backward_fp8(  # type: ignore[no-untyped-def]
     b, f = _gradients(GRAD, INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
     c, g = _gradients(GRAD, INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
     d, h = _gradients(GRAD, INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
-    store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, width, N, LARGEST)
+    store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, width, N)
     largest = largest_of(a, b, c, d)
     if GATED:
         up = WORDS + F.to(tl.int64) * (N // 4)
-        store_fp8(ROWS + F, up, e, f, g, h, scale, words, columns, mask, width, N, LARGEST)
-        largest = tl.maximum(largest, largest_of(e, f, g, h))
+        store_fp8(ROWS + F, up, e, f, g, h, scale, words, columns, mask, width, N)
+        largest = larger(largest, largest_of(e, f, g, h))
     note_amax(AMAX, largest)
 
 

@@ -9,7 +9,7 @@ writes their sum's gradient; the weight's gradient is added up in registers and 
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import largest_of, note_amax, store_fp8
+from deskside.kernels.fused.triton_common import larger, largest_of, note_amax, store_fp8
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _sum(  # type: ignore[no-untyped-def]
 @triton.jit
 def add_norm_fp8(  # type: ignore[no-untyped-def]
     RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, WORDS, RSTD, SCALE, AMAX, N, eps,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr, LARGEST: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows per program, in two passes over pieces of BLOCK_D columns; the second one finds them in cache.
 
@@ -95,8 +95,8 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
         b = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + D, mask, HAS_DELTA, False) * s1[:, None] * weight
         c = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 2 * D, mask, HAS_DELTA, False) * s2[:, None] * weight
         d = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 3 * D, mask, HAS_DELTA, False) * s3[:, None] * weight
-        largest = tl.maximum(largest, largest_of(a, b, c, d))
-        store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, D, N, LARGEST)
+        largest = larger(largest, largest_of(a, b, c, d))
+        store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, D, N)
     note_amax(AMAX, largest)
 
 
@@ -134,7 +134,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
 @triton.jit
 def cast_fp8(  # type: ignore[no-untyped-def]
     X, ROWS, WORDS, SCALE, AMAX, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile per program: X (N, K) into ROWS (N, K) and its transpose."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
@@ -145,5 +145,5 @@ def cast_fp8(  # type: ignore[no-untyped-def]
     b = tl.load(place + K, mask=mask, other=0.0).to(tl.float32)
     c = tl.load(place + 2 * K, mask=mask, other=0.0).to(tl.float32)
     d = tl.load(place + 3 * K, mask=mask, other=0.0).to(tl.float32)
-    store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, K, N, LARGEST)
+    store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, K, N)
     note_amax(AMAX, largest_of(a, b, c, d))

@@ -9,7 +9,7 @@ Channels c and c + C/2 are a pair, so every head is loaded as two halves.
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import largest_of, note_amax, store_fp8
+from deskside.kernels.fused.triton_common import larger, largest_of, note_amax, store_fp8
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, ROWS, WORDS, SCALE, AMAX, GRAD_WEIGHTS, N, P, eps,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, LARGEST: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """The same into ROWS and its transpose."""
     HALF: tl.constexpr = C // 2
@@ -151,9 +151,9 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
         sum_a += x
         sum_b += y
         column = head * C + half
-        store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N, LARGEST)
-        store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N, LARGEST)
-        largest = tl.maximum(largest, tl.maximum(largest_of(a, b, c, d), largest_of(e, f, g, h)))
+        store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N)
+        store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N)
+        largest = larger(largest, larger(largest_of(a, b, c, d), largest_of(e, f, g, h)))
         if NORM:  # noqa: SIM102 (one is decided when compiling)
             if head < HEADS + KV_HEADS:
                 sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half

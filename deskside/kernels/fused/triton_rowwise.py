@@ -23,7 +23,7 @@ def largest_both(X, ROW_AMAX, COLUMN_AMAX, N, K, BLOCK_N: tl.constexpr, BLOCK_K:
 @triton.jit
 def cast_both(  # type: ignore[no-untyped-def]
     X, ROWS, WORDS, ROW_SCALE, COLUMN_SCALE, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS (N, K) under ROW_SCALE (N,), and its transpose WORDS (K, N / 4) as int32 under COLUMN_SCALE (K,)."""
     TYPE: tl.constexpr = ROWS.dtype.element_ty
@@ -39,24 +39,13 @@ def cast_both(  # type: ignore[no-untyped-def]
     d = tl.load(X + place + 3 * K, mask=mask, other=0.0).to(tl.float32)
     of_row = ROW_SCALE + words * 4
     zero = tl.load(of_row, mask=here, other=0.0)[:, None]
-    tl.store(ROWS + place, rounded_once(_cast(a, zero, LARGEST), TYPE), mask=mask)
+    tl.store(ROWS + place, rounded_once(a * zero, TYPE), mask=mask)
     one = tl.load(of_row + 1, mask=here, other=0.0)[:, None]
-    tl.store(ROWS + place + K, rounded_once(_cast(b, one, LARGEST), TYPE), mask=mask)
+    tl.store(ROWS + place + K, rounded_once(b * one, TYPE), mask=mask)
     two = tl.load(of_row + 2, mask=here, other=0.0)[:, None]
-    tl.store(ROWS + place + 2 * K, rounded_once(_cast(c, two, LARGEST), TYPE), mask=mask)
+    tl.store(ROWS + place + 2 * K, rounded_once(c * two, TYPE), mask=mask)
     three = tl.load(of_row + 3, mask=here, other=0.0)[:, None]
-    tl.store(ROWS + place + 3 * K, rounded_once(_cast(d, three, LARGEST), TYPE), mask=mask)
-    packed = pack_words(
-        _cast(a, scale, LARGEST),
-        _cast(b, scale, LARGEST),
-        _cast(c, scale, LARGEST),
-        _cast(d, scale, LARGEST),
-        TYPE,
-    )
+    tl.store(ROWS + place + 3 * K, rounded_once(d * three, TYPE), mask=mask)
+    packed = pack_words(a * scale, b * scale, c * scale, d * scale, TYPE)
     turned = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
     tl.store(turned, tl.trans(packed), mask=tl.trans(mask))
-
-
-@triton.jit
-def _cast(x, scale, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.minimum(tl.maximum(x * scale, -LARGEST), LARGEST)
