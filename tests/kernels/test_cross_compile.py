@@ -151,6 +151,12 @@ def test_whoever_writes_rows_rounds_once_on_ada(name: str, build: Build) -> None
     assert not re.search(r"cvt\.\S*\.f16x2\.(f32|e[45]m)|e[45]m[23]x2\.f16", build(named(name), 89).ptx)
 
 
+def test_the_gate_divides_in_one_instruction(build: Build) -> None:
+    ptx = build(named("silu backward to FP8"), 89).ptx
+    assert "rcp.approx.ftz.f32" in ptx
+    assert "div.full" not in ptx
+
+
 @pytest.mark.parametrize("dtype", ["E4M3", "E5M2"])
 def test_a_cast_to_fp8_does_not_build_below_8_9(dtype: str) -> None:
     """Why `fused.writes_fp8` sends such cards to the torch form."""

@@ -7,22 +7,43 @@ hidden element in BF16: forward reads 4 and writes 2, backward reads 6 and write
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import larger, largest_of, note_amax, store_fp8
+from deskside.kernels.fused.triton_common import INTERPRETED, larger, largest_of, note_amax, store_fp8
+
+_SIGMOID = """
+{
+.reg .f32 t;
+mul.f32 t, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 t, t;
+add.f32 t, t, 0f3F800000;
+rcp.approx.ftz.f32 $0, t;
+}
+"""
+SIGMOID = tl.constexpr(_SIGMOID)  # 1 / (1 + 2^(-x log2 e))
+
+
+@triton.jit
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    """In four instructions, with 0 for results below 1e-38. Triton's takes thirteen for those and for a division."""
+    if INTERPRETED:
+        made = tl.sigmoid(x)
+    else:
+        made = tl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return made
 
 
 @triton.jit
 def activation(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """(value, slope) at x, float32. KIND: 0 silu, 1 gelu, 2 gelu_new (tanh), 3 relu2."""
     if KIND == 0:
-        s = tl.sigmoid(x)
-        return x * s, s * (1 + x * (1 - s))
+        s = sigmoid(x)
+        return x * s, s + x * s * (1 - s)
     if KIND == 1:
         cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     if KIND == 2:
         # tanh(u) = 2 sigmoid(2u) - 1
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        t = 2 * tl.sigmoid(2 * inner) - 1
+        t = 2 * sigmoid(2 * inner) - 1
         slope = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
         return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope
     r = tl.maximum(x, 0.0)
