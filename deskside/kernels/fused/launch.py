@@ -162,7 +162,7 @@ def qk_norm_rope_backward(
             cast.amax,
             *numbers,
             *constants,
-            num_warps=2,
+            num_warps=max(2, C // 16),
         )
     if q_weight is None:
         return out, None, None

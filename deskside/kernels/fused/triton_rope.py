@@ -20,12 +20,13 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """QKV: (N, (HEADS + 2 KV_HEADS) C). Q: (N, HEADS, C), K: (N, KV_HEADS, C). COS, SIN: (P, C / 2), P rows in turn."""
     HALF: tl.constexpr = C // 2
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = token.to(tl.int64)
     here = rows < N
     mask = here[:, None]
     half = tl.arange(0, HALF)
     if ROPE:
-        angle = (rows % P)[:, None] * HALF + half[None, :]
+        angle = (token % P)[:, None] * HALF + half[None, :]
         cos = tl.load(COS + angle, mask=mask, other=0.0)
         sin = tl.load(SIN + angle, mask=mask, other=0.0)
     for head in range(HEADS + KV_HEADS):
@@ -34,7 +35,7 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
         a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
         if NORM:
-            rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
+            rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / C + eps)[:, None]
             weights = Q_WEIGHT if is_query else K_WEIGHT
             a = a * rstd * tl.load(weights + half).to(tl.float32)[None, :]
             b = b * rstd * tl.load(weights + HALF + half).to(tl.float32)[None, :]
@@ -64,28 +65,30 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
-    rows = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = token.to(tl.int64)
     half = tl.arange(0, HALF)
     mask = (rows < N)[:, None] & (half < HALF)[None, :]
+    angle = (token % P)[:, None] * HALF + half[None, :]
     for index in range(EACH):
         head = tl.program_id(0) * EACH + index
-        if head < HEADS:
-            grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
-        elif head < HEADS + KV_HEADS:
-            grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
+        place = rows[:, None] * WIDTH + head * C + half[None, :]
+        if head < HEADS + KV_HEADS:
+            if head < HEADS:
+                grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
+            else:
+                grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
+            first, second, share_a, share_b = _head_gradient(
+                grad, QKV + place, Q_WEIGHT, K_WEIGHT, COS, SIN, angle, head < HEADS, mask, eps, C, NORM, ROPE
+            )
+            if NORM:
+                _store_sums(GRAD_WEIGHTS, share_a, share_b, head, HEADS + KV_HEADS, C)
         else:
             grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
-        first, second, sum_a, sum_b = _head_gradient(
-            grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps, HEADS, KV_HEADS, C, NORM, ROPE
-        )
-        if NORM:  # noqa: SIM102 (one is decided when compiling)
-            if head < HEADS + KV_HEADS:
-                sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
-                tl.store(sums, sum_a)
-                tl.store(sums + HALF, sum_b)
-        out = OUT + rows[:, None] * WIDTH + head * C + half[None, :]
-        tl.store(out, first.to(OUT.dtype.element_ty), mask=mask)
-        tl.store(out + HALF, second.to(OUT.dtype.element_ty), mask=mask)
+            first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
+        tl.store(OUT + place, first.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(OUT + place + HALF, second.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -98,105 +101,108 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     """The same into ROWS and its transpose."""
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
-    words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    word = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    words = word.to(tl.int64)
     half = tl.arange(0, HALF)
     mask = (words < N // 4)[:, None] & (half < HALF)[None, :]
+    # P need not be a multiple of four.
+    angle_0 = (word * 4 % P)[:, None] * HALF + half[None, :]
+    angle_1 = ((word * 4 + 1) % P)[:, None] * HALF + half[None, :]
+    angle_2 = ((word * 4 + 2) % P)[:, None] * HALF + half[None, :]
+    angle_3 = ((word * 4 + 3) % P)[:, None] * HALF + half[None, :]
     scale = tl.load(SCALE)
     largest = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
     for index in range(EACH):
         head = tl.program_id(0) * EACH + index
-        if head < HEADS:
-            grad = GRAD_Q + words[:, None] * (4 * q_row) + head * q_head + half[None, :]
-            row = q_row
-        elif head < HEADS + KV_HEADS:
-            grad = GRAD_K + words[:, None] * (4 * k_row) + (head - HEADS) * k_head + half[None, :]
-            row = k_row
+        if head < HEADS + KV_HEADS:
+            is_query = head < HEADS
+            if is_query:
+                grad = GRAD_Q + words[:, None] * (4 * q_row) + head * q_head + half[None, :]
+                row = q_row
+            else:
+                grad = GRAD_K + words[:, None] * (4 * k_row) + (head - HEADS) * k_head + half[None, :]
+                row = k_row
+            qkv = QKV + words[:, None] * (4 * WIDTH) + head * C + half[None, :]
+            a, e, share_a, share_b = _head_gradient(
+                grad, qkv, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_0, is_query, mask, eps, C, NORM, ROPE
+            )
+            b, f, x, y = _head_gradient(
+                grad + row, qkv + WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_1,
+                is_query, mask, eps, C, NORM, ROPE,
+            )  # fmt: skip
+            share_a += x
+            share_b += y
+            c, g, x, y = _head_gradient(
+                grad + 2 * row, qkv + 2 * WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_2,
+                is_query, mask, eps, C, NORM, ROPE,
+            )  # fmt: skip
+            share_a += x
+            share_b += y
+            d, h, x, y = _head_gradient(
+                grad + 3 * row, qkv + 3 * WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_3,
+                is_query, mask, eps, C, NORM, ROPE,
+            )  # fmt: skip
+            share_a += x
+            share_b += y
+            if NORM:
+                _store_sums(GRAD_WEIGHTS, share_a, share_b, head, HEADS + KV_HEADS, C)
         else:
             grad = GRAD_V + words[:, None] * (4 * v_row) + (head - HEADS - KV_HEADS) * v_head + half[None, :]
-            row = v_row
-        a, e, sum_a, sum_b = _head_gradient(
-            grad,
-            QKV,
-            Q_WEIGHT,
-            K_WEIGHT,
-            COS,
-            SIN,
-            words * 4,
-            head,
-            N,
-            P,
-            eps,
-            HEADS,
-            KV_HEADS,
-            C,
-            NORM,
-            ROPE,
-        )
-        b, f, x, y = _head_gradient(
-            grad + row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 1, head, N, P, eps,
-            HEADS, KV_HEADS, C, NORM, ROPE,
-        )  # fmt: skip
-        sum_a += x
-        sum_b += y
-        c, g, x, y = _head_gradient(
-            grad + 2 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 2, head, N, P, eps,
-            HEADS, KV_HEADS, C, NORM, ROPE,
-        )  # fmt: skip
-        sum_a += x
-        sum_b += y
-        d, h, x, y = _head_gradient(
-            grad + 3 * row, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, words * 4 + 3, head, N, P, eps,
-            HEADS, KV_HEADS, C, NORM, ROPE,
-        )  # fmt: skip
-        sum_a += x
-        sum_b += y
+            a = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+            e = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(grad + v_row, mask=mask, other=0.0).to(tl.float32)
+            f = tl.load(grad + v_row + HALF, mask=mask, other=0.0).to(tl.float32)
+            c = tl.load(grad + 2 * v_row, mask=mask, other=0.0).to(tl.float32)
+            g = tl.load(grad + 2 * v_row + HALF, mask=mask, other=0.0).to(tl.float32)
+            d = tl.load(grad + 3 * v_row, mask=mask, other=0.0).to(tl.float32)
+            h = tl.load(grad + 3 * v_row + HALF, mask=mask, other=0.0).to(tl.float32)
         column = head * C + half
         store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N)
         store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N)
         largest = larger(largest, larger(largest_of(a, b, c, d), largest_of(e, f, g, h)))
-        if NORM:  # noqa: SIM102 (one is decided when compiling)
-            if head < HEADS + KV_HEADS:
-                sums = GRAD_WEIGHTS + (tl.program_id(1) * (HEADS + KV_HEADS) + head) * C + half
-                tl.store(sums, sum_a)
-                tl.store(sums + HALF, sum_b)
     note_amax(AMAX, largest)
 
 
 @triton.jit
 def _head_gradient(  # type: ignore[no-untyped-def]
-    grad, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, rows, head, N, P, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    grad, qkv, Q_WEIGHT, K_WEIGHT, COS, SIN, angle, is_query, mask, eps,
+    C: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Of one head of some rows: the gradient of its raw halves, and the sums for its norm's weight (0 for values)."""
+    """Of one head of queries or keys of some rows: the gradient of its raw halves, and what its norm's weight gradient
+    is the sum of, element by element, because a sum over rows waits for other warps. grad and qkv are pointers, angle
+    is the place in COS and SIN."""
     HALF: tl.constexpr = C // 2
-    here = rows < N
     half = tl.arange(0, HALF)
-    mask = here[:, None] & (half < HALF)[None, :]
     first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
-    sum_a = tl.zeros((HALF,), tl.float32)
-    sum_b = tl.zeros((HALF,), tl.float32)
-    if head < HEADS + KV_HEADS:
-        if ROPE:
-            angle = (rows % P)[:, None] * HALF + half[None, :]
-            cos = tl.load(COS + angle, mask=mask, other=0.0)
-            sin = tl.load(SIN + angle, mask=mask, other=0.0)
-            turned = first * cos + second * sin
-            second = second * cos - first * sin
-            first = turned
-        if NORM:
-            place = QKV + rows[:, None] * ((HEADS + 2 * KV_HEADS) * C) + head * C + half[None, :]
-            a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
-            rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
-            a = a * rstd
-            b = b * rstd
-            sum_a = tl.sum(first * a, axis=0)
-            sum_b = tl.sum(second * b, axis=0)
-            weights = Q_WEIGHT if head < HEADS else K_WEIGHT
-            first *= tl.load(weights + half).to(tl.float32)[None, :]
-            second *= tl.load(weights + HALF + half).to(tl.float32)[None, :]
-            mean = ((tl.sum(first * a, axis=1) + tl.sum(second * b, axis=1)) / C)[:, None]
-            first = (first - a * mean) * rstd
-            second = (second - b * mean) * rstd
-    return first, second, sum_a, sum_b
+    share_a = tl.zeros_like(first)
+    share_b = tl.zeros_like(first)
+    if ROPE:
+        c = tl.load(COS + angle, mask=mask, other=0.0)
+        s = tl.load(SIN + angle, mask=mask, other=0.0)
+        turned = first * c + second * s
+        second = second * c - first * s
+        first = turned
+    if NORM:
+        a = tl.load(qkv, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(qkv + HALF, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / C + eps)[:, None]
+        a = a * rstd
+        b = b * rstd
+        share_a = first * a
+        share_b = second * b
+        weights = Q_WEIGHT if is_query else K_WEIGHT
+        of_first = tl.load(weights + half).to(tl.float32)[None, :]
+        of_second = tl.load(weights + HALF + half).to(tl.float32)[None, :]
+        mean = (tl.sum(share_a * of_first + share_b * of_second, axis=1) / C)[:, None]
+        first = (first * of_first - a * mean) * rstd
+        second = (second * of_second - b * mean) * rstd
+    return first, second, share_a, share_b
+
+
+@triton.jit
+def _store_sums(GRAD_WEIGHTS, share_a, share_b, head, HEADS: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add a head's shares up over the rows of this program."""
+    sums = GRAD_WEIGHTS + (tl.program_id(1) * HEADS + head) * C + tl.arange(0, C // 2)
+    tl.store(sums, tl.sum(share_a, axis=0))
+    tl.store(sums + C // 2, tl.sum(share_b, axis=0))
