@@ -83,7 +83,7 @@ def add_norm(
     fp8 = _fp8((N, D), cast.dtype, residual.device)
     triton_norm.add_norm_fp8[(triton.cdiv(N, FP8_ROWS),)](
         residual, delta, weight, out, fp8.rows, _words(fp8), rstd, cast.scale, cast.amax, N, eps,
-        D, FP8_ROWS, 128, delta is not None, num_warps=8,
+        D, FP8_ROWS, 128, delta is not None, num_warps=16,
     )  # fmt: skip
     return out, fp8, rstd
 

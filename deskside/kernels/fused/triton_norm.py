@@ -36,16 +36,17 @@ def add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
-    RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA: tl.constexpr, WRITE: tl.constexpr
+    RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA: tl.constexpr
 ):
-    """residual + delta as it is stored, float32. The sum of two is rounded, and written where WRITE says so."""
-    x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+    """residual + delta, float32, as it is rounded and written."""
     if HAS_DELTA:
-        x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(RESIDUAL + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x += tl.load(DELTA + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
-        if WRITE:
-            tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
+        tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
         x = rounded.to(tl.float32)
+    else:
+        x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
     return x
 
 
@@ -54,47 +55,50 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
     RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, WORDS, RSTD, SCALE, AMAX, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows per program, in two passes over pieces of BLOCK_D columns; the second one finds them in cache.
+    """BLOCK_N rows per program, in two passes over pieces of BLOCK_D columns.
 
-    The sum is computed again rather than read back: another thread may have written it.
+    The second pass reads the sum that the first one wrote, and finds it in the L2 cache as long as residual and delta,
+    which are not wanted again, leave first. Without delta RESIDUAL_OUT is RESIDUAL itself.
     """
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     here = words < N // 4
-    s0 = tl.zeros((BLOCK_N // 4,), tl.float32)
-    s1 = tl.zeros((BLOCK_N // 4,), tl.float32)
-    s2 = tl.zeros((BLOCK_N // 4,), tl.float32)
-    s3 = tl.zeros((BLOCK_N // 4,), tl.float32)
+    s0 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
+    s1 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
+    s2 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
+    s3 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         mask = here[:, None] & (columns < D)[None, :]
         place = words[:, None] * (4 * D) + columns[None, :]
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA, True)
-        s0 += tl.sum(x * x, axis=1)
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + D, mask, HAS_DELTA, True)
-        s1 += tl.sum(x * x, axis=1)
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 2 * D, mask, HAS_DELTA, True)
-        s2 += tl.sum(x * x, axis=1)
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 3 * D, mask, HAS_DELTA, True)
-        s3 += tl.sum(x * x, axis=1)
-    s0 = tl.rsqrt(s0 / D + eps)
-    s1 = tl.rsqrt(s1 / D + eps)
-    s2 = tl.rsqrt(s2 / D + eps)
-    s3 = tl.rsqrt(s3 / D + eps)
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA)
+        s0 += x * x
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + D, mask, HAS_DELTA)
+        s1 += x * x
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 2 * D, mask, HAS_DELTA)
+        s2 += x * x
+        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 3 * D, mask, HAS_DELTA)
+        s3 += x * x
+    s0 = tl.rsqrt(tl.sum(s0, axis=1) / D + eps)
+    s1 = tl.rsqrt(tl.sum(s1, axis=1) / D + eps)
+    s2 = tl.rsqrt(tl.sum(s2, axis=1) / D + eps)
+    s3 = tl.rsqrt(tl.sum(s3, axis=1) / D + eps)
     tl.store(RSTD + words * 4, s0, mask=here)
     tl.store(RSTD + words * 4 + 1, s1, mask=here)
     tl.store(RSTD + words * 4 + 2, s2, mask=here)
     tl.store(RSTD + words * 4 + 3, s3, mask=here)
+    if HAS_DELTA:
+        tl.debug_barrier()  # a sum may have been written by another thread of this program
     scale = tl.load(SCALE)
     largest = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         mask = here[:, None] & (columns < D)[None, :]
-        place = words[:, None] * (4 * D) + columns[None, :]
+        place = RESIDUAL_OUT + words[:, None] * (4 * D) + columns[None, :]
         weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-        a = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA, False) * s0[:, None] * weight
-        b = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + D, mask, HAS_DELTA, False) * s1[:, None] * weight
-        c = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 2 * D, mask, HAS_DELTA, False) * s2[:, None] * weight
-        d = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 3 * D, mask, HAS_DELTA, False) * s3[:, None] * weight
+        a = tl.load(place, mask=mask, other=0.0).to(tl.float32) * s0[:, None] * weight
+        b = tl.load(place + D, mask=mask, other=0.0).to(tl.float32) * s1[:, None] * weight
+        c = tl.load(place + 2 * D, mask=mask, other=0.0).to(tl.float32) * s2[:, None] * weight
+        d = tl.load(place + 3 * D, mask=mask, other=0.0).to(tl.float32) * s3[:, None] * weight
         largest = larger(largest, largest_of(a, b, c, d))
         store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, D, N)
     note_amax(AMAX, largest)
