@@ -1,9 +1,9 @@
 """The element-wise part of the chunked cross-entropy on a card: loss, and the gradient of the logits.
 
 One program takes one row of logits and reads it twice: for the largest and the sum of exponentials, and for the
-gradient, which finds it in the cache. Instructions are the limit here, not bytes, so there are few per entry. Exponents
-are to the base of 2, everything that multiplies a probability stands in its exponent, and the target's entry is mended
-afterwards instead of being looked for.
+gradient, which finds it in the cache, because what has been read twice leaves first. Instructions are a limit as much
+as bytes, so there are few per entry: exponents are to the base of 2, everything that multiplies a probability stands in
+its exponent, and the target's entry is mended afterwards instead of being looked for.
 """
 
 import torch
@@ -71,9 +71,9 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
         while start < V:
             columns = start + tl.arange(0, BLOCK_V)
             if WHOLE:
-                raw = tl.load(logits + columns)
+                raw = tl.load(logits + columns, eviction_policy="evict_first")
             else:
-                raw = tl.load(logits + columns, mask=columns < V, other=0.0)
+                raw = tl.load(logits + columns, mask=columns < V, other=0.0, eviction_policy="evict_first")
             x = _capped(raw.to(tl.float32), softcap, CAPPED)
             grad = tl.exp2(x * LOG2E + offset)
             if SIGNED:
