@@ -139,13 +139,13 @@ def qk_norm_rope_backward(
     (N, width), C = qkv.shape, layout.head_dim
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
     programs, heads = triton.cdiv(N, rows), layout.heads
-    shape = (programs, heads + layout.kv_heads, C) if q_weight is not None else (0,)
+    each = next(n for n in (3, 2, 1) if heads % n == 0 and layout.kv_heads % n == 0)
+    shape = (programs, (heads + layout.kv_heads) // each, C) if q_weight is not None else (0,)
     sums = torch.empty(shape, dtype=torch.float32, device=qkv.device)
     cos, sin = angles or (None, None)
     inputs = (*grads, qkv, q_weight, k_weight, cos, sin)
     strides = [stride for g in grads for stride in g.stride()[:2]]
     numbers = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
-    each = next(n for n in (3, 2, 1) if width // C % n == 0)
     constants = (heads, layout.kv_heads, C, rows, each, q_weight is not None, angles is not None)
     grid = (width // C // each, programs)
     out: Tensor | Fp8
@@ -167,7 +167,7 @@ def qk_norm_rope_backward(
     if q_weight is None:
         return out, None, None
     total = sums.sum(0)
-    return out, total[:heads].sum(0), total[heads:].sum(0)
+    return out, total[: heads // each].sum(0), total[heads // each :].sum(0)
 
 
 def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:

@@ -58,10 +58,11 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """EACH heads of some tokens per program, one after the other, so that their angles are found in cache.
+    """EACH heads of some tokens per program, one after the other, so that their angles are found in cache. EACH divides
+    HEADS and KV_HEADS, so that they are of one kind.
 
     GRAD_Q etc. with the strides of a row and of a head. OUT: (N, (HEADS + 2 KV_HEADS) C).
-    GRAD_WEIGHTS: (programs of tokens, HEADS + KV_HEADS, C), each program's share of its norm's weight gradient.
+    GRAD_WEIGHTS: (programs of tokens, (HEADS + KV_HEADS) / EACH, C), a program's share of its norm's weight gradient.
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
@@ -70,6 +71,8 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     half = tl.arange(0, HALF)
     mask = (rows < N)[:, None] & (half < HALF)[None, :]
     angle = (token % P)[:, None] * HALF + half[None, :]
+    total_a = tl.zeros((BLOCK_N, HALF), tl.float32)
+    total_b = tl.zeros((BLOCK_N, HALF), tl.float32)
     for index in range(EACH):
         head = tl.program_id(0) * EACH + index
         place = rows[:, None] * WIDTH + head * C + half[None, :]
@@ -81,14 +84,16 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
             first, second, share_a, share_b = _head_gradient(
                 grad, QKV + place, Q_WEIGHT, K_WEIGHT, COS, SIN, angle, head < HEADS, mask, eps, C, NORM, ROPE
             )
-            if NORM:
-                _store_sums(GRAD_WEIGHTS, share_a, share_b, head, HEADS + KV_HEADS, C)
+            total_a += share_a
+            total_b += share_b
         else:
             grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
             first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
             second = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
         tl.store(OUT + place, first.to(OUT.dtype.element_ty), mask=mask)
         tl.store(OUT + place + HALF, second.to(OUT.dtype.element_ty), mask=mask)
+    if NORM:
+        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // EACH, C)
 
 
 @triton.jit
@@ -112,6 +117,8 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     angle_3 = ((word * 4 + 3) % P)[:, None] * HALF + half[None, :]
     scale = tl.load(SCALE)
     largest = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
+    total_a = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
+    total_b = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
     for index in range(EACH):
         head = tl.program_id(0) * EACH + index
         if head < HEADS + KV_HEADS:
@@ -142,10 +149,8 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
                 grad + 3 * row, qkv + 3 * WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_3,
                 is_query, mask, eps, C, NORM, ROPE,
             )  # fmt: skip
-            share_a += x
-            share_b += y
-            if NORM:
-                _store_sums(GRAD_WEIGHTS, share_a, share_b, head, HEADS + KV_HEADS, C)
+            total_a += share_a + x
+            total_b += share_b + y
         else:
             grad = GRAD_V + words[:, None] * (4 * v_row) + (head - HEADS - KV_HEADS) * v_head + half[None, :]
             a = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
@@ -160,6 +165,8 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
         store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N)
         store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N)
         largest = larger(largest, larger(largest_of(a, b, c, d), largest_of(e, f, g, h)))
+    if NORM:
+        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // EACH, C)
     note_amax(AMAX, largest)
 
 
@@ -201,8 +208,10 @@ def _head_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_sums(GRAD_WEIGHTS, share_a, share_b, head, HEADS: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add a head's shares up over the rows of this program."""
-    sums = GRAD_WEIGHTS + (tl.program_id(1) * HEADS + head) * C + tl.arange(0, C // 2)
-    tl.store(sums, tl.sum(share_a, axis=0))
-    tl.store(sums + C // 2, tl.sum(share_b, axis=0))
+def _store_totals(GRAD_WEIGHTS, total_a, total_b, GROUPS: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add up over the rows of this program what its heads add to their norm's weight gradient. Values add nothing."""
+    group = tl.program_id(0)
+    if group < GROUPS:
+        sums = GRAD_WEIGHTS + (tl.program_id(1) * GROUPS + group) * C + tl.arange(0, C // 2)
+        tl.store(sums, tl.sum(total_a, axis=0))
+        tl.store(sums + C // 2, tl.sum(total_b, axis=0))
