@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.plain import at_least_float32
+from deskside.kernels.plain import at_least_float32, scaled
 
 CHUNK_TOKENS = 8192
 ReplacedRows = tuple[Tensor, Tensor]
@@ -136,11 +136,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_rows = ctx.saved_tensors
         (grad,) = grad_outputs
         if d_rows is not None:
-            d_rows = (d_rows * grad).to(ctx.rows_dtype)
+            d_rows = scaled(d_rows, grad).to(ctx.rows_dtype)
         if d_hidden is not None:
-            d_hidden = (d_hidden * grad).to(d_hidden.dtype)
+            d_hidden = scaled(d_hidden, grad)
         if d_weight is not None:
-            d_weight = (d_weight * grad).to(ctx.weight_dtype)
+            d_weight = scaled(d_weight, grad).to(ctx.weight_dtype)
         return d_hidden, d_weight, None, None, None, None, None, None, d_rows
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from deskside.config.recipes import Operand
 from deskside.kernels import cross_entropy, fused
 from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
+from deskside.kernels.plain import scaled
 from deskside.precision.operands import Prepared, cast_with_own_scale
 from deskside.precision.plan import ConvertedWeight, Quantizer, Shared
 from deskside.precision.products import product
@@ -103,5 +104,5 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         (grad,) = grad_outputs
-        d_hidden = (d_hidden * grad).to(d_hidden.dtype)
-        return None, d_hidden, (d_weight * grad).to(ctx.weight_dtype), None, None, None, None
+        d_weight = scaled(d_weight, grad).to(ctx.weight_dtype)
+        return None, scaled(d_hidden, grad), d_weight, None, None, None, None
