@@ -140,7 +140,8 @@ def qk_norm_rope_backward(
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
     programs, heads = triton.cdiv(N, rows), layout.heads
     each = next(n for n in (3, 2, 1) if heads % n == 0 and layout.kv_heads % n == 0)
-    shape = (programs, (heads + layout.kv_heads) // each, C) if q_weight is not None else (0,)
+    of_queries = heads // each
+    shape = (programs, of_queries + layout.kv_heads // each, C) if q_weight is not None else (0,)
     sums = torch.empty(shape, dtype=torch.float32, device=qkv.device)
     cos, sin = angles or (None, None)
     inputs = (*grads, qkv, q_weight, k_weight, cos, sin)
@@ -166,8 +167,7 @@ def qk_norm_rope_backward(
         )
     if q_weight is None:
         return out, None, None
-    total = sums.sum(0)
-    return out, total[: heads // each].sum(0), total[heads // each :].sum(0)
+    return out, sums[:, :of_queries].sum((0, 1)), sums[:, of_queries:].sum((0, 1))
 
 
 def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
