@@ -2,6 +2,9 @@
 
 Tile sizes are fixed, not tuned at run time: a search would cost more at every start than it gives back. They were
 chosen on an H200 (docs/log.md) and keep within the shared memory of consumer cards.
+
+Where a tensor is written transposed too, the tiles of a row block run one after the other, so that those in flight
+together read whole rows and write longer pieces of columns.
 """
 
 import torch
@@ -37,7 +40,7 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     """(N, K) -> rows and columns."""
     N, K = x.shape
     out = _fp8((N, K), cast.dtype, x.device)
-    grid = (triton.cdiv(N, FP8_ROWS), triton.cdiv(K, 128))
+    grid = (triton.cdiv(K, 128), triton.cdiv(N, FP8_ROWS))
     triton_norm.cast_fp8[grid](
         x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, num_warps=4
     )
@@ -173,15 +176,15 @@ def qk_norm_rope_backward(
 def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """(N, 2F) or (N, F) -> (N, F)."""
     N, F = len(x), x.shape[1] // (2 if two else 1)
-    rows, columns = (1, 2048) if cast is None else (FP8_ROWS, 128)
-    grid = (triton.cdiv(N, rows), triton.cdiv(F, columns))
     if cast is None:
         out = torch.empty(N, F, dtype=x.dtype, device=x.device)
-        triton_gated.gated[grid](x, out, N, F, KINDS[kind], two, rows, columns, num_warps=4)
+        grid = (N, triton.cdiv(F, 2048))
+        triton_gated.gated[grid](x, out, N, F, KINDS[kind], two, 1, 2048, num_warps=4)
         return out
+    grid = (triton.cdiv(F, 128), triton.cdiv(N, FP8_ROWS))
     fp8 = _fp8((N, F), cast.dtype, x.device)
     triton_gated.gated_fp8[grid](
-        x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns,
+        x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, FP8_ROWS, 128,
         num_warps=8,
     )  # fmt: skip
     return fp8
@@ -190,15 +193,15 @@ def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
 def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     """grad (N, F), x as in `gated` -> the gradient of x."""
     N, F = grad.shape
-    rows, columns = (1, 2048) if cast is None else (FP8_ROWS, 64)
-    grid = (triton.cdiv(N, rows), triton.cdiv(F, columns))
     if cast is None:
         out = torch.empty_like(x)
-        triton_gated.gated_backward[grid](grad, x, out, N, F, KINDS[kind], two, rows, columns, num_warps=4)
+        grid = (N, triton.cdiv(F, 2048))
+        triton_gated.gated_backward[grid](grad, x, out, N, F, KINDS[kind], two, 1, 2048, num_warps=4)
         return out
+    grid = (triton.cdiv(F, 64), triton.cdiv(N, FP8_ROWS))
     fp8 = _fp8((N, x.shape[1]), cast.dtype, x.device)
     triton_gated.gated_backward_fp8[grid](
-        grad, x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, rows, columns,
+        grad, x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, FP8_ROWS, 64,
         num_warps=4,
     )  # fmt: skip
     return fp8

@@ -69,8 +69,8 @@ def gated_fp8(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """The same into ROWS (N, F) and its transpose."""
-    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    columns = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (words < N // 4)[:, None] & (columns < F)[None, :]
     a = _hidden(INPUT, words * 4, columns, mask, F, KIND, GATED)
     b = _hidden(INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
@@ -103,8 +103,8 @@ def gated_backward_fp8(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """The same into ROWS and its transpose."""
-    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    columns = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (words < N // 4)[:, None] & (columns < F)[None, :]
     width = 2 * F if GATED else F
     scale = tl.load(SCALE)

@@ -141,8 +141,8 @@ def cast_fp8(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile per program: X (N, K) into ROWS (N, K) and its transpose."""
-    words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (words < N // 4)[:, None] & (columns < K)[None, :]
     place = X + words[:, None] * (4 * K) + columns[None, :]
     a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
