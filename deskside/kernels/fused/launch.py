@@ -17,6 +17,7 @@ from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
 FP8_ROWS = 64  # rows of a tile that is also written transposed: so many bytes of a column are contiguous
+NORM_ROWS = 32  # fewer, so that a program's rows are still in the cache for its second pass
 PROGRAMS_PER_SM = 16  # of kernels that keep sums in registers; enough of them to hide the latency of loads
 
 
@@ -84,9 +85,9 @@ def add_norm(
         )  # fmt: skip
         return out, normed, rstd
     fp8 = _fp8((N, D), cast.dtype, residual.device)
-    triton_norm.add_norm_fp8[(triton.cdiv(N, FP8_ROWS),)](
+    triton_norm.add_norm_fp8[(triton.cdiv(N, NORM_ROWS),)](
         residual, delta, weight, out, fp8.rows, _words(fp8), rstd, cast.scale, cast.amax, N, eps,
-        D, FP8_ROWS, 128, delta is not None, num_warps=16,
+        D, NORM_ROWS, 256, delta is not None, num_warps=8,
     )  # fmt: skip
     return out, fp8, rstd
 
@@ -166,7 +167,7 @@ def qk_norm_rope_backward(
             cast.amax,
             *numbers,
             *constants,
-            num_warps=max(2, C // 16),
+            num_warps=max(2, C // 32),
         )
     if q_weight is None:
         return out, None, None
@@ -202,7 +203,7 @@ def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | N
     fp8 = _fp8((N, x.shape[1]), cast.dtype, x.device)
     triton_gated.gated_backward_fp8[grid](
         grad, x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, FP8_ROWS, 64,
-        num_warps=4,
+        num_warps=8,
     )  # fmt: skip
     return fp8
 
