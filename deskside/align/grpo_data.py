@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from deskside.align.preference_data import question_of
 from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
-from deskside.data.chat_template import ChatTemplate, NotRendered
+from deskside.data.chat_template import ChatTemplate
 from deskside.data.order import endless
+from deskside.data.renderer import NotRendered
 from deskside.errors import UsageError
 
 FIELDS = ("prompt", "answer")

@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from deskside.align.answers import Text, pack_units
 from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
-from deskside.data.chat_template import ChatTemplate, NotRendered, checked_messages
+from deskside.data.chat_template import ChatTemplate
 from deskside.data.order import endless
+from deskside.data.renderer import NotRendered, checked_messages
 from deskside.errors import UsageError
 
 FIELDS = ("prompt", "chosen", "rejected")

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from deskside.config.run import RunConfig
 from deskside.data.chat import SAMPLES_FILE, told
-from deskside.data.chat_template import ChatTemplate, NotRendered
+from deskside.data.chat_template import ChatTemplate
+from deskside.data.renderer import NotRendered
 from deskside.data.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import generate

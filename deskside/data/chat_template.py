@@ -11,15 +11,15 @@ A chat template turns messages into one text. Which of its characters an assista
 The text is cut where an assistant begins to speak, and the parts are tokenised one by one. So the tokens before a turn
 are exactly those of the prompt that chatting gives to the model, even where a merge would have crossed the cut.
 
-A message that spells a special token does not get it: it is encoded as the plain text that it is, so data cannot forge
-a turn. Only byte-level BPE is taken, as in all prepared data: other tokenizers write a text's first word differently.
+A message that spells a special token does not get it (renderer.py), so data cannot forge a turn. Only byte-level BPE
+is taken, as in all prepared data: other tokenizers write a text's first word differently.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,12 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.data import tokenizer as bpe
+from deskside.data.renderer import TEMPLATE, Message, NotRendered, Refused, Renderer, own_template
 from deskside.errors import UsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEMPLATE = "chat_template.jinja"
 CHAT_FILES = ("tokenizer_config.json", TEMPLATE, "generation_config.json")
 DEFAULT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -41,15 +41,9 @@ DEFAULT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-_BREAK = "\ue000"  # of the private use area: breaks up a special token that a message spells
 _TRIAL = [{"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "It is."}]
 
-Message = Mapping[str, Any]
 Turns = Literal["all", "last"]
-
-
-class NotRendered(ValueError):
-    """A conversation that a template refuses, or whose turns cannot be told apart in its text; says why."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +63,17 @@ class ChatTemplate:
 
     def __init__(self, folder: Path):
         """Raises UsageError for a tokenizer or template that cannot be used."""
-        from transformers import PreTrainedTokenizerFast
-
         self._coder = bpe.load(folder)
-        special = [str(t.content) for t in self._coder.get_added_tokens_decoder().values() if t.special]
-        # Longer ones first: a token may begin with another one.
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-        names = {k: _text(settings.get(k)) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        self._renderer: Any = PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "tokenizer.json"), **{k: v for k, v in names.items() if v}
-        )
-        self._template = (folder / TEMPLATE).read_text("utf-8")
-        self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
-        if self._ids("a") == self._ids(" a"):
+        self._renderer = Renderer(folder, self._coder)
+        self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", self._renderer.template) is not None
+        if self._renderer.ids("a") == self._renderer.ids(" a"):
             raise UsageError(
                 f"{folder}: this tokenizer adds a space before every text, so turns cannot be tokenised one by one."
             )
         try:
             trial = self.conversation(_TRIAL)
+        except Refused as error:
+            raise UsageError(f"chat template: refused: {error.reason}") from None
         except NotRendered as error:
             raise UsageError(f"chat template: {error}") from None
         last = int(np.flatnonzero(trial.mask)[-1])
@@ -97,11 +82,11 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens after which an assistant speaks. Raises NotRendered."""
-        return self._ids(self._render(_guarded(messages, self._special), reply=True))
+        return self._renderer.prompt(messages)
 
     def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> Tokens:
         """A whole conversation. Raises NotRendered."""
-        guarded = _guarded(messages, self._special)
+        guarded = self._renderer.guarded(messages)
         spans, text, last_only = self._spans(guarded)
         if not spans:
             raise NotRendered("no assistant speaks")
@@ -113,23 +98,23 @@ class ChatTemplate:
         for begin, end in spans:
             end = self._turn_end(text, begin, end)
             for part, learnt in ((text[at:begin], 0), (text[begin:end], 1)):
-                new = self._ids(part)
+                new = self._renderer.ids(part)
                 ids += new
                 mask += [learnt] * len(new)
             at = end
-        rest = self._ids(text[at:])
+        rest = self._renderer.ids(text[at:])
         return Tokens(np.array(ids + rest, np.uint32), np.array(mask + [0] * len(rest), np.uint8), last_only)
 
     def _spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str, bool]:
         """Where the assistant's turns stand in the text, the text, and whether earlier turns are missing."""
         if self._marks:
-            return *self._marked(messages), False
-        text = self._render(messages, reply=False)
+            return *self._renderer.marked(messages), False
+        text = self._renderer.text(messages, reply=False)
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans = []
         for n in numbers:
-            before = self._render(messages[:n], reply=True) if n else ""
-            after = self._render(messages[: n + 1], reply=False) if n + 1 < len(messages) else text
+            before = self._renderer.text(messages[:n], reply=True) if n else ""
+            after = self._renderer.text(messages[: n + 1], reply=False) if n + 1 < len(messages) else text
             if text.startswith(before) and text.startswith(after) and len(before) < len(after):
                 spans.append((len(before), len(after)))
             elif n == numbers[-1]:
@@ -139,115 +124,13 @@ class ChatTemplate:
         # One that is written differently later on is one that no later prompt shows as it was learnt.
         return (spans, text, False) if len(spans) == len(numbers) else (spans[-1:], text, True)
 
-    def _marked(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str]:
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self._template,
-                return_assistant_tokens_mask=True,
-                **self._renderer.special_tokens_map,
-            )
-        except (TemplateError, TypeError) as error:
-            raise NotRendered(f"refused: {_first_line(error)}") from None
-        return [(a, b) for a, b in spans[0] if b > a], texts[0]
-
-    def _render(self, messages: Sequence[Message], reply: bool) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return str(
-                self._renderer.apply_chat_template(
-                    list(messages),
-                    chat_template=self._template,
-                    tokenize=False,
-                    add_generation_prompt=reply,
-                )
-            )
-        except (TemplateError, TypeError) as error:
-            raise NotRendered(f"refused: {_first_line(error)}") from None
-
     def _turn_end(self, text: str, begin: int, end: int) -> int:
         """A turn ends with its last special token; white space after that belongs to what follows."""
-        after = max((found.end() for found in self._special.finditer(text, begin, end)), default=end)
+        after = max((found.end() for found in self._renderer.special.finditer(text, begin, end)), default=end)
         return after if not text[after:end].strip() else end
-
-    def _ids(self, text: str) -> list[int]:
-        """Tokens of a text; the template's special tokens are found in it, broken-up ones are plain text."""
-        self._coder.encode_special_tokens = False
-        if _BREAK not in text:
-            return list(self._coder.encode(text, add_special_tokens=False).ids)
-        ids: list[int] = []
-        at = 0
-        for found in [*self._special.finditer(text), None]:
-            part = text[at : found.start() if found else len(text)].replace(_BREAK, "")
-            self._coder.encode_special_tokens = True
-            ids += self._coder.encode(part, add_special_tokens=False).ids
-            if found:
-                ids.append(_id(self._coder, found[0]))
-                at = found.end()
-        return ids
-
-
-def checked_messages(value: object) -> list[dict[str, Any]]:
-    """The messages of a record: text parts are joined. Raises NotRendered for what is no conversation."""
-    if not isinstance(value, list) or not value:
-        raise NotRendered("it is not a list of messages")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise NotRendered(f"message {number} has no role")
-        content = message.get("content")
-        if isinstance(content, list) and all(
-            isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-        ):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str):
-            raise NotRendered(f"message {number} ({message['role']}) has no text")
-        try:
-            content.encode("utf-8")
-        except UnicodeEncodeError:
-            raise NotRendered(f"message {number} holds half of a surrogate pair") from None
-        messages.append({"role": message["role"], "content": content})
-    return messages
-
-
-def _guarded(messages: Sequence[Message], special: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Special tokens that messages spell are broken up after their first character; `_ids` mends them."""
-    guarded = []
-    for message in messages:
-        content = str(message["content"]).replace(_BREAK, "")
-        content = special.sub(lambda found: found[0][0] + _BREAK + found[0][1:], content)
-        guarded.append({**message, "content": content})
-    return guarded
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
-
-
-def _text(token: object) -> str | None:
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
 
 
 # A tokenizer for conversations
-
-
-def own_template(folder: Path) -> str | None:
-    """The chat template beside a tokenizer, or inside of its tokenizer_config.json; None where there is none."""
-    file, config = folder / TEMPLATE, folder / "tokenizer_config.json"
-    if file.is_file():
-        return file.read_text("utf-8")
-    if not config.is_file():
-        return None
-    found = json.loads(config.read_text("utf-8")).get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default") or next(iter(named.values()), None)
-    return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True)
@@ -297,7 +180,7 @@ def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
 
 def _id(coder: Tokenizer, token: str) -> int:
     number = coder.token_to_id(token)
-    assert number is not None  # it is one of the tokenizer's own
+    assert number is not None  # it has just been added
     return int(number)
 
 

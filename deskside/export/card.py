@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deskside import __version__
-from deskside.data.chat_template import own_template
+from deskside.data.renderer import own_template
 from deskside.errors import UsageError
 from deskside.export.hf_families import family_of
 from deskside.export.history import Stage, Warn, mapping, number, stages

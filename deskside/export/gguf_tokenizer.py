@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskside.data.chat_template import own_template
+from deskside.data.renderer import own_template
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import UsageError

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from deskside import __version__
-from deskside.data.chat_template import NotRendered
+from deskside.data.renderer import NotRendered
 from deskside.engine.requests import Answer, Event, check_prompt
 from deskside.engine.requests import Request as EngineRequest
 from deskside.errors import RunError, UsageError

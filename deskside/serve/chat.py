@@ -14,7 +14,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deskside.data.chat_template import NotRendered
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Reason, Request
 from deskside.engine.sampling import Sampling
@@ -161,7 +160,7 @@ class Conversation:
         kept = list(self._messages)
         first = 1 if kept[0]["role"] == "system" else 0
         self.forgotten = False
-        while len(tokens := self._tokens(kept)) > self._room:
+        while len(tokens := self._prompts.messages(kept)) > self._room:
             if len(kept) - first <= 1:
                 raise UsageError(
                     f"this message is {len(tokens)} tokens and the model sees {self._room}; make it shorter"
@@ -169,12 +168,6 @@ class Conversation:
             del kept[first : first + 2]
             self.forgotten = True
         return tokens
-
-    def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        try:
-            return self._prompts.messages(messages)
-        except NotRendered as error:
-            raise UsageError(str(error)) from None
 
 
 def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:

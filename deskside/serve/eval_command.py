@@ -14,8 +14,8 @@ import tyro
 
 from deskside.config import strict_json
 from deskside.config.commandline import parse
-from deskside.data.chat_template import own_template
 from deskside.data.progress import Progress
+from deskside.data.renderer import Renderer, own_template
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.likelihood import Encoder
 from deskside.evaluate.run import (
@@ -151,7 +151,7 @@ def _checked(options: Eval) -> Selection | None:
 
 
 def _subject(options: Eval, loaded: Loaded, device: torch.device) -> Subject:
-    render = _render(loaded.tokenizer_dir) if options.chat else None
+    render = _render(loaded) if options.chat else None
     return Subject(
         loaded.model,
         loaded.tokenizer,
@@ -217,26 +217,14 @@ def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
         raise RunError(f"--items {path}: cannot be written: {error.strerror or error}") from None
 
 
-def _render(folder: Path) -> Callable[[str], str]:
+def _render(loaded: Loaded) -> Callable[[str], str]:
     """A question -> the text of a chat after which the assistant speaks. Raises UsageError without a template."""
-    template = own_template(folder)
-    if template is None:
+    if own_template(loaded.tokenizer_dir) is None:
         raise UsageError(
-            f"--chat: {folder} has no chat template; leave --chat out, or make a chat model: deskside sft"
+            f"--chat: {loaded.tokenizer_dir} has no chat template; leave --chat out, or make a chat model: deskside sft"
         )
-    from transformers import AutoTokenizer  # slow to import, and only chats need it
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-    def render(text: str) -> str:
-        messages = [{"role": "user", "content": text}]
-        return str(
-            tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        )
-
-    return render
+    renderer = Renderer(loaded.tokenizer_dir, loaded.tokenizer)
+    return lambda text: renderer.text([{"role": "user", "content": text}], reply=True)
 
 
 # What is printed

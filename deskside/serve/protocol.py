@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deskside.data.chat_template import NotRendered, checked_messages
+from deskside.data.renderer import NotRendered, checked_messages
 from deskside.engine.sampling import Sampling
 from deskside.errors import UsageError
 

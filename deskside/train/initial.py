@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from deskside.data.chat_template import CHAT_FILES, TEMPLATE
+from deskside.data.chat_template import CHAT_FILES
+from deskside.data.renderer import TEMPLATE
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import UsageError
 from deskside.export.load import Loaded

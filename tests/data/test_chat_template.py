@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from deskside.data import chat_template, tokenizer
-from deskside.data.chat_template import ChatTemplate, NotRendered, checked_messages
+from deskside.data.chat_template import ChatTemplate
+from deskside.data.renderer import NotRendered, checked_messages
 from deskside.errors import UsageError
 from tests.data import chat_tokenizer
 from tests.data.chat_tokenizer import COUNTING, FORGETFUL, MARKED, PLAIN, talk
@@ -157,29 +158,6 @@ def test_turns_without_an_end(tmp_path: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
     tokens = found.conversation(talk("a", "first"))
     assert tokenizer.load(folder).decode(tokens.ids[tokens.mask == 1].tolist()) == "first\n"
-
-
-@pytest.mark.parametrize(
-    "messages, reason",
-    [
-        ("hello", "not a list"),
-        ([], "not a list"),
-        ([{"content": "a"}], "message 1 has no role"),
-        (
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}],
-            "message 2 .assistant. has no",
-        ),
-        ([{"role": "user", "content": "\ud800"}], "surrogate"),
-    ],
-)
-def test_what_is_no_conversation_is_named(messages: Any, reason: str) -> None:
-    with pytest.raises(NotRendered, match=reason):
-        checked_messages(messages)
-
-
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert checked_messages([{"role": "user", "content": parts}])[0]["content"] == "ab"
 
 
 def test_nobody_answers(template: ChatTemplate) -> None:
