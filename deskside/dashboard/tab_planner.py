@@ -153,17 +153,21 @@ def _bands(bands: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def _band(band: dict[str, Any]) -> dict[str, str]:
-    loss, speed, memory, cost = (
-        band["loss"],
+    speed, memory, cost = (
         band["speed"]["tokens_per_second"],
         band["memory"]["needed"],
         band["cost"],
     )
     money = cost.get("electricity") or {}
+    loss = band.get("loss")  # of pretraining alone
     return {
         "model": f"{band['model']['preset']} ({count(band['model']['params'])} parameters)",
         "tokens": count(band["tokens"]),
-        "bits per byte": f"{loss['expected']:.3f} ({loss['low']:.2f} to {loss['high']:.2f})",
+        **(
+            {"bits per byte": f"{loss['expected']:.3f} ({loss['low']:.2f} to {loss['high']:.2f})"}
+            if loss
+            else {}
+        ),
         "precision": band["precision"] + (", emulated" if band["speed"]["emulated"] else ""),
         "tokens/s": f"{speed['expected']:,.0f} ({speed['low']:,.0f} to {speed['high']:,.0f})",
         "memory": f"{gib(memory['expected'])} ({gib(memory['low'])} to {gib(memory['high'])})",

@@ -361,6 +361,11 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
         from deskside.train.ready import check_start
 
         check_start(config)
+        tuned = next((part for part in ("adapter", "align") if getattr(config, part) is not None), None)
+    else:
+        tuned = "adapter" if "adapter" in given else None
+    if tuned is not None:
+        raise UsageError(f"{tuned}: deskside go pretrains a model; go on from its weights with deskside sft")
     if options.gpu_budget is not None:
         from deskside.probe.identity import this_machine
 

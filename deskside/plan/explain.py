@@ -105,7 +105,8 @@ def _items(plan: Plan) -> dict[str, Explainer]:
         )
     if best is not None:
         found["tokens"] = lambda: (_tokens(plan, best), speed_source)
-        found["loss"] = lambda: (_loss(plan, best), plan.request.law.source)
+        if plan.request.pretrains:
+            found["loss"] = lambda: (_loss(plan, best), plan.request.law.source)
         found |= _cost_items(plan, best.cost)
     return found
 

@@ -1,7 +1,7 @@
 """The plan for a person, in 80 columns. Every table says whether it is measured, modelled or published."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +14,10 @@ from deskside.plan.estimate import Estimate, Range
 from deskside.plan.result import Plan, PlannedBand
 from deskside.plan.words import count, dollars, duration, gib, number
 
+_LOSS: tuple[tuple[str, Callable[[PlannedBand], str]], ...] = (
+    ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),
+    ("  range", lambda b: f"{b.loss[0]:.2f} to {b.loss[2]:.2f}"),
+)
 BAR = 24  # characters of the longest bar
 WIDEST = 100
 
@@ -58,7 +62,10 @@ def show(plan: Plan) -> None:
         if " DIR" in plan.best.command:
             print("  (DIR: what deskside data prepare wrote)")
     if request.budget is None and request.given is not None:
-        _told("no budget was given: the tokens are those for which this size is the best use of compute", 0)
+        told = "those for which this size is the best use of compute"
+        if not request.pretrains:
+            told = "what pretraining this size would take; give --tokens"
+        _told(f"no budget was given: the tokens are {told}", 0)
 
 
 def show_claims(findings: Sequence[Finding]) -> None:
@@ -102,8 +109,7 @@ def _bands(plan: Plan) -> Table:
         ("model", _model),
         ("tokens", lambda b: count(b.candidate.tokens[1])),
         ("  per parameter", lambda b: f"{b.candidate.tokens[1] / b.candidate.params:.1f}"),
-        ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),
-        ("  range", lambda b: f"{b.loss[0]:.2f} to {b.loss[2]:.2f}"),
+        *(_LOSS if plan.request.pretrains else ()),
         ("batch, tokens", lambda b: f"{b.candidate.setting.stages[-1].tokens:,}"),
         ("  per pass", lambda b: f"{b.candidate.setting.micro_tokens:,}"),
         ("rows", lambda b: "/".join(str(s.sequence_length) for s in b.candidate.setting.stages)),
@@ -237,8 +243,9 @@ def _sources(plan: Plan) -> list[str]:
     lines = [
         f"speed: modelled, rates {calibration.source}: {calibration.basis}; +-{spread:.0%}",
         f"memory: modelled, +-{calibration.memory_spread:.0%}; what the card has: {request.card.memory_source}",
-        f"loss: {request.law.source}",
     ]
+    if request.pretrains:
+        lines.append(f"loss: {request.law.source}")
     if plan.best is not None:
         lines += list(plan.best.cost.notes)
     return [*lines, *plan.notes]

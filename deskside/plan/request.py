@@ -146,6 +146,11 @@ class Request:
         batch = self.overrides.get("batch", {})
         return int(batch.get("sequence_length", defaults().batch.sequence_length))
 
+    @property
+    def pretrains(self) -> bool:
+        """Whether the model is trained from nothing. What the law of loss says is of such runs alone."""
+        return self.given is None or (self.given.config.adapter is None and self.given.config.align is None)
+
 
 def ask(
     *,
@@ -213,6 +218,7 @@ def ask(
     if sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_DECIDE)
     given = _given(preset, depth, params, overrides, sequence)
+    _fine_tuned(budget, given, overrides)
     if budget is None and given is None:
         raise UsageError(
             "what is the budget? give --hours, --tokens, --flops or --loss, or a model with --preset"
@@ -237,6 +243,18 @@ def ask(
         measured_fp8=measured_gain(rows),
         notes=tuple(notes),
     )
+
+
+def _fine_tuned(budget: Budget | None, given: Given | None, overrides: Mapping[str, Any]) -> None:
+    """Raises UsageError where a run that fine-tunes is asked for by what only pretraining has: models are chosen by
+    the bits per byte that pretraining them gives."""
+    if given is None and "adapter" in overrides:
+        raise UsageError("--adapter: which model is adapted? give --preset, --depth or --params")
+    tunes = given is not None and (given.config.adapter is not None or given.config.align is not None)
+    if tunes and budget is not None and budget.kind == "loss":
+        raise UsageError(
+            "--loss: bits per byte are only predicted of pretraining; give --hours, --tokens or --flops"
+        )
 
 
 def _bounded(kind: Kind, value: float) -> None:

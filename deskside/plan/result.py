@@ -202,7 +202,6 @@ def speed_json(request: Request, found: Estimate) -> dict[str, Any]:
 
 def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
     found, setting = band.candidate, band.candidate.setting
-    low, expected, high = found.loss
     return {
         "name": band.name,
         "recommended": band.name == plan.recommended,
@@ -222,13 +221,7 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
         if plan.request.unique_tokens is None
         else found.tokens[1] / plan.request.unique_tokens,
         "steps": int(found.tokens[1] // setting.tokens_per_step),
-        "loss": {
-            "low": low,
-            "expected": expected,
-            "high": high,
-            "unit": "bits per byte",
-            "source": plan.request.law.source,
-        },
+        **({"loss": _loss(plan, found.loss)} if plan.request.pretrains else {}),
         "batch": {
             "tokens": setting.stages[-1].tokens,
             "micro_tokens": setting.micro_tokens,
@@ -255,6 +248,17 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
         "cost": band.cost.to_json(),
         "config": band.config,
         "command": band.command,
+    }
+
+
+def _loss(plan: Plan, loss: Range) -> dict[str, Any]:
+    low, expected, high = loss
+    return {
+        "low": low,
+        "expected": expected,
+        "high": high,
+        "unit": "bits per byte",
+        "source": plan.request.law.source,
     }
 
 

@@ -65,7 +65,8 @@ def judge(request: Request) -> Verdict:
     if chosen.seconds[1] > LONGEST_SECONDS:
         told = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
         return Verdict("no", (*reasons, told), asked, chosen, needed)
-    late, worse = _undertrained(request, chosen)
+    # How many tokens a size deserves, and which size ends better, is known of pretraining.
+    late, worse = _undertrained(request, chosen) if request.pretrains else (None, False)
     if late is not None:
         reasons.append(late)
     if worse:

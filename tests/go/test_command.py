@@ -128,6 +128,10 @@ def state(run: Path) -> dict[str, Any]:
             ["--hours", "1", "--preset", "demo", "--name", "a/b", "--yes"],
             "--name 'a/b': must be a plain folder name",
         ),
+        (
+            ["--hours", "1", "--preset", "demo", "--adapter.rank", "8", "--optim.name", "adamw", "--yes"],
+            "adapter: deskside go pretrains a model",
+        ),
         (["--resume", "nowhere"], "nowhere: holds no road to go on with (no go.json)"),
         (["--resume", "x", "--hours", "1"], "--resume takes everything from the road that is resumed"),
         (

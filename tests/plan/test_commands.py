@@ -194,3 +194,35 @@ def test_in_under_a_second_and_without_torch(line: str, tmp_path: Path) -> None:
         assert json.loads(done.stdout)["bands"]
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 1.0, seconds
+
+
+ALIGNED = 'base = "124m"\n[align]\nname = "sft"\n[data]\ndocument_mask = true\n'
+
+
+@pytest.mark.parametrize("budget", ["", "--hours 8", "--tokens 10M"])
+@pytest.mark.parametrize("model", ["124m --adapter.rank 16 --optim.name adamw", "sft.toml"])
+def test_of_a_run_that_fine_tunes_no_bits_per_byte_are_predicted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, budget: str
+) -> None:
+    """The law of loss is of models that are trained from nothing."""
+    (tmp_path / "sft.toml").write_text(ALIGNED)
+    line = f"--gpu rtx4090 --preset {model} {budget}"
+    code, out, _ = plan(capsys, line)
+    assert code == 0 and "bits per byte" not in out and "loss: " not in out
+    code, out, _ = plan(capsys, f"{line} --json")
+    found = json.loads(out)
+    assert found["bands"] and all("loss" not in band for band in found["bands"])
+    assert "bits per byte" not in out and found["memory"] and found["speed"]
+    code, out, _ = plan(capsys, f"{line} --explain list")
+    assert "loss" not in out.split() and "tokens" in out.split()
+    same = line.replace("sft.toml", "124m").replace("--adapter.rank 16", "")
+    code, out, _ = plan(capsys, same)
+    assert "bits per byte" in out  # of the same model, pretrained
+
+
+def test_adapters_need_a_model_and_no_loss_to_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    adapted = "--adapter.rank 16 --optim.name adamw"
+    code, out, err = plan(capsys, f"--gpu rtx4090 --hours 8 {adapted}")
+    assert (code, out) == (2, "") and err.startswith("deskside: --adapter: which model is adapted?")
+    code, out, err = plan(capsys, f"--gpu rtx4090 --preset 124m --loss 1.0 {adapted}")
+    assert (code, out) == (2, "") and err.startswith("deskside: --loss: bits per byte are only predicted of")

@@ -157,7 +157,8 @@ def test_the_last_line_is_what_the_plan_shows(name: str) -> None:
     best = plan.best
     if best is not None:
         assert explain(plan, "tokens").lines[-1].value == best.candidate.tokens[1]
-        assert {line.value for line in explain(plan, "loss").lines} >= set(best.loss)
+        if plan.request.pretrains:
+            assert {line.value for line in explain(plan, "loss").lines} >= set(best.loss)
 
 
 def test_all_instants_and_parts_were_explained() -> None:
