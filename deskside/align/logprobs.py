@@ -97,7 +97,12 @@ def _capped(logits: Tensor, softcap: float | None, wide: torch.dtype) -> Tensor:
 def by_sequence(values_M: Tensor, mask_SL: Tensor) -> Tensor:
     """Values of sequences one after the other -> (S, L), zero where the mask is false. Differentiable.
 
-    mask_SL: bool, in each row as many True at the front as the sequence has values; in all of them M.
+    mask_SL: bool, in each row as many True at the front as the sequence has values; in all of them M. By gathering: the
+    gradient of scattering under a mask asks the device how many there are, and the host would wait for it.
     """
-    zeros_SL = torch.zeros(mask_SL.shape, dtype=values_M.dtype, device=values_M.device)
-    return zeros_SL.masked_scatter(mask_SL, values_M)
+    lengths_S = mask_SL.sum(1)
+    first_S = lengths_S.cumsum(0) - lengths_S
+    index_SL = first_S[:, None] + torch.arange(mask_SL.shape[1], device=mask_SL.device)
+    index_SL = torch.where(mask_SL, index_SL, len(values_M))  # a zero after the last value
+    padded = torch.cat((values_M, values_M.new_zeros(1)))
+    return padded.index_select(0, index_SL.flatten()).view(mask_SL.shape)

@@ -1,8 +1,11 @@
 """Log-probabilities in chunks against log_softmax in float64, gradients included."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deskside.align.logprobs import by_sequence, token_logprobs
 
@@ -73,6 +76,32 @@ def test_no_tokens_at_all() -> None:
     found.sum().backward()
     assert found.shape == entropy.shape == (0,)
     assert weight.grad is not None and not weight.grad.any()
+
+
+class Noted(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_by_sequence_asks_the_device_nothing() -> None:
+    """What has as many results as a mask has True waits for the device, forward or backward."""
+    values, mask = torch.arange(3.0, requires_grad=True), torch.tensor([[True, True], [True, False]])
+    with Noted() as noted:
+        by_sequence(values, mask).sum().backward()
+    waits = ("masked_select", "masked_scatter", "nonzero", "aten::index.Tensor", "local_scalar", "item")
+    assert not [name for name in noted.names if any(word in name for word in waits)]
+    assert "aten::index_add" in "".join(noted.names), noted.names  # the backward was seen
+
+
+def test_by_sequence_of_nothing() -> None:
+    assert not by_sequence(torch.empty(0), torch.zeros(2, 3, dtype=torch.bool)).any()
 
 
 def test_by_sequence_is_padding_and_passes_gradients_back() -> None:
