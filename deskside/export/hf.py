@@ -126,10 +126,13 @@ def check_out(out_dir: Path) -> set[str]:
     return own
 
 
-def load_hf(folder: Path, device: torch.device | str = "cpu") -> tuple[ModelConfig, Transformer]:
-    """Read a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model with float32 weights.
+def load_hf(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[ModelConfig, Transformer]:
+    """Read a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
 
-    Raises UsageError when it is not one, has options that are not computed here, or its tensors do not match.
+    dtype: of weights with two or more dimensions; the others are float32. Raises UsageError when it is not one, has
+    options that are not computed here, or its tensors do not match.
     """
     source = read_json(folder / "config.json")
     try:
@@ -137,7 +140,7 @@ def load_hf(folder: Path, device: torch.device | str = "cpu") -> tuple[ModelConf
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
     family = FAMILIES[source["model_type"]]
-    model = allocate(config, device)
+    model = allocate(config, device, dtype)
     with ExitStack() as stack, torch.no_grad():
         stored = _Stored(folder, family, stack)
         wanted = _by_hf_name(model, family)

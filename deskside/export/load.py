@@ -96,11 +96,11 @@ def load_model(
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; give a run (runs/NAME) or a Hugging Face directory")
     if (path / "run.json").is_file():
-        loaded = _from_run(path, device, warn)
+        loaded = _from_run(path, device, dtype, warn)
     elif NAME.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
-        loaded = _from_checkpoint(path, device)
+        loaded = _from_checkpoint(path, device, dtype)
     elif (path / "config.json").is_file():
-        config, model = load_hf(path, device)
+        config, model = load_hf(path, device, dtype)
         loaded = _complete(model, config, "hf", path, None, {}, None)
     else:
         raise UsageError(
@@ -112,19 +112,21 @@ def load_model(
     return loaded
 
 
-def _from_run(run_dir: Path, device: torch.device | str, warn: Callable[[str], None]) -> Loaded:
+def _from_run(
+    run_dir: Path, device: torch.device | str, dtype: torch.dtype, warn: Callable[[str], None]
+) -> Loaded:
     run, config = _read_run(run_dir)
     found = find(run_dir / "checkpoints")
     for checkpoint in found:
         try:
-            model = _read_weights(checkpoint, config, device, run_dir, run)
+            model = _read_weights(checkpoint, config, device, dtype, run_dir, run)
         except Damaged as damage:
             warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
             continue
         return _complete(model, config, "run", run_dir, run_dir, run, checkpoint.step)
     exported = run_dir / "model"
     if (exported / "config.json").is_file():
-        config, model = load_hf(exported, device)
+        config, model = load_hf(exported, device, dtype)
         return _complete(model, config, "run", exported, run_dir, run, None)
     if found:
         raise RunError(
@@ -133,7 +135,7 @@ def _from_run(run_dir: Path, device: torch.device | str, warn: Callable[[str], N
     raise UsageError(f"{run_dir}: has no checkpoint yet; make one with: deskside train --resume {run_dir}")
 
 
-def _from_checkpoint(path: Path, device: torch.device | str) -> Loaded:
+def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype) -> Loaded:
     run_dir = path.resolve().parent.parent
     if not (run_dir / "run.json").is_file():
         raise UsageError(
@@ -145,7 +147,7 @@ def _from_checkpoint(path: Path, device: torch.device | str) -> Loaded:
     assert match is not None  # the caller has seen that it does
     checkpoint = Checkpoint(path, int(match[1]))
     try:
-        model = _read_weights(checkpoint, config, device, run_dir, run)
+        model = _read_weights(checkpoint, config, device, dtype, run_dir, run)
     except Damaged as damage:
         raise RunError(f"{damage}; use the run itself ({run_dir}), which takes the newest good one") from None
     return _complete(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
@@ -207,15 +209,16 @@ def _read_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
     device: torch.device | str,
+    dtype: torch.dtype,
     run_dir: Path,
     run: dict[str, Any],
 ) -> Transformer:
-    """A model with a checkpoint's weights in float32, adapters merged. Raises Damaged, or RunError for another
-    architecture's."""
+    """A model with a checkpoint's weights, adapters merged. They are read on the host: a card may have room for one of
+    them in `dtype` and for no more. Raises Damaged, or RunError for another architecture's."""
     if run["config"].get("adapter") is not None:
-        return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), device), device)
+        return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), device), device, dtype)
     verify(checkpoint, weights_only=True)
-    model = allocate(config, device)
+    model = allocate(config, device, torch.float32 if checkpoint.sharded else dtype)
     if checkpoint.sharded:
         own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
         with warnings.catch_warnings():  # one process reading what many wrote is what is meant here
@@ -223,7 +226,7 @@ def _read_weights(
             dcp.load({"model": own}, checkpoint_id=checkpoint.path / SHARDED, no_dist=True)
         return model
     try:
-        stored = load_file(checkpoint.path / WEIGHTS, device=str(device))
+        stored = load_file(checkpoint.path / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise Damaged(f"{checkpoint.path / WEIGHTS} cannot be read ({error})") from None
     try:
@@ -242,7 +245,7 @@ def _whole_config(run_dir: Path, run: dict[str, Any]) -> RunConfig:
 
 @torch.no_grad()
 def _cast(model: Transformer, dtype: torch.dtype) -> None:
-    """Store what is cast at every use anyway in the dtype of its use: the same numbers, without the casts."""
+    """Store what is cast at every use anyway in the dtype of its use, unless it is read so already."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.ndim >= 2:

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
 from deskside.errors import RunError, UsageError
+from deskside.export import hf, load
 from deskside.export.hf import save_hf
 from deskside.export.load import load_model
-from deskside.model.init import InitOptions, initialize
+from deskside.model.init import InitOptions, allocate, initialize
 from deskside.model.transformer import Transformer
 from deskside.precision.apply import apply
 from tests.data.test_damage import check
@@ -143,6 +144,33 @@ def test_bfloat16_gives_the_numbers_of_bf16_training(run: Path, tied: bool) -> N
     loaded = load_model(run, dtype=torch.bfloat16)
     assert loaded.model.activation_dtype == torch.bfloat16
     assert torch.equal(loaded.model(TOKENS_BT), trained(TOKENS_BT))
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "exported", "hf"])
+def test_what_is_read_in_bfloat16_never_takes_the_memory_of_float32(
+    kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that holds a model in 16 bits has no room for one in 32."""
+    path = run
+    if kind in ("run", "checkpoint"):
+        checkpoint = save(run, 10, made(10))
+        path = checkpoint if kind == "checkpoint" else run
+    else:
+        path = run if kind == "exported" else tmp_path / "hf"
+        save_hf(made(10), SHAPE, run, run / "model" if kind == "exported" else path)
+    asked: list[torch.dtype] = []
+
+    def noted(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:
+        asked.append(dtype)
+        return allocate(config, device, dtype)
+
+    for module in (load, hf):
+        monkeypatch.setattr(module, "allocate", noted)
+    found = dict(load_model(path, dtype=torch.bfloat16).model.named_parameters())
+    assert asked == [torch.bfloat16]
+    for name, parameter in made(10).named_parameters():
+        kept = torch.bfloat16 if parameter.ndim >= 2 else torch.float32
+        assert torch.equal(found[name], parameter.to(kept))
 
 
 def test_wrong_paths_say_what_to_do(run: Path, tmp_path: Path) -> None:
