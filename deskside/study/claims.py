@@ -7,14 +7,15 @@ on that scale; a claim of "no change" accepts its tolerance on both sides. With 
     holds               the interval leaves out zero, and meets what the claim accepts; without a claimed size, it
                         leaves out zero on the claimed side; for "no change", it lies within the tolerance
     holds in direction  it leaves out zero on the claimed side, and misses the claimed size
-    contradicted        it leaves out zero on the other side; for "no change", it lies beyond the tolerance
-    not shown           it holds zero (for "no change", it reaches over the tolerance), there are too few seeds to give
-                        one, no pair of trials was finished, or two peaks of memory are of different micro-batches
+    contradicted        it leaves out zero on the other side, or holds zero and leaves out all that the claim accepts;
+                        for "no change", it lies beyond the tolerance
+    not shown           it holds both zero and what the claim accepts (for "no change", it reaches over the tolerance),
+                        there are too few seeds to give one, no pair of trials was finished, or two peaks of memory are
+                        of different micro-batches
     needs other hardware  the claim needs what this machine lacks (a claim about memory: a GPU), or it is about speed
                         and an arm was emulated here
 
-"Not shown" is not "contradicted": an interval around zero does not show the other direction. Its explanation says when
-the claimed size is left out all the same.
+"Not shown" is not "contradicted": an interval that holds the claimed effect and none at all speaks for neither.
 
 Memory and loss of emulated arms are judged: the numbers are the format's own, and what emulation allocates beyond
 native products is below 1 % of a step's peak (budget/memory.py). A claim that compares nothing (450 W) is answered by
@@ -79,7 +80,7 @@ def verdict_of_change(claim: Claim, change: Change) -> Verdict:
             return "holds"
         return "contradicted" if change.high < low or change.low > high else "not shown"
     if change.low <= 0 <= change.high:
-        return "not shown"
+        return "not shown" if claim.size is None or _meets(claim, change) else "contradicted"
     if (change.low > 0) != (claim.direction == "higher"):
         return "contradicted"
     return "holds" if _meets(claim, change) else "holds in direction"
@@ -263,8 +264,8 @@ def _words(claim: Claim, change: Change, verdict: Verdict) -> str:
     elif change.n:
         amount += f" (exact{how})"
     sentence = f"{subject} {amount} in {_label(claim)}; claimed {claim.claimed}."
-    if verdict == "not shown" and claim.size is not None and not _meets(claim, change):
-        sentence += " The claimed size is left out."
+    if verdict == "contradicted" and change.low <= 0 <= change.high and claim.direction != "none":
+        sentence += " The interval holds no change at all, and not the claimed one."
     return sentence
 
 
