@@ -1,0 +1,243 @@
+"""Every measurement behind the documents, as one list of commands, spread over the GPUs of this machine.
+
+    python -m benchmarks.release --data data/english --sets DATA --out OUT [--only 'step*' parity ...] [--list]
+        [--minutes 28] [--gpus 0,1] [--file benchmarks/release.toml]
+
+release.toml names the jobs: a command, how many GPUs it takes, what must have ended well before it, and the document
+that its numbers stand in. Jobs begin in the order of the file; each has its GPUs to itself, because speed is what most
+of them measure. One that waits for more GPUs than are free keeps the later ones waiting, so that it gets its turn.
+
+OUT gets a folder and a log for each job, and state.json. The same command again skips what ended well; a job that
+failed or was cut off begins anew. --minutes is hard: what still runs then is interrupted, and may save what it has.
+
+In commands, {data} is the prepared corpus, {sets} the folder of the data sets (sft/, preference/, verifiable/, eval/),
+{out} the job's folder, {work} one folder for all jobs, for runs that others begin with, and {gpus} the numbers of the
+job's GPUs.
+"""
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from deskside.errors import UsageError
+from deskside.study.devices import visible
+
+FILE = Path(__file__).with_name("release.toml")
+GRACE = 30.0  # seconds between an interrupt and a kill
+KEYS = {"name", "run", "gpus", "after", "minutes", "document"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command. gpus: how many it takes; after: jobs that must have ended well; minutes: it is ended by then."""
+
+    name: str
+    run: str
+    gpus: int = 1
+    after: tuple[str, ...] = ()
+    minutes: float = 20.0
+    document: str = ""
+
+
+@dataclass
+class Running:
+    """A job's process, its GPUs, and when it began and shall be killed."""
+
+    job: Job
+    process: "subprocess.Popen[bytes]"
+    gpus: list[str]
+    began: float
+    log: IO[bytes]
+    kill_at: float | None = None
+
+
+def read(path: Path) -> list[Job]:
+    """The jobs of a file. Raises UsageError for unknown keys, names twice, and an `after` that comes later or never."""
+    try:
+        rows = tomllib.loads(path.read_text())["job"]
+    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
+        raise UsageError(f"{path}: cannot be read as a list of jobs: {error}") from None
+    jobs: list[Job] = []
+    for row in rows:
+        wrong = set(row) - KEYS
+        if wrong or not {"name", "run"} <= set(row):
+            raise UsageError(
+                f"{path}: a job has a name and a command (run), and may have gpus, after, minutes, document: {row}"
+            )
+        job = Job(**{**row, "after": tuple(row.get("after", ()))})
+        known = {one.name for one in jobs}
+        if job.name in known:
+            raise UsageError(f"{path}: two jobs are called {job.name}")
+        if missing := set(job.after) - known:
+            raise UsageError(
+                f"{path}: {job.name} comes after {', '.join(sorted(missing))}, which is not above it"
+            )
+        jobs.append(job)
+    return jobs
+
+
+def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
+    """The jobs with these names (* and ? allowed), and what they come after. Raises UsageError for one that is none."""
+    names = set()
+    for pattern in patterns or ("*",):
+        found = [job.name for job in jobs if fnmatch.fnmatchcase(job.name, pattern)]
+        if not found:
+            raise UsageError(f"--only {pattern}: there is no such job; --list shows them")
+        names.update(found)
+    for job in reversed(jobs):
+        if job.name in names:
+            names.update(job.after)
+    return [job for job in jobs if job.name in names]
+
+
+class Release:
+    """The jobs' processes. state: name -> how it stands, as in state.json."""
+
+    def __init__(self, jobs: Sequence[Job], gpus: Sequence[str], out: Path, words: dict[str, str]):
+        self.jobs, self.free, self.out, self.words = list(jobs), list(gpus), out, words
+        self.running: list[Running] = []
+        self.total = len(gpus)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "work").mkdir(exist_ok=True)
+        self.state: dict[str, dict[str, Any]] = {}
+        if (out / "state.json").exists():
+            old = json.loads((out / "state.json").read_text())
+            self.state = {name: row for name, row in old.items() if row["status"] == "ok"}
+
+    def run(self, deadline: float) -> int:
+        """All jobs; 0 when each ended well."""
+        stopping = False
+        try:
+            while True:
+                now = time.monotonic()
+                self._collect(now)
+                if now >= deadline and not stopping:
+                    stopping = True
+                    for one in self.running:
+                        self._interrupt(one, now)
+                if not stopping:
+                    self._begin(now)
+                if not self.running and (stopping or not self._waiting()):
+                    break
+                time.sleep(0.2)
+        finally:
+            for one in self.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.process.pid, signal.SIGKILL)
+        return 0 if all(self._status(job.name) == "ok" for job in self.jobs) else 1
+
+    def _status(self, name: str) -> str:
+        return str(self.state.get(name, {}).get("status", "waiting"))
+
+    def _waiting(self) -> list[Job]:
+        """Jobs that can still begin. What comes after a failed one never does."""
+        return [
+            job
+            for job in self.jobs
+            if self._status(job.name) == "waiting"
+            and all(self._status(name) in ("ok", "running", "waiting") for name in job.after)
+        ]
+
+    def _begin(self, now: float) -> None:
+        for job in self._waiting():
+            if any(self._status(name) != "ok" for name in job.after):
+                continue
+            need = min(job.gpus, self.total)
+            if need > len(self.free):
+                return  # what comes later does not overtake it
+            gpus, self.free = self.free[:need], self.free[need:]
+            folder = self.out / job.name
+            folder.mkdir(exist_ok=True)
+            words = {**self.words, "out": str(folder), "work": str(self.out / "work"), "gpus": ",".join(gpus)}
+            log = (self.out / f"{job.name}.log").open("wb")
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+            if self.total:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            process = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", job.run.format(**words)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            self.running.append(Running(job, process, gpus, now, log))
+            self._note(job.name, status="running", gpus=gpus)
+            print(f"{job.name}: begins" + (f" on GPU {','.join(gpus)}" if gpus else ""), flush=True)
+
+    def _collect(self, now: float) -> None:
+        for one in list(self.running):
+            code = one.process.poll()
+            if code is None:
+                if one.kill_at is None and now - one.began > 60 * one.job.minutes:
+                    self._interrupt(one, now)
+                elif one.kill_at is not None and now > one.kill_at:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(one.process.pid, signal.SIGKILL)
+                continue
+            one.log.close()
+            self.running.remove(one)
+            self.free = sorted([*self.free, *one.gpus])
+            status = "cut off" if one.kill_at is not None else "ok" if code == 0 else "failed"
+            seconds = round(now - one.began, 1)
+            self._note(one.job.name, status=status, code=code, seconds=seconds)
+            print(f"{one.job.name}: {status} after {seconds:.0f} s", flush=True)
+
+    def _interrupt(self, one: Running, now: float) -> None:
+        one.kill_at = now + GRACE
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(one.process.pid, signal.SIGINT)
+
+    def _note(self, name: str, **found: Any) -> None:
+        self.state[name] = found
+        temporary = self.out / ".state.json"
+        temporary.write_text(json.dumps(self.state, indent=1) + "\n")
+        temporary.replace(self.out / "state.json")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every job ended well, 1 when one did not, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.release",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--data", default="data/english", help="the prepared corpus")
+    parser.add_argument("--sets", default="data", help="folder with sft/, preference/, verifiable/, eval/")
+    parser.add_argument("--out", type=Path, default=Path("release"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these jobs, with * and ?")
+    parser.add_argument("--gpus", help="numbers separated by commas; default: all that are visible")
+    parser.add_argument("--minutes", type=float, default=600.0, help="of all together")
+    parser.add_argument("--list", action="store_true", help="show the jobs and stop")
+    options = parser.parse_args(argv)
+    try:
+        jobs = chosen(read(options.file), options.only)
+        gpus = options.gpus.split(",") if options.gpus else [entry for _, entry in visible()]
+        if options.list:
+            for job in jobs:
+                print(
+                    f"{job.name:16} {job.gpus} GPU  {job.document:28} {'; '.join(job.run.split(chr(10))).strip('; ')}"
+                )
+            return 0
+        words = {"data": str(Path(options.data).resolve()), "sets": str(Path(options.sets).resolve())}
+        return Release(jobs, gpus, options.out.resolve(), words).run(time.monotonic() + 60 * options.minutes)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
