@@ -11,15 +11,9 @@ import torch
 from benchmarks import peers_models
 from benchmarks.step_config import configuration
 from deskside.budget.shape import num_params
-from deskside.probe.point import (
-    RandomRows,
-    memory_peaks,
-    moment,
-    quantile,
-    random_batches,
-    seconds_between,
-)
+from deskside.probe.point import RandomRows, memory_peaks, quantile, random_batches
 from deskside.train import machine
+from deskside.train.moment import Moment
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -55,12 +49,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     machine.reset_peak_memory(device)
     for number in range(1, spec["warmup"]):
         step(number)
-    marks = [moment(device)]
+    marks = [Moment(device)]
     pending = []
     for number in range(spec["steps"]):
         pending.append(step(spec["warmup"] + number))
-        marks.append(moment(device))
-    seconds = [seconds_between(a, b) for a, b in itertools.pairwise(marks)]
+        marks.append(Moment(device))
+    seconds = [b.seconds_since(a) for a, b in itertools.pairwise(marks)]
     losses += [float(loss) for loss in pending]
     median = statistics.median(seconds)
     memory = memory_peaks(device)["peak_allocated_bytes"]

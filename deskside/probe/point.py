@@ -27,6 +27,7 @@ from deskside.optim.build import build
 from deskside.train import machine, parallel, setup
 from deskside.train.fit import Fit, rows_per_rank
 from deskside.train.guard import Guard
+from deskside.train.moment import Moment
 from deskside.train.planning import modelled_memory_gib
 from deskside.train.settle import Settler
 from deskside.train.step import Numbers, Stepper
@@ -225,16 +226,15 @@ class Timer:
         """
         seconds: list[float] = []
         sensed: list[dict[str, Any]] = []
-        previous, pending, mark = moment(self.stepper.world.device), None, None
+        previous, pending = Moment(self.stepper.world.device), None
         began = time.perf_counter()
         while len(seconds) < steps or time.perf_counter() - began < at_least:
             numbers = self.launch()
-            now = moment(self.stepper.world.device)
-            if pending is not None and mark is not None:
+            if pending is not None:
                 self.read(pending)
-                seconds.append(seconds_between(previous, mark))
-                previous = mark
-            pending, mark = numbers, now
+                seconds.append(pending.end.seconds_since(previous))
+                previous = pending.end
+            pending = numbers
             sensed.append(self.sensors.read())
         assert pending is not None
         self.read(pending)
@@ -252,23 +252,6 @@ class Timer:
         loss, _, skipped = numbers.read()
         self.losses.append(loss)
         self.finite = self.finite and not skipped
-
-
-def moment(device: torch.device) -> Any:
-    """Now, in the device's own order of work: see `seconds_between`."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(begin: Any, end: Any) -> float:
-    """Of two moments of one device. Waits for the second."""
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def random_batches(

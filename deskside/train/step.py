@@ -16,6 +16,7 @@ from deskside.optim.build import Optimizer
 from deskside.precision.apply import Applied
 from deskside.train.attention import Attention
 from deskside.train.guard import Guard
+from deskside.train.moment import Moment
 from deskside.train.objective import Loss, NextToken, Objective
 from deskside.train.parallel import World, set_last_micro_batch, sum_gradients
 
@@ -24,19 +25,17 @@ class Numbers:
     """What a step came to, on its way from the device to the host: see `read`.
 
     On a GPU the copy is queued right behind the step, so that reading waits for this step and not for the next one,
-    which has been launched by then.
+    which has been launched by then. `end` is when the device had them.
     """
 
     def __init__(self, values: Tensor, extra: Sequence[str] = (), count: int = 0):
         """values: loss per counted target, gradient norm, 1.0 if skipped, then a sum for each name in `extra`."""
         self._extra, self.count = tuple(extra), count
-        self._event: torch.cuda.Event | None = None
         self._values = values
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self.end = Moment(values.device)
 
     def read(self) -> tuple[float, float, bool]:
         """Wait for the step: its loss, its gradient norm, and whether it was skipped."""
@@ -48,8 +47,7 @@ class Numbers:
         return dict(zip(self._extra, self._all()[3:], strict=True))
 
     def _all(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
+        self.end.wait()
         numbers: list[float] = self._values.tolist()
         return numbers
 

@@ -2,7 +2,8 @@
 
 The host runs one step ahead of its knowledge: it reads the numbers of step k while the device computes step k + 1, so
 the GPU never waits for the host. Whatever needs the truth about a step (evaluation, a checkpoint, the end) settles
-first: it waits for the step in flight.
+first: it waits for the step in flight. A step's time is between the ends of two steps on the device (`Moment`): when
+the host comes to read them says nothing of it.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from deskside.optim.schedule import lr_factor
 from deskside.train.clock import OVERRUN, Clock, StepPlan, decay_steps, remaining_steps, should_revise
 from deskside.train.guard import Diverged
 from deskside.train.interval import Interval, Position
+from deskside.train.moment import Moment
 from deskside.train.objective import Batches, Feed, Rows
 from deskside.train.step import Numbers, Stepper
 from deskside.train.stop import StopSignal
@@ -66,12 +68,11 @@ class Hook(Protocol):
 
 @dataclass(frozen=True)
 class InFlight:
-    """A step that was launched and whose numbers the host has not read. `finished`: when, where that is known."""
+    """A step that was launched and whose numbers the host has not read."""
 
     stage: int
     row: dict[str, Any]
     numbers: Numbers
-    finished: float | None
 
 
 class TooManySkips(Exception):
@@ -116,7 +117,7 @@ class Trainer:
         # A warm-up in steps is a share of the run as it was first planned, or a revision would move its end.
         self.first_steps = max(1, plan.total_steps(0))
         self._in_flight: InFlight | None = None
-        self._lap: float | None = None
+        self._lap: Moment | None = None  # the end of the last step that was read, or of a pause
         self._stage = -1
         self._loader: Batches | None = None
 
@@ -144,8 +145,6 @@ class Trainer:
         factor = lr_factor(self.config.schedule, share, self.first_steps)
         self.stepper.set_progress(factor, share, progress.step)
         numbers = self.stepper.run(next(batches), number)
-        # A CPU is done when the call returns; a GPU has only been told what to do.
-        finished = time.perf_counter() if self.stepper.world.device.type == "cpu" else None
 
         progress.step = number
         progress.tokens += stage.tokens_per_step
@@ -154,7 +153,7 @@ class Trainer:
         before = self._in_flight
         lr = next(iter(self.stepper.optimizer.lr_groups().values()))
         row = {"step": number, "tokens": progress.tokens, "lr": lr}
-        self._in_flight = InFlight(self._stage, row, numbers, finished)
+        self._in_flight = InFlight(self._stage, row, numbers)
         if before is not None:
             self._log(self._read(before))
 
@@ -243,11 +242,10 @@ class Trainer:
         """Wait for a step's numbers and complete its row. Raises TooManySkips."""
         row = step.row
         loss, norm, skipped = step.numbers.read()
-        now = step.finished or time.perf_counter()
         verdict = self.stepper.guard.judge(row["step"], loss, norm, skipped)
         tokens_per_second = flops_per_second = None
         if self._lap is not None:
-            seconds = now - self._lap
+            seconds = step.numbers.end.seconds_since(self._lap)
             stage = self.stages[step.stage]
             if step.stage == self._stage:  # a new stage's first step may be in flight already
                 self.recent.append(seconds)
@@ -256,7 +254,7 @@ class Trainer:
             self.timed_seconds += seconds
             self.timed_tokens += stage.tokens_per_step
             self.timed_flops += stage.tokens_per_step * stage.flops_per_token
-        self._lap = now
+        self._lap = step.numbers.end
         if verdict.skipped:
             self.event(f"step {row['step']} skipped: {verdict.reason}")
         if verdict.too_many:
@@ -333,7 +331,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.clock.start()
-        self._lap = time.perf_counter()
+        self._lap = Moment(self.stepper.world.device)
 
     def _close_loader(self) -> None:
         if self._loader is not None:

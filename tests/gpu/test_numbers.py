@@ -1,7 +1,10 @@
 """The host reads a step's numbers while the card is busy with what was launched after that step."""
 
+import time
+
 import torch
 
+from deskside.train.moment import Moment
 from deskside.train.step import Numbers
 from tests.gpu.card import DEVICE, NEEDS_CARD, spin
 
@@ -28,3 +31,21 @@ def test_reading_waits_for_this_step_alone() -> None:
     assert step.read() == (1.5, 2.25, False)
     assert not launched.query(), "reading step k waited for step k + 1"
     assert following.read() == (7.0, 8.0, True)
+
+
+def test_a_step_ends_when_the_card_is_done_and_not_when_it_is_read() -> None:
+    values = torch.tensor([1.5, 2.25, 0.0], device=DEVICE)
+    use_page_locked_memory(values)
+    torch.cuda.synchronize()
+
+    begin = Moment(values.device)
+    spin(20)
+    step = Numbers(values)
+    launched = time.perf_counter()
+    spin(20)
+    following = Numbers(values)
+    time.sleep(1.0)
+    assert following.read() == step.read() == (1.5, 2.25, False)
+    assert time.perf_counter() - launched >= 1.0
+    seconds = [step.end.seconds_since(begin), following.end.seconds_since(step.end)]
+    assert all(0.005 < s < 0.5 for s in seconds) and 0.5 < seconds[0] / seconds[1] < 2.0
