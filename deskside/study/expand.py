@@ -43,7 +43,8 @@ class PlannedArm:
 
 @dataclass(frozen=True)
 class Expansion:
-    """A study's arms. excluded: one line per combination that is left out, with why; seeds: how many, by group."""
+    """A study's arms. excluded: one line per combination of its groups that is left out, with why; seeds: how many, by
+    group."""
 
     groups: list[Group]
     arms: list[PlannedArm]
@@ -63,18 +64,18 @@ def expand(
     if seeds is not None:
         check_seeds(seeds, "--seeds")
     arms: list[PlannedArm] = []
-    excluded: list[str] = []
+    excluded: dict[str, list[str]] = {}
     for group in study.groups:
-        found, left_out = _expand_group(study, group, budget or group.budget)
+        found, excluded[group.name] = _expand_group(study, group, budget or group.budget)
         arms += found
-        excluded += left_out
     _refuse_bad_ids(arms)
     if only:
         arms = _kept(study, arms, only)
     present = {arm.group for arm in arms}
     groups = [_described(group, budget or group.budget) for group in study.groups if group.name in present]
+    left_out = [line for group in groups for line in excluded[group.name]]
     return Expansion(
-        groups, arms, excluded, {g.name: seeds or g.seeds for g in study.groups if g.name in present}
+        groups, arms, left_out, {g.name: seeds or g.seeds for g in study.groups if g.name in present}
     )
 
 

@@ -315,6 +315,11 @@ def test_excluded_arms_are_listed_with_the_reason() -> None:
     found = expand(parse(text))
     assert found.excluded == ["depth 6, heads mha: too slow"]
     assert "depth_6-heads_mha" not in {arm.id for arm in found.arms}
+    # Of groups that are not run, nothing is said.
+    claims = load("claims")
+    assert expand(claims, only=["matrix"]).excluded == ["MHA, FP8: no claim needs it"]
+    assert set(expand(claims).excluded) > {"MHA, FP8: no claim needs it"}
+    assert expand(claims, only=["guide", "heads"]).excluded == []
 
 
 def test_a_matrix_that_is_far_too_large_is_counted_and_not_made() -> None:
