@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--arms", default=ARMS, help="separated by commas")
     run.add_argument("--tokens", default="105M", help="trained per arm")
     run.add_argument("--preset", default="124m")
-    run.add_argument("--gpus", default="all", help="all, numbers separated by commas, or cpu")
+    run.add_argument(
+        "--gpus", default="all", help="all, numbers among the visible ones separated by commas, or cpu"
+    )
     run.add_argument("--seeds", default="1", help="separated by commas")
     run.add_argument("--limit-seconds", type=float, help="stop everything by then")
     run.add_argument("--runs", type=Path, help="keep the run directories here; default: nowhere")

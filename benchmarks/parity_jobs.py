@@ -84,21 +84,26 @@ def jobs(preset: str, arms: str, seeds: Sequence[int], tokens: str, data: Path, 
 
 
 def slots(gpus: str) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES is for each run at a time; "" is a run on the CPU. Raises UsageError."""
+    """What CUDA_VISIBLE_DEVICES is for each run at a time; "" is a run on the CPU. Raises UsageError.
+
+    gpus: numbers as torch counts, which knows of those alone that the environment leaves visible.
+    """
     if gpus == "cpu":
         return [""]
     import torch
 
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+    every = visible.split(",") if visible else [str(number) for number in range(count)]
+    names = [name.strip() for name in every[:count]]
+    among = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
     if not names:
-        raise UsageError("--gpus: this machine has no usable GPU; train on the processor with --gpus cpu")
+        raise UsageError(f"--gpus: there is no usable GPU{among}; train on the processor with --gpus cpu")
     if gpus == "all":
         return names
     numbers = [whole(part, "--gpus") for part in gpus.split(",")]
     if max(numbers) >= count or len(set(numbers)) < len(numbers):
-        raise UsageError(f"--gpus {gpus}: this machine has GPUs 0 to {count - 1}; name each once")
+        raise UsageError(f"--gpus {gpus}: there are GPUs 0 to {count - 1}{among}; name each once")
     return [names[number] for number in numbers]
 
 

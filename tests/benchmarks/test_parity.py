@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import statistics
 import zipfile
 from dataclasses import replace
@@ -175,6 +176,40 @@ def test_wrong_usage(
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked", "slots"),
+    [
+        (None, "1", ["1"]),
+        (None, "all", ["0", "1"]),
+        ("5,3", "all", ["5", "3"]),
+        ("5,3", "1", ["3"]),
+        ("5, GPU-ab", "1,0", ["GPU-ab", "5"]),
+        ("3", "0", ["3"]),
+        ("3", "1", "--gpus 1: there are GPUs 0 to 0 with CUDA_VISIBLE_DEVICES=3; name each once"),
+        (None, "0,0", "--gpus 0,0: there are GPUs 0 to 1; name each once"),
+        (
+            "",
+            "all",
+            "--gpus: there is no usable GPU with CUDA_VISIBLE_DEVICES=; train on the processor with ",
+        ),
+    ],
+)
+def test_gpus_are_counted_among_the_visible_ones(
+    visible: str | None, asked: str, slots: list[str] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two jobs to which a scheduler gave a card each would share one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    count = 2 if visible is None else len(visible.split(",")) if visible else 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    if isinstance(slots, list):
+        assert parity_jobs.slots(asked) == slots
+    else:
+        with pytest.raises(UsageError, match=re.escape(slots)):
+            parity_jobs.slots(asked)
 
 
 def test_labels_keep_apart() -> None:
