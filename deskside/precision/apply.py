@@ -180,10 +180,11 @@ def apply(
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     restore(model)
-    stream = torch.bfloat16 if recipe.name != "fp32" else None
     for module in model.modules():
         if isinstance(module, Embedding):
-            module.output_dtype = stream
+            # A frozen table is in bfloat16; float32 must not begin with that dtype.
+            wide = torch.promote_types(module.weight.dtype, torch.float32)
+            module.output_dtype = wide if recipe.name == "fp32" else torch.bfloat16
     shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
     device = next(model.parameters()).device
     if native and recipe.quantized:

@@ -1,5 +1,6 @@
 """Adapters on whole models: what is frozen, what trains and by which rule, compiled blocks, and what is refused."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,16 @@ def test_the_hand_written_halves_leave_adapted_blocks_alone(base: Any) -> None:
     applied = apply(model, "bf16", fused=True)
     assert not any(applied.covers(half) for block in model.layers for half in (block.attn, block.mlp))
     assert all(block.attn.execution is None and block.mlp.execution is None for block in model.layers)
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
+    """Whatever dtype is frozen: its values, in float32 products."""
+    model = adapted(base)
+    whole = copy.deepcopy(model).float()
+    apply(model, "fp32")
+    assert model.activation_dtype == torch.float32
+    torch.testing.assert_close(model(TOKENS), whole(TOKENS), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("base", FORMATS)
