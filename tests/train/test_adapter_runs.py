@@ -79,14 +79,21 @@ def begin(root: Path, wanted: RunConfig, name: str, pretrained: Path) -> None:
 
 
 def test_two_replicas_train_what_one_does(pretrained: Path, data: Path, tmp_path: Path) -> None:
-    wanted = config(data, adapter={"rank": 4, "base": "int8"}, **ADAPTER)
+    """The same passes in both, one after the other or side by side, and so the same to the last bit.
+
+    One pass of all rows would not do: BF16 rounds a gradient after the sum over its rows, and the first steps of
+    adapters at this rate make much of that: of six seeds, three went 1e-4 to 3e-3 apart, and all six stayed within
+    3e-7 in float32.
+    """
+    passes = {"micro_tokens": 128}
+    wanted = config(data, adapter={"rank": 4, "base": "int8"}, batch=passes, **ADAPTER)
     begin(tmp_path, wanted, "one", pretrained)
     child = call(begin, tmp_path, wanted, "two", pretrained, log=tmp_path / "two.log", ranks=2)
     assert child.wait() == 0, child.text()
-    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-    assert [r["step"] for r in two] == [r["step"] for r in one]
-    for a, b in zip(one, two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert [plan(tmp_path / name)["fit"][0]["accumulation"] for name in ("one", "two")] == [2, 1]
+    assert curve(tmp_path / "two") == curve(tmp_path / "one")
+    weights = "model/model.safetensors"
+    assert (tmp_path / "two" / weights).read_bytes() == (tmp_path / "one" / weights).read_bytes()
     assert plan(tmp_path / "two")["adapter"] == plan(tmp_path / "one")["adapter"]
 
 
