@@ -1,5 +1,6 @@
 """The plan for a person, in 80 columns. Every table says whether it is measured, modelled or published."""
 
+import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ from deskside.budget.shape import num_params
 from deskside.plan.claims import Finding
 from deskside.plan.costs import Cost
 from deskside.plan.estimate import Estimate, Range
-from deskside.plan.result import Plan, PlannedBand
+from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
 from deskside.plan.words import count, dollars, duration, gib, number
 
 _LOSS: tuple[tuple[str, Callable[[PlannedBand], str]], ...] = (
@@ -59,8 +60,9 @@ def show(plan: Plan) -> None:
     if plan.best is not None:
         console.print(Text(f"\nto carry out {plan.best.name}:", style="bold"))
         print(f"  {plan.best.command}")
-        if " DIR" in plan.best.command:
-            print("  (DIR: what deskside data prepare wrote)")
+        for word in shlex.split(plan.best.command):
+            if word in PLACEHOLDERS:
+                print(f"  ({word}: {PLACEHOLDERS[word]})")
     if request.budget is None and request.given is not None:
         told = "those for which this size is the best use of compute"
         if not request.pretrains:

@@ -23,12 +23,17 @@ from deskside.plan.verdict import Answer
 
 SCHEMA = 1
 MODELLED = "modelled"
+PLACEHOLDERS = {
+    "DIR": "what deskside data prepare wrote",
+    "MODEL": "a run or a Hugging Face directory, whose weights it begins with",
+    "DATA": "what it is to learn from, such as a .jsonl file",
+}
 
 
 @dataclass(frozen=True)
 class PlannedBand:
     """A band, executable. config: what `deskside train` is configured with (plain dict, `merge.build([config])` takes
-    it); command: the same as a command line, DIR standing for the prepared data."""
+    it); command: the same as a command line, PLACEHOLDERS standing for what a plan does not know."""
 
     name: Name
     why: str
@@ -123,19 +128,42 @@ def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], 
         own.setdefault("precision", {})["name"] = request.precision
     positions = candidate.setting.model.max_position_embeddings
     built = merge.build([*candidate.shape.layers, own])
+    fine_tuned = built.align is not None
     config = built.model_dump(mode="json", exclude_unset=True)
+    if fine_tuned:
+        return config, _fine_tuning(request, config)
     by_hand: dict[str, Any] = {}
     for layer in (request.overrides, own):
         by_hand = merge.merge([by_hand, layer])[0]
     if positions != merge.build(presets.layers(candidate.shape.preset)).model.max_position_embeddings:
         by_hand.setdefault("model", {})["max_position_embeddings"] = positions
-    return config, _command(request, candidate.shape.preset, by_hand)
+    start = ["train", candidate.shape.preset]
+    if built.adapter is not None:  # beside weights that are there
+        start += ["--init", "MODEL"]
+    words = _words(by_hand)
+    if "--data.path" not in words:
+        words = ["--data.path", "DIR", *words]
+    return config, _line(request, [*start, *words])
 
 
-def _command(request: Request, preset: str, given: Mapping[str, Any]) -> str:
-    start = ["deskside", "train", preset]
-    if request.gpus > 1:
-        start = ["torchrun", "--nproc-per-node", str(request.gpus), "-m", *start]
+def _fine_tuning(request: Request, config: Mapping[str, Any]) -> str:
+    """These commands take no preset: every key is an option, but for the model's, which come with its weights."""
+    own = {part: values for part, values in config.items() if part not in ("model", "align")}
+    align = {key: value for key, value in config["align"].items() if key not in ("name", "data", "val")}
+    sources = config["align"].get("data") or ["DATA"]
+    words = [config["align"]["name"], "MODEL"]
+    for option, names in (("--data", sources), ("--val", config["align"].get("val") or [])):
+        words += [option, *names] if names else []
+    return _line(request, [*words, *_words({**own, "align": align})])
+
+
+def _line(request: Request, words: list[str]) -> str:
+    start = ["torchrun", "--nproc-per-node", str(request.gpus), "-m"] if request.gpus > 1 else []
+    return shlex.join([*start, "deskside", *words])
+
+
+def _words(given: Mapping[str, Any]) -> list[str]:
+    """Options of the command line."""
     words = []
     for part, values in given.items():
         if isinstance(values, Mapping):
@@ -143,9 +171,7 @@ def _command(request: Request, preset: str, given: Mapping[str, Any]) -> str:
                 words += [f"--{part}.{key}", _written(value)]
         else:
             words += [f"--{part}", _written(values)]
-    if "--data.path" not in words:
-        words = ["--data.path", "DIR", *words]
-    return shlex.join([*start, *words])
+    return words
 
 
 def _written(value: Any) -> str:

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from deskside.cli import main
-from deskside.config import merge
+from deskside.cli_align import SftOptions, objective
+from deskside.cli_align_dpo import DpoOptions
+from deskside.cli_train import TrainOptions
+from deskside.config import merge, overrides
+from deskside.config.align import SftConfig
+from deskside.config.align_dpo import DpoConfig
 
 SECTIONS = (
     "verdict",
@@ -218,6 +223,46 @@ def test_of_a_run_that_fine_tunes_no_bits_per_byte_are_predicted(
     same = line.replace("sft.toml", "124m").replace("--adapter.rank 16", "")
     code, out, _ = plan(capsys, same)
     assert "bits per byte" in out  # of the same model, pretrained
+
+
+def test_adapters_are_carried_out_beside_given_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--gpu rtx4090 --preset 124m --adapter.rank 16 --optim.name adamw --tokens 10M"
+    _, out, _ = plan(capsys, f"{line} --json")
+    words = shlex.split(json.loads(out)["bands"][0]["command"])
+    options, given = overrides.parse(TrainOptions, words[2:], "deskside train", "")
+    assert words[:2] == ["deskside", "train"] and (options.preset, options.init) == ("124m", "MODEL")
+    assert given["adapter"]["rank"] == "16" and given["data"]["path"] == "DIR"
+    _, out, _ = plan(capsys, line)
+    assert "(MODEL: a run or a Hugging Face directory" in out and "(DIR: what deskside data prepare" in out
+    _, out, _ = plan(capsys, line.replace("--adapter.rank 16", ""))
+    assert "MODEL" not in out
+
+
+@pytest.mark.parametrize("kind, own", [("sft", {"turns": "last"}), ("dpo", {"beta": 0.3})])
+def test_fine_tuning_is_carried_out_by_its_own_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, own: dict[str, Any]
+) -> None:
+    """It takes no preset, so what the file says stands on the command line."""
+    written = "".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items())
+    (tmp_path / "mine.toml").write_text(ALIGNED.replace('name = "sft"\n', f'name = "{kind}"\n{written}'))
+    line = "--gpu rtx4090 --preset mine.toml --tokens 10M --optim.name adamw"
+    _, out, _ = plan(capsys, f"{line} --json")
+    band = json.loads(out)["bands"][0]
+    words = shlex.split(band["command"])
+    assert words[:2] == ["deskside", kind]
+    kinds: dict[str, tuple[type[Any], type[Any]]] = {
+        "sft": (SftOptions, SftConfig),
+        "dpo": (DpoOptions, DpoConfig),
+    }
+    options, given = overrides.parse(kinds[kind][0], words[2:], f"deskside {kind}", "", align=kinds[kind][1])
+    assert (options.source, options.sources) == ("MODEL", ("DATA",)) and "model" not in given
+    given["align"] = {**objective(kind, options, given).model_dump(exclude_unset=True), "data": [], "val": []}
+    found = merge.build([{"model": band["config"]["model"]}, given])
+    asked = merge.build([band["config"]])
+    assert found.model_copy(update={"align": None}) == asked.model_copy(update={"align": None})
+    assert {key: getattr(found.align, key) for key in own} == own
+    _, out, _ = plan(capsys, line)
+    assert "(DATA: what it is to learn from" in out and "DIR" not in out
 
 
 def test_adapters_need_a_model_and_no_loss_to_reach(capsys: pytest.CaptureFixture[str]) -> None:
