@@ -5,9 +5,11 @@ NAME/index.json   what it holds, from what, with checksums      NAME/tokenizer.j
      val.*
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from deskside.data import shards
 from deskside.data import tokenizer as bpe
 from deskside.data.chat import SAMPLE_CHARACTERS, SAMPLES, SAMPLES_FILE, new_folder
 from deskside.data.chat_template import ChatTemplate
+from deskside.data.pool import in_order
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
 from deskside.data.renderer import NotRendered
@@ -69,6 +72,17 @@ class Made:
         return cls(value, json.dumps(question, sort_keys=True), shown if short else None)
 
 
+Make = Callable[[ChatTemplate, int | None, dict[str, Any]], Made]
+
+
+def _made(item: Make, end: int | None, template: ChatTemplate, fields: dict[str, Any]) -> Made | str:
+    """What `item` makes, or why it does not."""
+    try:
+        return item(template, end, fields)
+    except NotRendered as error:
+        return str(error)
+
+
 @dataclass
 class Maker:
     """Makes a folder.
@@ -80,7 +94,7 @@ class Maker:
 
     spec: Spec
     fields: tuple[str, ...]
-    item: Callable[[ChatTemplate, int | None, dict[str, Any]], Made]
+    item: Make
     write: Callable[[Path, str, list[Any]], tuple[str, dict[str, Any]]]
     log: BadInputLog = field(default_factory=BadInputLog)
     duplicates: int = 0
@@ -95,12 +109,24 @@ class Maker:
         if out.exists():
             raise UsageError(f"{out}: is there already; remove it, or give another --data.path")
         with new_folder(tokenizer, out) as new:
-            self._template, coder = ChatTemplate(new), bpe.load(new)
+            template, coder = ChatTemplate(new), bpe.load(new)
             eos = bpe.end_of_text(coder, new)[1]
-            self._end = eos if self._template.turn_end is None else None
+            work = partial(_made, self.item, eos if template.turn_end is None else None)
             with Progress("render", None, f"{noun}s") as bar:
-                val = list(self._items(self.spec.val_sources, bar))
-                everything = list(self._items(self.spec.sources, bar))
+
+                def made_of(names: Iterable[str]) -> Iterator[Made]:
+                    items = ((record, record.fields) for record in self._records(names))
+                    found = in_order(items, work, template, partial(ChatTemplate, new))
+                    with contextlib.closing(found):
+                        for record, made in found:
+                            bar.advance(1)
+                            if isinstance(made, Made):
+                                yield made
+                            else:
+                                self._refuse(record, made)
+
+                val = list(made_of(self.spec.val_sources))
+                everything = list(made_of(self.spec.sources))
             asked = {made.question for made in val}
             train = []
             fraction = self._fraction(len(everything)) if not val else 0.0
@@ -140,17 +166,12 @@ class Maker:
         share = min(0.05, self.spec.most_held_out / max(1, count))
         return max(share, min(0.1, FEWEST_HELD_OUT / max(1, count)))
 
-    def _items(self, names: Iterable[str], bar: Progress) -> Iterator[Made]:
+    def _records(self, names: Iterable[str]) -> Iterator[Record]:
         for name in names:
-            for record in iter_records(Source.parse(name), self.fields, self.log):
-                bar.advance(1)
-                try:
-                    yield self.item(self._template, self._end, record.fields)
-                except NotRendered as error:
-                    self._refuse(record, error)
+            yield from iter_records(Source.parse(name), self.fields, self.log)
 
-    def _refuse(self, record: Record, error: NotRendered) -> None:
-        self.log.add(f"no {NOUN[self.spec.kind]} that can be used", record.origin, str(error))
+    def _refuse(self, record: Record, why: str) -> None:
+        self.log.add(f"no {NOUN[self.spec.kind]} that can be used", record.origin, why)
 
     def _why(self) -> str:
         if not self.log.total:

@@ -15,8 +15,9 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import xxhash
 from deskside.data import shards
 from deskside.data import tokenizer as bpe
 from deskside.data.chat_template import ChatTemplate, Tokens, Turns
+from deskside.data.pool import in_order
 from deskside.data.prepare import sum_up
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
@@ -116,6 +118,23 @@ class _Split:
     done: list[shards.ShardInfo] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Conversation:
+    """A record that is one; key: a hash of its messages."""
+
+    record: Record
+    messages: list[dict[str, Any]]
+    key: bytes
+
+
+def _rendered(turns: Turns, template: ChatTemplate, messages: list[dict[str, Any]]) -> Tokens | str:
+    """The tokens, or why there are none."""
+    try:
+        return template.conversation(messages, turns)
+    except NotRendered as error:
+        return str(error)
+
+
 class _Maker:
     def __init__(self, spec: ChatSpec, out: Path, quiet: bool, shard_tokens: int, key: str):
         self.spec, self.out, self.quiet, self.shard_tokens, self.key = spec, out, quiet, shard_tokens, key
@@ -135,27 +154,35 @@ class _Maker:
         )
         held_out: set[bytes] = set()
         if val:
-            for record, messages, key in self._conversations(val, "val"):
-                held_out.add(key)
-                self._add("val", record, messages, key)
+
+            def apart() -> Iterator[tuple[str, _Conversation]]:
+                for one in self._conversations(val, "val"):
+                    held_out.add(one.key)
+                    yield "val", one
+
+            self._add_all(apart())
             if not held_out:
                 raise UsageError(f"--val: no conversation {_reasons(self.logs['val'])}")
         count, fraction, forced = self._first_pass(train, bool(val))
         with Progress("render", count, "conversations", quiet=self.quiet) as bar:
-            for record, messages, key in self._conversations(train, "train"):
-                bar.advance(1)
-                if key in held_out:
-                    self.duplicates += 1
-                    continue
-                held = key == forced or is_validation(key, self.spec.seed, fraction)
-                self._add("val" if held else "train", record, messages, key)
+
+            def divided() -> Iterator[tuple[str, _Conversation]]:
+                for one in self._conversations(train, "train"):
+                    if one.key in held_out:
+                        self.duplicates += 1
+                        bar.advance(1)
+                        continue
+                    held = one.key == forced or is_validation(one.key, self.spec.seed, fraction)
+                    yield "val" if held else "train", one
+
+            self._add_all(divided(), bar)
         for split in self.splits.values():
             self._write(split)
         return self._finish()
 
     def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
         """How many conversations there are, the share to hold out, and the one that is when the share catches none."""
-        keys = [key for _, _, key in self._conversations(sources, "train")]
+        keys = [one.key for one in self._conversations(sources, "train")]
         if not keys:
             raise UsageError(f"--data: no conversation {_reasons(self.logs['train'])}")
         self.logs["train"] = BadInputLog()  # the second pass counts them
@@ -165,9 +192,7 @@ class _Maker:
         caught = any(is_validation(key, self.spec.seed, fraction) for key in keys)
         return len(keys), fraction, None if caught else min(keys)
 
-    def _conversations(
-        self, sources: Sequence[Source], split: str
-    ) -> Iterator[tuple[Record, list[dict[str, Any]], bytes]]:
+    def _conversations(self, sources: Sequence[Source], split: str) -> Iterator[_Conversation]:
         log = self.logs[split]
         for source in sources:
             for record in iter_records(source, ("messages",), log):
@@ -176,15 +201,24 @@ class _Maker:
                 except NotRendered as error:
                     log.add(NO_CONVERSATION, record.origin, str(error))
                     continue
-                yield record, messages, xxhash.xxh3_128_digest(json.dumps(messages, sort_keys=True).encode())
+                key = xxhash.xxh3_128_digest(json.dumps(messages, sort_keys=True).encode())
+                yield _Conversation(record, messages, key)
 
-    def _add(self, name: str, record: Record, messages: list[dict[str, Any]], key: bytes) -> None:
-        split = self.splits[name]
-        try:
-            found = self.template.conversation(messages, self.spec.turns)
-        except NotRendered as error:
+    def _add_all(self, given: Iterable[tuple[str, _Conversation]], bar: Progress | None = None) -> None:
+        """Each to the split that is named beside it, in their order."""
+        items = ((named, named[1].messages) for named in given)
+        work, build = partial(_rendered, self.spec.turns), partial(ChatTemplate, self.out)
+        with contextlib.closing(in_order(items, work, self.template, build)) as made:
+            for (name, one), found in made:
+                if bar is not None:
+                    bar.advance(1)
+                self._add(name, one, found)
+
+    def _add(self, name: str, one: _Conversation, found: Tokens | str) -> None:
+        split, record, messages = self.splits[name], one.record, one.messages
+        if isinstance(found, str):
             self.logs["val" if self.spec.val_sources and name == "val" else "train"].add(
-                REFUSED, record.origin, str(error)
+                REFUSED, record.origin, found
             )
             return
         if self.template.turn_end is None:  # nothing in the template would teach when to stop
@@ -197,7 +231,7 @@ class _Maker:
         split.tokens += len(found.ids)
         split.learnt += int(found.mask.sum())
         split.text_bytes += max(1, sum(len(m["content"].encode()) for m in messages))
-        split.digest.update(key)
+        split.digest.update(one.key)
         self.last_only += found.last_only
         short = sum(len(m["content"]) for m in messages) <= SAMPLE_CHARACTERS
         if name == "val" and short and messages[-1]["role"] == "assistant" and len(self.samples) < SAMPLES:

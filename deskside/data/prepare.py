@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import xxhash
 from deskside.data import folder, shards
 from deskside.data import tokenizer as bpe
 from deskside.data.baselines import GzipMeter, token_counts, unigram_bits
+from deskside.data.pool import cores, processes
 from deskside.data.progress import Progress
 from deskside.data.scan import (
     Sampler,
@@ -140,7 +140,7 @@ def prepare(
         complete = work.complete()
         if complete is None:
             work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
-            work.second_pass(workers or _cores(), val_fraction, seed, shard_bytes)
+            work.second_pass(workers or cores(), val_fraction, seed, shard_bytes)
             complete = work.finish()
     except UsageError:
         work.undo()
@@ -275,17 +275,14 @@ class _Work:
         settings = (str(self.out), eos_id, shards.dtype_for(len(lengths)))
         total = self.found.text_bytes + self.found.val_text_bytes
         small = total <= 2 * shard_bytes
-        before = set(multiprocessing.active_children())
-        pool = None
+        several: AbstractContextManager[ProcessPoolExecutor | None] = contextlib.nullcontext()
         if workers > 1 and not small:
-            pool = ProcessPoolExecutor(
-                workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=settings
-            )
+            several = processes(workers, start_worker, settings)
         else:
             start_worker(*settings)
         running: dict[Future[ShardInfo], Job] = {}
         try:
-            with Progress("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
+            with several as pool, Progress("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
                 for job in self._jobs(fraction, seed, shard_bytes):
                     if self._is_made(job):
                         self.kept += 1
@@ -303,13 +300,6 @@ class _Work:
                 "a tokenising process was killed, most likely for memory. Run the same command again with fewer "
                 "--workers; it goes on with the next shard."
             ) from error
-        except BaseException:
-            for child in set(multiprocessing.active_children()) - before:
-                child.terminate()
-            raise
-        finally:
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
 
     def _jobs(self, fraction: float | None, seed: int, shard_bytes: int) -> Iterator[Job]:
         """Both splits, cut into shards; always the same for the same text. Validation comes first."""
@@ -402,11 +392,6 @@ class _Work:
         shards.write_index(self.out, index)
         shards.verify(self.out)
         return index
-
-
-def _cores() -> int:
-    """Cores that this process may use; where the system does not tell, all there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sum_up(infos: list[ShardInfo]) -> SplitInfo:

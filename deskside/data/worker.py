@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -15,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from deskside.data import shards, tokenizer
+from deskside.data.pool import become_worker
 from deskside.data.scan import text_hash
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ def start_worker(directory: str, eos_id: int, dtype: str) -> None:
     """Loads the tokenizer of the data set under way. In a worker process it also makes Ctrl-C end it at once."""
     global _tools
     if parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what happened; a worker need not
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+        become_worker()
     coder = tokenizer.load(directory)
     _tools = _Tools(Path(directory), eos_id, dtype, coder, tokenizer.token_bytes(coder))
 
