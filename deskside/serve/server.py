@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "DESKSIDE_TOKEN"
 GRACE_SECONDS = 10  # that answers may still take once the server is asked to stop
+# An idle connection is left open for longer than clients leave theirs (httpx, and so OpenAI's: 5 s). Otherwise both end
+# it at once, and a request that is sent in that moment is lost.
+IDLE_SECONDS = 30
 CACHE_TOKENS = 65536  # at most, where nobody says how many
 ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -209,6 +212,7 @@ def _serve(
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=IDLE_SECONDS,
             h11_max_incomplete_event_size=MAX_HEAD,
         )
         server = Server(config)
@@ -219,6 +223,8 @@ def _serve(
             worker.stop()
 
     asyncio.run(serve())
+    # It has ended as it was asked to; asking again must not make that a failure.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if failures:
         raise failures[0]
 

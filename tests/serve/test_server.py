@@ -311,6 +311,15 @@ def test_sigterm_lets_an_answer_end_and_exits_with_0(chatty: Path) -> None:
     # `served` has seen that it ended with 0.
 
 
+@pytest.mark.full
+def test_a_connection_stays_open_for_longer_than_clients_keep_one(address: str) -> None:
+    """Where both end an idle one at once, the request that is sent in that moment is lost."""
+    with httpx.Client(base_url=address, limits=httpx.Limits(keepalive_expiry=60)) as client:
+        first = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
+        time.sleep(httpx.Limits().keepalive_expiry + 2)  # type: ignore[operator]
+        assert client.get("/health").extensions["network_stream"].get_extra_info("client_addr") == first
+
+
 def test_a_model_without_template_completes_and_says_why_it_does_not_chat(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
