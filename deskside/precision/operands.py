@@ -21,7 +21,7 @@ from deskside.precision.hadamard import Along, draw_signs
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Prepared:
     """values times scale is the tensor. scale: None is 1, else float32: one number, or one per unsummed index.
 

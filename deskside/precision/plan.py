@@ -94,9 +94,9 @@ class Quantizer:
             x = fused.cast_fp8(x, cast)
         if isinstance(x, Fp8):
             assert self._slot is not None
-            inverse = self.shared.scales.inverse[self._slot]
+            inverse = self.shared.scales.inverse_of(self._slot)
         else:
-            noted = None if self._slot is None else self.shared.scales.amax[self._slot]
+            noted = None if self._slot is None else self.shared.scales.cast(self._slot).amax
             x, inverse = cast_with_own_scale(x, DTYPE[self.rows.format], noted)
         return Prepared(x.rows, inverse), (x.columns, inverse)
 
@@ -118,12 +118,12 @@ class ConvertedWeight:
 
     def of(self, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Prepared, Prepared]:
         """(rows, columns) of the weight, cast to `dtype` first where one is given."""
-        weight = weight.detach()
         key = (self._shared.round, weight._version, weight.data_ptr(), dtype)
         if self.kept is not None and self.kept[0] == key:
             self._shared.hits += 1
             return self.kept[1], self.kept[2]
         self._shared.misses += 1
+        weight = weight.detach()
         rows, columns = self._quantizer.split(weight if dtype is None else weight.to(dtype))
         pair = rows, self._quantizer.columns_of(columns)
         if self._shared.cache:

@@ -35,8 +35,11 @@ def product(
         return nvfp4_matmul(left.packed, right.packed, dtype)
     if native and left.values.dtype.itemsize == 1:
         # Block-scaled FP8 has 32 values to a block; a sum of another length is left to the plain product.
-        whole = left.values.shape[1] % 32 == 0 and right.values.is_contiguous()
-        if mxfp8 and whole and left.scale is not None and left.scale.ndim == 0:
+        if (
+            mxfp8
+            and (left.scale is not None and left.scale.ndim == 0)
+            and (left.values.shape[1] % 32 == 0 and right.values.is_contiguous())
+        ):
             from deskside.kernels.nvfp4.native import fp8_matmul
 
             return fp8_matmul(left.values, right.values, left.scale, second=right.scale, dtype=dtype)

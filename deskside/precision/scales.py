@@ -43,7 +43,9 @@ class DelayedScales:
         self.amax = torch.zeros(slots, 4, device=device)[:, 0]
         self.scale = torch.ones(slots, 4, device=device)[:, 0]
         self.inverse = torch.ones(slots, 4, device=device)[:, 0]
+        # Each is taken out of its tensor once, and not in every cast.
         self._casts = [Cast(dtype, self.scale[i], self.amax[i]) for i, dtype in enumerate(self._dtypes)]
+        self._inverses = [self.inverse[i] for i in range(slots)]
 
     @property
     def ready(self) -> bool:
@@ -53,6 +55,10 @@ class DelayedScales:
     def cast(self, slot: int) -> Cast:
         """The cast of a slot, with its present scale."""
         return self._casts[slot]
+
+    def inverse_of(self, slot: int) -> Tensor:
+        """What a slot's values are multiplied with, one number that stays where it is when its scale changes."""
+        return self._inverses[slot]
 
     def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
         """Take the largest magnitudes of all processes; `largest` finds them in place. NaN becomes infinity, which a

@@ -23,7 +23,7 @@ class Cast:
         return float(torch.finfo(self.dtype).max)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Fp8:
     """One tensor twice: rows (N, K) and columns (K, N), both contiguous."""
 
