@@ -14,6 +14,7 @@ is dropped by the first backward; there is no second one.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,26 +41,25 @@ class MLPPlan:
     second: LinearPlan
     recompute: bool = False
 
-    @property
-    def eps(self) -> float:
-        return rms_norm(self.half.input.norm).eps
+    @cached_property
+    def norm(self) -> RMSNorm:
+        return rms_norm(self.half.input.norm)
 
-    @property
+    @cached_property
     def gate(self) -> bool:
         return len(self.first.linear.slices) == 2
 
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta)."""
-        norm = rms_norm(self.half.input.norm)
-        residual, delta = _MLP.apply(
+        residual_BTD, delta_BTD = _MLP.apply(
             self,
-            _flat(residual_BTD),
-            _flat(delta_BTD),
-            norm.weight,
+            residual_BTD,
+            delta_BTD,
+            self.norm.weight,
             self.first.linear.weight,
             self.second.linear.weight,
         )
-        return residual.view_as(residual_BTD), delta.view_as(delta_BTD)
+        return residual_BTD, delta_BTD
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class AttentionPlan:
     second: LinearPlan
     recompute: bool = False
 
-    @property
-    def eps(self) -> float:
-        return rms_norm(self.half.input.norm).eps
+    @cached_property
+    def norm(self) -> RMSNorm:
+        return rms_norm(self.half.input.norm)
 
-    @property
+    @cached_property
     def layout(self) -> QkvLayout:
         half = self.half
         eps = 0.0 if half.q_norm is None else half.q_norm.eps
@@ -90,20 +90,19 @@ class AttentionPlan:
     ) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta). `context` is prepared; rotation: (B or 1, T, 1, C / 2) each."""
         half = self.half
-        residual, delta = _Attention.apply(
+        residual_BTD, delta_BTD = _Attention.apply(
             self,
             context,
-            residual_BTD.shape[0],
             None if rotation is None else tuple(t.flatten(0, 2) for t in rotation),
-            _flat(residual_BTD),
-            None if delta_BTD is None else _flat(delta_BTD),
-            rms_norm(half.input.norm).weight,
+            residual_BTD,
+            delta_BTD,
+            self.norm.weight,
             self.first.linear.weight,
             None if half.q_norm is None else half.q_norm.weight,
             None if half.k_norm is None else half.k_norm.weight,
             self.second.linear.weight,
         )
-        return residual.view_as(residual_BTD), delta.view_as(residual_BTD)
+        return residual_BTD, delta_BTD
 
 
 @dataclass
@@ -130,19 +129,22 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: MLPPlan,
-        residual: Tensor,
-        delta: Tensor,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor,
         norm_weight: Tensor,
         first_weight: Tensor,
         second_weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        residual, normed, rstd = fused.add_norm(residual, delta, norm_weight, plan.eps, plan.first.x.cast)
+        shape = residual_BTD.shape
+        residual, normed, rstd = fused.add_norm(
+            _flat(residual_BTD), _flat(delta_BTD), norm_weight, plan.norm.eps, plan.first.x.cast
+        )
         rows, state = _mlp(plan, normed, residual.dtype)
         delta = plan.second.output(rows, residual.dtype)
-        ctx.plan, ctx.state = plan, None if plan.recompute else state
+        ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
         ctx.save_for_backward(residual, rstd, norm_weight)
         ctx.set_materialize_grads(False)
-        return residual, delta
+        return residual.view(shape), delta.view(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -151,7 +153,7 @@ class _MLP(torch.autograd.Function):
         residual, rstd, norm_weight = ctx.saved_tensors
         state, ctx.state = ctx.state, None
         if state is None:
-            normed = fused.add_norm(residual, None, norm_weight, plan.eps, plan.first.x.cast)[1]
+            normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps, plan.first.x.cast)[1]
             state = _mlp(plan, normed, residual.dtype)[1]
         assert grad_delta is not None
         grad_hidden, grad_second = _second_backward(plan.second, grad_delta, state.hidden)
@@ -161,6 +163,7 @@ class _MLP(torch.autograd.Function):
         grad, grad_norm, grad_first = _first_backward(
             plan.first, grad_inner, state.normed, residual, rstd, norm_weight, grad_residual
         )
+        grad = grad.view(ctx.shape)
         return None, grad, grad, grad_norm, grad_first, grad_second
 
 
@@ -187,12 +190,12 @@ def _attention(
     rows, kept_normed = plan.first.x.split(normed)
     qkv = plan.first.output(rows, dtype)
     del rows, normed
-    q_weight, k_weight = (None if n is None else n.weight.detach() for n in (half.q_norm, half.k_norm))
-    q, k = fused.qk_norm_rope(qkv, q_weight, k_weight, angles, layout)
-    v = layout.split(qkv)[2]
-    q_BTHC, k_BTKC, v_BTKC = (x.unflatten(0, (batch, -1)) for x in (q, k, v))
+    q_weight, k_weight = (None if n is None else n.weight for n in (half.q_norm, half.k_norm))
+    q_NHC, k_NKC = fused.qk_norm_rope(qkv, q_weight, k_weight, angles, layout)
+    q_BTHC, k_BTKC = (x.view(batch, -1, *x.shape[1:]) for x in (q_NHC, k_NKC))
+    v_BTKC = qkv.view(batch, -1, half.heads + 2 * half.kv_heads, half.head_dim)[:, :, -half.kv_heads :]
     o_BTHC, saved = attention_forward(q_BTHC, k_BTKC, v_BTKC, context)
-    rows, kept_o = plan.second.x.split(o_BTHC.flatten(2).flatten(0, 1).contiguous())
+    rows, kept_o = plan.second.x.split(o_BTHC.reshape(qkv.shape[0], -1).contiguous())
     return rows, _AttentionState(qkv, saved, kept_normed, kept_o)
 
 
@@ -202,34 +205,37 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         plan: AttentionPlan,
         context: AttentionContext,
-        batch: int,
         angles: tuple[Tensor, Tensor] | None,
-        residual: Tensor,
-        delta: Tensor | None,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor | None,
         norm_weight: Tensor,
         first_weight: Tensor,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         second_weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        residual, normed, rstd = fused.add_norm(residual, delta, norm_weight, plan.eps, plan.first.x.cast)
-        rows, state = _attention(plan, context, batch, angles, normed, residual.dtype)
+        shape = residual_BTD.shape
+        delta = None if delta_BTD is None else _flat(delta_BTD)
+        residual, normed, rstd = fused.add_norm(
+            _flat(residual_BTD), delta, norm_weight, plan.norm.eps, plan.first.x.cast
+        )
+        rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype)
         delta = plan.second.output(rows, residual.dtype)
-        ctx.plan, ctx.state = plan, None if plan.recompute else state
-        ctx.how = (context, batch, angles)
+        ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
+        ctx.how = (context, angles)
         ctx.save_for_backward(residual, rstd, norm_weight, q_weight, k_weight)
         ctx.set_materialize_grads(False)
-        return residual, delta
+        return residual_BTD if delta_BTD is None else residual.view(shape), delta.view(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: AttentionPlan = ctx.plan
-        layout, (context, batch, angles) = plan.layout, ctx.how
+        layout, (context, angles), batch = plan.layout, ctx.how, ctx.shape[0]
         grad_residual, grad_delta = grads
         residual, rstd, norm_weight, q_weight, k_weight = ctx.saved_tensors
         state, ctx.state = ctx.state, None
         if state is None:
-            normed = fused.add_norm(residual, None, norm_weight, plan.eps, plan.first.x.cast)[1]
+            normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps, plan.first.x.cast)[1]
             state = _attention(plan, context, batch, angles, normed, residual.dtype)[1]
         assert grad_delta is not None
         grad_o, grad_second = _second_backward(plan.second, grad_delta, state.o)
@@ -243,19 +249,20 @@ class _Attention(torch.autograd.Function):
         grad, grad_norm, grad_first = _first_backward(
             plan.first, grad_qkv, state.normed, residual, rstd, norm_weight, grad_residual
         )
+        grad = grad.view(ctx.shape)
         return (
-            *(None,) * 4,
-            *(grad, grad if ctx.needs_input_grad[5] else None, grad_norm, grad_first),
+            *(None,) * 3,
+            *(grad, grad if ctx.needs_input_grad[4] else None, grad_norm, grad_first),
             *(grad_q_weight, grad_k_weight, grad_second),
         )
 
 
 def _second_backward(
-    plan: LinearPlan, grad_delta: Tensor, kept: tuple[Tensor, ...]
+    plan: LinearPlan, grad_delta_BTD: Tensor, kept: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Through the second layer: (gradient of its input, of its weight)."""
-    rows, kept_grad = plan.g.split(grad_delta.contiguous())
-    grad = plan.input_gradient(rows, grad_delta.dtype)
+    rows, kept_grad = plan.g.split(_flat(grad_delta_BTD))
+    grad = plan.input_gradient(rows, grad_delta_BTD.dtype)
     return grad, plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
 
 
@@ -266,14 +273,13 @@ def _first_backward(
     residual: Tensor,
     rstd: Tensor,
     norm_weight: Tensor,
-    grad_residual: Tensor | None,
+    grad_residual_BTD: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Through the first layer and the norm: (gradient of residual and delta, of the norm's weight, of the weight)."""
     rows, kept_grad = plan.g.split(grad_inner)
     grad_normed = plan.input_gradient(rows, residual.dtype)
     grad_weight = plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
-    if grad_residual is not None:
-        grad_residual = grad_residual.contiguous()
+    grad_residual = None if grad_residual_BTD is None else _flat(grad_residual_BTD)
     grad, grad_norm = fused.add_norm_backward(grad_normed, residual, rstd, norm_weight, grad_residual)
     return grad, grad_norm.to(norm_weight.dtype), grad_weight
 
@@ -281,22 +287,24 @@ def _first_backward(
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, eps: float, residual: Tensor, delta: Tensor, weight: Tensor
+        ctx: Any, eps: float, residual_BTD: Tensor, delta_BTD: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        residual, normed, rstd = fused.add_norm(residual, delta, weight, eps)
+        ctx.shape = residual_BTD.shape
+        residual, normed, rstd = fused.add_norm(_flat(residual_BTD), _flat(delta_BTD), weight, eps)
         assert isinstance(normed, Tensor)
         ctx.save_for_backward(residual, rstd, weight)
         ctx.set_materialize_grads(False)
-        return residual, normed
+        return residual.view(ctx.shape), normed.view(ctx.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_residual, grad_normed = grads
         residual, rstd, weight = ctx.saved_tensors
         assert grad_normed is not None
-        grad, grad_weight = fused.add_norm_backward(
-            grad_normed.contiguous(), residual, rstd, weight, grad_residual
-        )
+        if grad_residual is not None:
+            grad_residual = _flat(grad_residual)
+        grad, grad_weight = fused.add_norm_backward(_flat(grad_normed), residual, rstd, weight, grad_residual)
+        grad = grad.view(ctx.shape)
         return None, grad, grad, grad_weight.to(weight.dtype)
 
 
@@ -318,8 +326,8 @@ class _Linear(torch.autograd.Function):
 
 def add_norm(norm: RMSNorm, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """(residual + delta, its norm) in one kernel each way: for the norm that no projection follows."""
-    residual, normed = _AddNorm.apply(norm.eps, _flat(residual_BTD), _flat(delta_BTD), norm.weight)
-    return residual.view_as(residual_BTD), normed.view_as(residual_BTD)
+    residual_BTD, normed_BTD = _AddNorm.apply(norm.eps, residual_BTD, delta_BTD, norm.weight)
+    return residual_BTD, normed_BTD
 
 
 def linear(plan: LinearPlan, x_NK: Tensor) -> Tensor:
