@@ -114,8 +114,9 @@ def cast_with_own_scale(
 
     noted: one float32 number that becomes that value where it is less.
     """
-    scale, inverse = scale_of(largest(x_NK), dtype)
-    cast = Cast(dtype, scale, torch.zeros_like(scale) if noted is None else noted)
+    amax = largest(x_NK)
+    scale, inverse = scale_of(amax, dtype)
+    cast = Cast(dtype, scale, amax if noted is None else noted)
     return fused.cast_fp8(x_NK, cast), inverse
 
 
@@ -136,6 +137,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     The scale is finite: infinity times the zeros beside a largest value of 1e-35 would be NaN. The inverse is not
     bounded away from zero: NaN and infinity must come out of the product as such.
     """
-    scale = torch.where(amax == 0, 1.0, torch.finfo(dtype).max / amax)
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)  # NaN stays
-    return scale, 1 / scale
+    # Each of these few numbers is a launch: a constant made for `where`, or a second tensor, would be one more.
+    scale = (torch.finfo(dtype).max / amax).masked_fill_(amax == 0, 1.0)
+    scale.clamp_(max=torch.finfo(torch.float32).max)  # NaN stays
+    return scale, scale.reciprocal()
