@@ -6,7 +6,7 @@ second at every click. What is kept here are records that nobody changes, so the
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ from deskside.dashboard import reading
 from deskside.dashboard.reading import Brief, Rows, Study
 from deskside.dashboard.scan import Found, FoundRun, Stamp, scan, stamp
 from deskside.dashboard.selection import Picked, Selection, select
-from deskside.study.results import Results
+from deskside.study.life import as_it_is
+from deskside.study.results import INTERRUPTED, Results
 
 SECONDS = 4  # a directory is listed anew after so long
 MOST_RUNS, MOST_LARGE = 20_000, 64
@@ -71,8 +72,11 @@ def found(root: str) -> Found:
 
 
 def study(path: Path) -> Study | None:
-    """A study; None for a directory that holds something else."""
-    return _kept()[1].get("study", str(path), stamp(path, *STUDY_FILES), lambda: _study(path))
+    """A study as it is now; None for a directory that holds something else."""
+    read = _kept()[1].get("study", str(path), stamp(path, *STUDY_FILES), lambda: _study(path))
+    if read is None or read.results is None:
+        return read
+    return replace(read, results=as_it_is(read.results, path))
 
 
 def _study(path: Path) -> Study | None:
@@ -123,5 +127,6 @@ def selected(name: str, whole: Results, picked: Picked) -> Results:
     if picked.seeds is None:
         return select(whole, picked)
     levels = tuple(sorted(picked.levels.items()))
-    key = (whole.updated, picked.groups, levels, picked.statuses, picked.seeds, picked.words)
+    gone = sum(trial.status == INTERRUPTED for arm in whole.arms for trial in arm.trials)
+    key = (whole.updated, gone, picked.groups, levels, picked.statuses, picked.seeds, picked.words)
     return _kept()[1].get("selected", name, key, lambda: select(whole, picked))

@@ -16,10 +16,9 @@ from deskside.errors import UsageError
 from deskside.report.rundir import mapping, number, objects, read_run, text
 from deskside.study import results as study_results
 from deskside.study.metrics import BY_KEY
-from deskside.study.results import Arm, Estimate, Factor, Group, Results, Trial
+from deskside.study.results import INTERRUPTED, Arm, Estimate, Factor, Group, Results, Trial
 
 TAIL_BYTES = 2**16  # about 150 steps
-RECENT_SECONDS = 120.0
 RUNS = "runs"  # group of the runs that are no part of a study
 
 
@@ -182,42 +181,6 @@ def read_rows(path: Path) -> Rows:
     )
 
 
-def held_locks() -> frozenset[int]:
-    """Inodes of the files that some process holds a lock on, as Linux tells; empty where it does not.
-
-    The lock itself is never tried: a training run that starts in that moment would find it taken.
-    """
-    try:
-        lines = Path("/proc/locks").read_text("ascii").splitlines()
-    except OSError:
-        return frozenset()
-    places = (word for line in lines for word in line.split() if word.count(":") == 2)
-    return frozenset(int(inode) for inode in (place.rsplit(":", 1)[1] for place in places) if inode.isdigit())
-
-
-def is_live(path: Path, now: float, locks: frozenset[int]) -> bool:
-    """Whether a run is going on: its lock is held, or it has no summary and was written to in the last two minutes."""
-    try:
-        if (path / ".lock").stat().st_ino in locks:
-            return True
-    except OSError:
-        pass  # no lock file: older, copied from elsewhere, or not begun
-    if (path / "summary.json").exists():
-        return False
-    return now - last_written(path) < RECENT_SECONDS
-
-
-def last_written(path: Path) -> float:
-    """When a run last wrote one of its files, seconds since 1970; 0 where it has none."""
-    times = [0.0]
-    for name in ("metrics.jsonl", "events.log", "plan.json", "run.json"):
-        try:
-            times.append((path / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
-
-
 def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
     """(a run's curve as `Trial.curve` has it, in full; what of it is missing, in sentences).
 
@@ -235,7 +198,7 @@ def as_results(briefs: Iterable[Brief], live: frozenset[Path], root: Path) -> Re
     for brief in briefs:
         name = _relative(brief.path, root)
         metrics = brief.metrics
-        status = "running" if brief.path in live else "finished" if brief.finished else "pending"
+        status = "running" if brief.path in live else "finished" if brief.finished else INTERRUPTED
         reason = "" if brief.finished or status == "running" else "not finished"
         optimiser = text(mapping(brief.config.get("optim")).get("name"))
         levels = {"precision": brief.precision, "optimizer": optimiser, "card": brief.card}

@@ -7,10 +7,11 @@ import streamlit as st
 
 from deskside.dashboard import cached
 from deskside.dashboard.literal import literal
-from deskside.dashboard.reading import Study, card_words, held_locks, is_live
+from deskside.dashboard.reading import Study, card_words
 from deskside.dashboard.scan import Found, FoundRun
 from deskside.dashboard.selection import Picked, Selection, statuses
 from deskside.report import study_words as words
+from deskside.study.life import held_locks, is_live
 from deskside.study.results import Results
 
 MOST_OPEN = 6  # factors; with more their filters are folded away

@@ -19,6 +19,7 @@ from deskside.report.document import Document
 from deskside.report.figures import draw
 from deskside.report.rundir import read_run
 from deskside.study import results as studies
+from deskside.study.life import as_it_is
 
 
 @dataclass
@@ -95,6 +96,7 @@ def _write_study(folder: Path, claims: str | None = None) -> tuple[Path, list[st
     table = folder / PARQUET
     if not table.is_file() or table.stat().st_mtime < (folder / JSON).stat().st_mtime:
         write_parquet(results, table)
+    results = as_it_is(results, folder)  # the table holds what was written
     with _told(folder):
         figures, absent = study_figures.draw(results, folder / "plots")
         page = _write(study.compose(results, folder, figures, absent), folder)

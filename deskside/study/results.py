@@ -24,6 +24,8 @@ SCHEMA_VERSION = 1
 # "killed": ended by a signal that was not ours. "refused": the configuration is not possible here. "pending": not run
 # yet, or stopped by Ctrl-C, and so done by --resume.
 STATUSES = ("finished", "oom", "diverged", "failed", "killed", "refused", "running", "pending")
+# Never written: what study/life.py makes of a trial that is said to run and shows no life.
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class Arm:
     def status(self) -> str:
         """Its trials' common status; "finished" where some are, then what went wrong first."""
         states = [trial.status for trial in self.trials]
-        return next((s for s in ("finished", "running", *STATUSES[1:]) if s in states), "pending")
+        return next(
+            (s for s in ("finished", "running", INTERRUPTED, *STATUSES[1:]) if s in states), "pending"
+        )
 
     def finished(self) -> list[Trial]:
         """The trials that came to their end."""

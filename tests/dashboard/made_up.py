@@ -111,15 +111,19 @@ def broken(root: Path) -> None:
     run(root / "runs/half", steps=12, finished=False)
     with (root / "runs/half/metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "tok')
-    old = 1_700_000_000
-    for name in ("metrics.jsonl", "plan.json", "run.json"):
-        os.utime(root / "runs/half" / name, (old, old))
+    old(root / "runs/half")
     run(root / "runs/garbage")
     (root / "runs/garbage/run.json").write_text("{not json")
     (root / "runs/garbage/summary.json").write_bytes(b"\xff\xfe[]")
     (root / "runs/garbage/plan.json").write_text("[1, 2]")
-    os.utime(root / "runs/garbage/metrics.jsonl", (old, old))
+    old(root / "runs/garbage")
     (root / "runs/nothing").mkdir()
+
+
+def old(folder: Path) -> None:
+    """Let the files of a run be years old."""
+    for path in folder.iterdir():
+        os.utime(path, (1_700_000_000, 1_700_000_000))
 
 
 def running(folder: Path, steps: int = 40) -> IO[str]:

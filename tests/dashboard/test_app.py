@@ -149,6 +149,24 @@ def test_fewer_seeds_change_the_numbers(tmp_path: Path, draw: Draw) -> None:
     assert after[0] == pytest.approx(whole.arms[0].trials[0].metrics["val_bpb"])
 
 
+def test_a_trial_that_shows_no_life_is_not_said_to_run(tmp_path: Path, draw: Draw) -> None:
+    from dataclasses import replace
+
+    from deskside.study.results import Trial
+    from tests.study import made
+
+    first, *rest = made.results().arms
+    begun = [*first.trials[:2], Trial(3, "running", run="runs/begun")]
+    made_up.study(tmp_path / "s", arms=[replace(first, trials=begun), *rest], complete=False)
+    with made_up.running(tmp_path / "s/runs/begun"):
+        said = text(draw(tmp_path, "Overview"))
+        assert "1 still running" in said and "interrupted" not in said
+    made_up.old(tmp_path / "s/runs/begun")
+    page = draw(tmp_path, "Overview")
+    assert "1 interrupted" in text(page) and "still running" not in text(page)
+    assert next(metric.value for metric in page.metric if metric.label == "running now") == "0"
+
+
 def test_what_was_written_meanwhile_is_seen(tmp_path: Path, draw: Draw) -> None:
     import shutil
 

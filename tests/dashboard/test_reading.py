@@ -1,10 +1,6 @@
 """Reading studies and runs in every state that they can be in."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -96,43 +92,18 @@ def test_runs_take_the_shape_of_a_study(tmp_path: Path) -> None:
     for seed in (1, 2):
         made_up.run(tmp_path / f"runs/r{seed}", seed=seed)
     made_up.run(tmp_path / "runs/open", finished=False)
+    made_up.run(tmp_path / "runs/stopped", finished=False)
     briefs = [reading.read_brief(run.path) for run in scan(tmp_path).runs]
     results = reading.as_results(briefs, frozenset({tmp_path / "runs/open"}), tmp_path)
     assert {arm.label: arm.status for arm in results.arms} == {
         "open": "running",
         "r1": "finished",
         "r2": "finished",
+        "stopped": "interrupted",
     }
     assert results.arms[1].estimates["val_bpb"].mean == pytest.approx(1.11)
     assert results.arms[1].estimates["val_bpb"].low is None  # one run has no interval
     assert results.arms[0].estimates == {}
-
-
-def test_a_run_is_live_while_its_lock_is_held(tmp_path: Path) -> None:
-    path = tmp_path / "r"
-    with made_up.running(path):
-        old = time.time() - 3600
-        for name in ("metrics.jsonl", "plan.json", "run.json"):
-            os.utime(path / name, (old, old))
-        assert reading.is_live(path, time.time(), reading.held_locks())
-    assert not reading.is_live(path, time.time(), reading.held_locks())
-
-
-def test_looking_does_not_take_the_lock(tmp_path: Path) -> None:
-    with made_up.running(tmp_path / "r"):
-        pass
-    reading.is_live(tmp_path / "r", time.time(), reading.held_locks())
-    taken = "import fcntl,sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    subprocess.run([sys.executable, "-c", taken, str(tmp_path / "r/.lock")], check=True)
-
-
-def test_a_run_without_a_lock_is_live_while_it_writes_and_has_no_summary(tmp_path: Path) -> None:
-    made_up.run(tmp_path / "open", finished=False)
-    made_up.run(tmp_path / "done")
-    now = time.time()
-    assert reading.is_live(tmp_path / "open", now, frozenset())
-    assert not reading.is_live(tmp_path / "open", now + 1000, frozenset())
-    assert not reading.is_live(tmp_path / "done", now, frozenset())
 
 
 def test_the_whole_curve_and_what_is_missing_of_it(tmp_path: Path) -> None:
