@@ -4,16 +4,18 @@ They read in black and white and with any colour vision: emulated arms are hatch
 what is no shown difference is an open mark. Colours are those of Okabe and Ito (2008), which repeat it for the rest.
 """
 
+import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
 from deskside.dashboard.forecasts import Forecast
+from deskside.report import intervals
 from deskside.report import study_words as words
 from deskside.report.rundir import number
-from deskside.study.results import Arm, Estimate, Front, Results
+from deskside.study.results import Arm, Estimate, Results
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f",
@@ -21,13 +23,14 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
-ROW = 30  # pixels of one bar
+ROW, LINE = 30, 15  # pixels of one bar, of one line of its label
 MODE_BAR: dict[str, Any] = {
     "displaylogo": False,
     "displayModeBar": True,
     "modeBarButtons": [["toImage", "zoom2d", "resetScale2d"]],
     "toImageButtonOptions": {"format": "png", "scale": 2, "filename": "deskside"},
 }
+NEAR = 3.0  # times the longest bar
 NATIVE, EMULATED = "native", "emulated: its speed and power are not the format's"
 
 
@@ -53,10 +56,17 @@ def folded(text: str, width: int = 28) -> str:
     return "<br>".join(textwrap.wrap(safe, width, break_long_words=True) or [""])
 
 
-def error(found: Sequence[Estimate], scale: float) -> dict[str, Any]:
-    """Error bars of these estimates; an arm without an interval gets none."""
-    up = [(f.high - f.mean) * scale if f.high is not None else 0.0 for f in found]
-    down = [(f.mean - f.low) * scale if f.low is not None else 0.0 for f in found]
+def room(names: Collection[str]) -> int:
+    """Pixels that rows of these folded labels need. All rows are as high as the one with the most lines."""
+    lines = max((name.count("<br>") + 1 for name in names), default=1)
+    return len(names) * max(ROW, LINE * lines + 4)
+
+
+def error(found: Sequence[Estimate], scale: float, axis: tuple[float, float] | None = None) -> dict[str, Any]:
+    """Error bars of these estimates, as far as the axis goes; an arm without an interval gets none."""
+    shown = [intervals.cut(one, axis or (-math.inf, math.inf)) for one in found]
+    up = [(one.high - f.mean) * scale for one, f in zip(shown, found, strict=True)]
+    down = [(f.mean - one.low) * scale for one, f in zip(shown, found, strict=True)]
     if not any(up) and not any(down):
         return {"visible": False}
     return {
@@ -70,16 +80,60 @@ def error(found: Sequence[Estimate], scale: float) -> dict[str, Any]:
     }
 
 
-def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> go.Figure | None:
-    """One metric of every arm that has it, as bars with intervals. limit: a line to hold it against, and its name.
+def arrows(
+    figure: go.Figure,
+    found: Sequence[Estimate],
+    scale: float,
+    axis: tuple[float, float],
+    across: Sequence[Any] | None = None,
+    up: Sequence[Any] | None = None,
+) -> None:
+    """Marks at the edge of the plot where error bars go on beyond it. across or up: where the other axis has them."""
+    ends: list[tuple[float, Any, str, str]] = []
+    for one, other in zip(found, (up if across is None else across) or (), strict=True):
+        shown = intervals.cut(one, axis)
+        told = f"the interval goes on: {_short(one.low, scale)} to {_short(one.high, scale)}"
+        if shown.goes_on_below:
+            ends.append(
+                (shown.low * scale, other, "triangle-left" if across is None else "triangle-down", told)
+            )
+        if shown.goes_on_above:
+            ends.append(
+                (shown.high * scale, other, "triangle-right" if across is None else "triangle-up", told)
+            )
+    if not ends:
+        return
+    places, others = [end for end, *_ in ends], [other for _, other, *_ in ends]
+    figure.add_scatter(
+        x=places if across is None else others,
+        y=others if across is None else places,
+        mode="markers",
+        marker={"symbol": [symbol for *_, symbol, _ in ends], "size": 11, "color": GREY},
+        cliponaxis=False,
+        name="interval goes on",
+        legendgroup="interval goes on",
+        showlegend=not any(trace.name == "interval goes on" for trace in figure.data),
+        hovertext=[told for *_, told in ends],
+        hoverinfo="text",
+    )
 
-    None when no arm has it.
+
+def _short(value: float | None, scale: float) -> str:
+    return "" if value is None else f"{value * scale:,.4g}"
+
+
+def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> go.Figure | None:
+    """One metric of every arm that has it, as bars with intervals. None when no arm has it.
+
+    limit: a line to hold it against in the shown unit, and its name; left out when it is far beyond all bars.
     """
     metric, arms = words.metric(key), words.measured(results.arms, key)
     if not arms:
         return None
     figure = go.Figure()
     names = labels(arms)
+    everything = [arm.estimates[key] for arm in arms]
+    axis = intervals.window([Estimate(0.0, None, None, 1), *everything])  # bars begin at 0
     for emulated in (False, True):
         part = [arm for arm in arms if arm.emulated is emulated]
         if not part:
@@ -88,7 +142,7 @@ def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> 
         figure.add_bar(
             y=[names[arm.id] for arm in part],
             x=[f.mean * metric.scale for f in found],
-            error_x=error(found, metric.scale),
+            error_x=error(found, metric.scale, axis),
             orientation="h",
             name=EMULATED if emulated else NATIVE,
             marker={
@@ -104,20 +158,21 @@ def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> 
             hovertext=[hover(arm, key) for arm in part],
             hoverinfo="text",
         )
-    ends = [
-        found.mean if found.high is None else found.high for found in (arm.estimates[key] for arm in arms)
-    ]
+    arrows(figure, everything, metric.scale, axis, up=[names[arm.id] for arm in arms])
+    ends = [intervals.cut(found, axis).high for found in everything]
     figure.add_scatter(  # beside the bars: on a hatched one a number is hard to read
         x=[end * metric.scale for end in ends],
         y=[names[arm.id] for arm in arms],
         mode="text",
-        text=[f"  {words.value(metric, arm.estimates[key].mean)}" for arm in arms],
+        text=[f"   {words.value(metric, found.mean)}" for found in everything],
         textposition="middle right",
         cliponaxis=False,
         showlegend=False,
         hoverinfo="skip",
     )
-    if limit is not None:
+    right = 0.0
+    if limit is not None and is_near(limit[0] / metric.scale, ends):
+        right = limit[0] / metric.scale
         figure.add_vline(
             x=limit[0],
             line={"dash": "dash", "color": VERMILION},
@@ -125,14 +180,15 @@ def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> 
         )
     layout(
         figure,
-        110 + ROW * len(arms),
+        110 + room(names.values()),
         barmode="overlay",
         bargap=0.25,
-        showlegend=any(a.emulated for a in arms),
+        showlegend=any(a.emulated for a in arms)
+        or any(intervals.cut(f, axis).goes_on_above for f in everything),
     )
-    right = max([*ends, *([limit[0] / metric.scale] if limit else [])]) * metric.scale
     figure.update_xaxes(
-        title=words.unit(metric), range=[min(0.0, *(1.3 * end * metric.scale for end in ends)), 1.3 * right]
+        title=words.unit(metric),
+        range=[1.3 * min(0.0, *ends) * metric.scale, 1.3 * max(*ends, right) * metric.scale],
     )
     figure.update_yaxes(
         categoryorder="array",
@@ -141,6 +197,11 @@ def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> 
         showgrid=False,
     )
     return figure
+
+
+def is_near(limit: float, ends: Sequence[float]) -> bool:
+    """Whether bars that end there can still be told apart beside a line at the limit."""
+    return limit <= NEAR * max(ends)
 
 
 def hover(arm: Arm, key: str) -> str:
@@ -174,6 +235,13 @@ def forest(results: Results, key: str) -> go.Figure | None:
     names = labels([arm for arm, _ in pairs])
     figure = go.Figure()
     figure.add_vline(x=0, line={"color": GREY, "width": 2})
+    bounds = [
+        100 * end
+        for _, f in pairs
+        for end in (number(f.relative_low), number(f.relative_high))
+        if end is not None
+    ]
+    limit = intervals.reach([100 * f.relative for _, f in pairs], bounds)
     for shown in (True, False):
         part = [(a, f) for a, f in pairs if (f.verdict in ("lower", "higher", "exact")) is shown]
         if not part:
@@ -185,7 +253,7 @@ def forest(results: Results, key: str) -> go.Figure | None:
         figure.add_scatter(
             x=[end.mean for end in ends],
             y=[names[arm.id] for arm, _ in part],
-            error_x=error(ends, 1.0),
+            error_x=error(ends, 1.0, (-limit, limit)),
             mode="markers",
             name="difference shown" if shown else "no difference shown, or too few seeds",
             marker={
@@ -197,9 +265,10 @@ def forest(results: Results, key: str) -> go.Figure | None:
             hovertext=[hover(arm, key) for arm, _ in part],
             hoverinfo="text",
         )
-    layout(figure, 130 + ROW * len(pairs), showlegend=True)
+        arrows(figure, ends, 1.0, (-limit, limit), up=[names[arm.id] for arm, _ in part])
+    layout(figure, 130 + room(names.values()), showlegend=True)
     better = {"lower": "<br>left is better", "higher": "<br>right is better", None: ""}[metric.better]
-    figure.update_xaxes(title=f"{metric.label}, % against its baseline{better}")
+    figure.update_xaxes(title=f"{metric.label}, % against its baseline{better}", range=[-limit, limit])
     figure.update_yaxes(
         categoryorder="array",
         categoryarray=[names[arm.id] for arm, _ in pairs],
@@ -252,70 +321,6 @@ def curves(
     return figure
 
 
-def bubble(results: Results, across: str, up: str, by: str = "parameters") -> go.Figure | None:
-    """Two metrics against each other, the size of a mark by a third; arms on the front have a thick rim.
-
-    A mark bears the number of its arm in `both`. None when no arm has both.
-    """
-    arms = both(results, across, up)
-    if not arms:
-        return None
-    first, second = words.metric(across), words.metric(up)
-    sizes = {arm.id: found.mean if (found := words.known(arm, by)) else 0.0 for arm in arms}
-    largest = max(sizes.values()) or 1.0
-    place = {arm.id: number_ for number_, arm in enumerate(arms, 1)}
-    fronts = {name for front in fronts_of(results, across, up) for name in front.arms}
-    figure = go.Figure()
-    for emulated in (False, True):
-        part = [arm for arm in arms if arm.emulated is emulated]
-        if not part:
-            continue
-        x, y = ([arm.estimates[key] for arm in part] for key in (across, up))
-        figure.add_scatter(
-            x=[f.mean * first.scale for f in x],
-            y=[f.mean * second.scale for f in y],
-            error_x=error(x, first.scale),
-            error_y=error(y, second.scale),
-            mode="markers+text",
-            text=[f"<b>{place[arm.id]}</b>" for arm in part],
-            textposition="middle left" if emulated else "middle right",
-            cliponaxis=False,
-            name=EMULATED if emulated else NATIVE,
-            marker={
-                "size": [10 + 20 * (sizes[arm.id] / largest) ** 0.5 for arm in part],
-                "color": ORANGE if emulated else SKY,
-                "symbol": "diamond" if emulated else "circle",
-                "opacity": 0.85,
-                "line": {"color": "#333333", "width": [3 if arm.id in fronts else 0.8 for arm in part]},
-            },
-            hovertext=[f"{hover(arm, across)}<br>{hover(arm, up)}" for arm in part],
-            hoverinfo="text",
-        )
-    layout(figure, 480, showlegend=True)
-    figure.update_xaxes(title=_axis(across))
-    figure.update_yaxes(title=_axis(up))
-    return figure
-
-
-def fronts_of(results: Results, first: str, second: str) -> list[Front]:
-    """The groups' fronts in just these two metrics; those in the most metrics where there are none."""
-    exact = [front for front in results.fronts if set(front.metrics) == {first, second}]
-    most = max((len(front.metrics) for front in results.fronts), default=0)
-    return exact or [front for front in results.fronts if len(front.metrics) == most]
-
-
-def both(results: Results, first: str, second: str) -> list[Arm]:
-    """The arms that have two metrics."""
-    return [arm for arm in words.measured(results.arms, first) if words.known(arm, second) is not None]
-
-
-def _axis(key: str) -> str:
-    metric = words.metric(key)
-    return words.unit(metric) + (
-        {"lower": " (less is better)", "higher": " (more is better)"}.get(metric.better or "", "")
-    )
-
-
 def line(x: Sequence[float], y: Sequence[float], x_title: str, y_title: str, height: int = 260) -> go.Figure:
     """One plain line."""
     figure = go.Figure()
@@ -350,7 +355,7 @@ def items(values: Mapping[str, float], title: str, capacity: tuple[float, str] |
             line={"dash": "dash", "color": VERMILION},
             annotation={"text": capacity[1], "xanchor": "right"},
         )
-    layout(figure, 120 + ROW * len(known), showlegend=False)
+    layout(figure, 120 + room([folded(name) for name, _ in known]), showlegend=False)
     figure.update_xaxes(title=title)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure
@@ -382,7 +387,7 @@ def ratios(rows: Sequence[Forecast]) -> go.Figure:
             hovertext=[f"{name}<br>measured / predicted: {row.ratio:.3f}" for name, row in part],
             hoverinfo="text",
         )
-    layout(figure, 130 + ROW * len(rows), showlegend=True)
+    layout(figure, 130 + room(names), showlegend=True)
     figure.update_xaxes(title="measured / predicted")
     figure.update_yaxes(categoryorder="array", categoryarray=names, range=[len(names) - 0.4, -0.6])
     return figure

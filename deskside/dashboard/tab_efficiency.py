@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from deskside.dashboard import charts
+from deskside.dashboard import bubbles, charts
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import chart, seeds_told, usable
 from deskside.dashboard.literal import literal
@@ -28,17 +28,15 @@ def show(context: Context) -> None:
         "axes", list(AXES), horizontal=True, key="efficiency-axes", label_visibility="collapsed"
     )
     across, up = AXES[choice]
-    figure = charts.bubble(results, across, up)
+    figure = bubbles.bubble(results, across, up)
     if figure is None:
         missing = [words.metric(key).label for key in (across, up) if not words.measured(results.arms, key)]
         st.info(f"{' and '.join(missing) or choice}: {words.NOT_MEASURED} for these arms.")
     else:
         chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
-        st.caption(
-            f"{seeds_told(selection, up)} Larger marks have more parameters. {_rim(results, across, up)}"
-        )
+        st.caption(f"{seeds_told(selection, up)} {_sizes(results)} {_rim(results, across, up)}")
         names = [
-            f"{place}. {literal(arm.label)}" for place, arm in enumerate(charts.both(results, across, up), 1)
+            f"{place}. {literal(arm.label)}" for place, arm in enumerate(bubbles.both(results, across, up), 1)
         ]
         for column, part in zip(
             st.columns(2), (names[: (len(names) + 1) // 2], names[(len(names) + 1) // 2 :]), strict=True
@@ -52,9 +50,14 @@ def show(context: Context) -> None:
         st.caption(seeds_told(selection, "joules_per_token"))
 
 
+def _sizes(results: Results) -> str:
+    sizes = {found.mean for arm in results.arms if (found := words.known(arm, "parameters")) is not None}
+    return "Larger marks have more parameters." if len(sizes) > 1 else ""
+
+
 def _rim(results: Results, across: str, up: str) -> str:
     """What a thick rim says."""
-    fronts = charts.fronts_of(results, across, up)
+    fronts = bubbles.fronts_of(results, across, up)
     if not fronts:
         return ""
     return f"A thick rim: no other arm of its group beats it in {_listed(fronts[0].metrics)}."

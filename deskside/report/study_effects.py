@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter
 
+from deskside.report import intervals
 from deskside.report.rundir import number
 from deskside.report.study_canvas import (
     DARK,
@@ -37,8 +38,6 @@ from deskside.report.study_words import (
 )
 from deskside.study.phrases import digits
 from deskside.study.results import Arm, Comparison, Factor, Group, Results
-
-WIDEST = 3.0  # an interval is drawn to this many times the largest difference, then ends in an arrow
 
 
 def forest(results: Results, group: Group, key: str) -> Drawn | str:
@@ -87,7 +86,8 @@ def forest(results: Results, group: Group, key: str) -> Drawn | str:
     caption = (
         f"Relative difference in {shown.label}, paired by seed ({n} seed{'' if n == '1' else 's'}). Line: interval; "
         "filled mark: a difference is shown; hollow: no difference shown; cross: one seed, no interval; square: exact. "
-        "An arrow is an interval that goes on beyond the plot. Measured." + left_out(compared, kept)
+        ""
+        f"{intervals.CUT} Measured." + left_out(compared, kept)
     )
     return Drawn(f"forest_{key}", f"Forest plot: {shown.label}", caption, figure)
 
@@ -105,10 +105,9 @@ def _found(arm: Arm, key: str) -> Comparison | None:
 def _scale(axes: Axes, found: list[Comparison]) -> float:
     """Set the axis of percentages; returns where it ends. One arm far away would press all others onto the zero."""
     middles = [abs(100 * c.relative) for c in found]
-    reach = (number(end) for c in found for end in (c.relative_low, c.relative_high))
-    bounds = [abs(100 * end) for end in reach if end is not None]
+    ends = (number(end) for c in found for end in (c.relative_low, c.relative_high))
+    limit = intervals.reach(middles, [100 * end for end in ends if end is not None])
     largest = max(middles)
-    limit = 1.12 * max(largest, min(max(bounds, default=0.0), WIDEST * largest or 1.0)) or 1.0
     typical = statistics.median(middles)
     if largest > 12 * typical > 0 and len(found) >= 3:
         axes.set_xscale("symlog", linthresh=2 * typical, linscale=1.0)

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
+from deskside.report import intervals
 from deskside.report.study_canvas import (
     DARK,
     HATCH,
@@ -98,18 +99,18 @@ def bubbles(results: Results, group: Group) -> Drawn | str:
         return "No bubble plot: no arm has speed, memory and parameters."
     kept = telling(have, SPEED, AT_ONCE)
     figure, axes = _keyed("Memory, speed and size", kept, results)
+    plot, cut = _windows(axes, kept, MEMORY, SPEED), False
     sizes = [known(arm, "parameters") for arm in kept]
     largest = max(size.mean for size in sizes if size is not None) or 1.0
     for arm, size in zip(kept, sizes, strict=True):
-        x, y = ends(arm, MEMORY), ends(arm, SPEED)
+        x, y = known(arm, MEMORY), known(arm, SPEED)
         if x is None or y is None or size is None:
             continue
         area = max(SMALLEST, LARGEST * min(1.0, 10 / len(kept)) * size.mean / largest)
-        axes.scatter([x[0]], [y[0]], s=area, facecolor="white" if arm.emulated else PALE, edgecolor=DARK, alpha=0.85,
+        face = "white" if arm.emulated else PALE
+        axes.scatter([x.mean], [y.mean], s=area, facecolor=face, edgecolor=DARK, alpha=0.85,
                      hatch=HATCH if arm.emulated else None, linewidth=0.8, zorder=2)  # fmt: skip
-        _cross(axes, x, y)
-    _log_if_wide(axes, kept, MEMORY, SPEED)
-    axes.margins(0.14)
+        cut |= _cross(axes, arm, (MEMORY, SPEED), plot)
     _numbers(axes, [(arm, MEMORY, SPEED) for arm in kept], arms)
     axes.set_xlabel("peak memory (GiB), less is better", fontsize=9)
     axes.set_ylabel("speed (tokens/s), more is better", fontsize=9)
@@ -119,7 +120,7 @@ def bubbles(results: Results, group: Group) -> Drawn | str:
     emulated = " Hatched: emulated, its speed is not the hardware's." if any(a.emulated for a in kept) else ""
     caption = (
         f"Area: parameters ({millions}; very small ones are drawn larger). Crosses: intervals over seeds "
-        f"({seeds(kept, SPEED)}).{emulated} Measured."
+        f"({seeds(kept, SPEED)}).{_told(cut)}{emulated} Measured."
     )
     return Drawn("bubbles", "Memory, speed and parameters", caption + left_out(have, kept), figure)
 
@@ -136,11 +137,12 @@ def front(results: Results, group: Group, found: Front) -> Drawn | str:
     rest = telling([arm for arm in have if arm.id not in found.arms], across, max(0, AT_ONCE - len(members)))
     kept = [arm for arm in have if arm in members or arm in rest]
     figure, axes = _keyed(f"Pareto front: {names}", kept, results)
+    plot, cut = _windows(axes, kept, across, down), False
     for arm in kept:
         x, y = _scaled(arm, across), _scaled(arm, down)
         if x is None or y is None:
             continue
-        _cross(axes, x, y)
+        cut |= _cross(axes, arm, (across, down), plot)
         on, unclear = arm.id in found.arms, arm.id in found.unclear
         axes.plot([x[0]], [y[0]], marker="s" if on else "D" if unclear else "o", markersize=7 if on else 6, color=DARK,
                   markerfacecolor=DARK if on else PALE if unclear else "white", linestyle="")  # fmt: skip
@@ -156,8 +158,6 @@ def front(results: Results, group: Group, found: Front) -> Drawn | str:
             linestyle="--",
             zorder=1,
         )
-    _log_if_wide(axes, kept, across, down)
-    axes.margins(0.14)
     _numbers(axes, [(arm, across, down) for arm in kept], arms)
     for key, said in ((across, axes.set_xlabel), (down, axes.set_ylabel)):
         shown = metric(key)
@@ -169,7 +169,7 @@ def front(results: Results, group: Group, found: Front) -> Drawn | str:
     caption = (
         f"Filled squares: no other arm is better in all of {', '.join(metric(k).label for k in found.metrics)} "
         f"at once.{also}"
-        f"{open_} Crosses: intervals over seeds ({seeds(kept, across)})."
+        f"{open_} Crosses: intervals over seeds ({seeds(kept, across)}).{_told(cut)}"
         f"{' Arms marked emulated do not have the speed of the hardware format.' if emulated else ''} Measured."
     )
     return Drawn(
@@ -206,23 +206,58 @@ def _keyed(title: str, arms: Sequence[Arm], results: Results) -> tuple[Canvas, A
     return figure, axes
 
 
-def _cross(axes: Axes, x: tuple[float, float, float], y: tuple[float, float, float]) -> None:
-    if x[1] or x[2] or y[1] or y[2]:
-        axes.errorbar([x[0]], [y[0]], xerr=[[x[1]], [x[2]]], yerr=[[y[1]], [y[2]]], color=DARK, linewidth=0.9,
-                      capsize=2, fmt="none", zorder=3)  # fmt: skip
+Window = tuple[float, float]
 
 
-def _log_if_wide(axes: Axes, arms: Sequence[Arm], across: str, down: str) -> None:
-    for key, scale, axis in ((across, axes.set_xscale, axes.xaxis), (down, axes.set_yscale, axes.yaxis)):
-        middles = [found.mean for arm in arms if (found := known(arm, key)) is not None]
-        if min(middles) > 0 and max(middles) > 8 * min(middles):
-            scale("log")
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axis.set_minor_formatter(NullFormatter())
-        if max(middles) >= 10_000:
-            axis.set_major_formatter(EngFormatter(sep=""))
+def _told(cut: bool) -> str:
+    return f" {intervals.CUT}" if cut else ""
+
+
+def _cross(axes: Axes, arm: Arm, keys: tuple[str, str], plot: tuple[Window, Window]) -> bool:
+    """An arm's intervals in two metrics, as far as the plot goes; returns whether one goes on beyond it."""
+    found = [known(arm, key) for key in keys]
+    x, y = found
+    if x is None or y is None:
+        return False
+    middle = [one.mean * metric(key).scale for one, key in zip((x, y), keys, strict=True)]
+    arrows = []
+    for place, (one, key) in enumerate(zip((x, y), keys, strict=True)):
+        shown, scale = intervals.cut(one, plot[place]), metric(key).scale
+        ends_ = (shown.low * scale, shown.high * scale)
+        reach = [[middle[place] - ends_[0]], [ends_[1] - middle[place]]]
+        if any(part[0] > 0 for part in reach):
+            error: dict[str, Any] = {"xerr" if place == 0 else "yerr": reach}
+            axes.errorbar([middle[0]], [middle[1]], **error, color=DARK, linewidth=0.9, capsize=2, fmt="none",
+                          zorder=3)  # fmt: skip
+        for goes_on, end, mark in zip(
+            (shown.goes_on_below, shown.goes_on_above), ends_, ("<>", "v^")[place], strict=True
+        ):
+            if goes_on:
+                arrows.append(((end, middle[1]) if place == 0 else (middle[0], end), mark))
+    for at, mark in arrows:
+        axes.plot(*([value] for value in at), marker=mark, markersize=5, color=DARK, clip_on=False, zorder=4)
+    return bool(arrows)
+
+
+def _windows(axes: Axes, arms: Sequence[Arm], across: str, down: str) -> tuple[Window, Window]:
+    """Set both axes to where the means are, in stored units; logarithmic where those lie far apart."""
+    windows: list[Window] = []
+    for key, axis in ((across, "x"), (down, "y")):
+        found = [one for arm in arms if (one := known(arm, key)) is not None]
+        scale, log = metric(key).scale, intervals.wide(found)
+        start, stop = intervals.window(found, log)
+        named = axes.xaxis if axis == "x" else axes.yaxis
+        if log:
+            axes.set(**{f"{axis}scale": "log"})
+            named.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            named.set_minor_formatter(NullFormatter())
+        if max(one.mean for one in found) * scale >= 10_000:
+            named.set_major_formatter(EngFormatter(sep=""))
         else:
-            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            named.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.set(**{f"{axis}lim": (start * scale, stop * scale)})
+        windows.append((start, stop))
+    return windows[0], windows[1]
 
 
 def _numbers(axes: Axes, places: Sequence[tuple[Arm, str, str]], arms: Sequence[Arm]) -> None:

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.dashboard import charts, pictures
+from deskside.dashboard import bubbles, charts, pictures
 from deskside.dashboard.forecasts import Forecast
 from deskside.report import study_words as words
 from deskside.study.compare import compare
 from deskside.study.metrics import METRICS
+from deskside.study.results import Results
 from tests.study import made
 
 WHOLE = compare(made.results())
@@ -43,14 +44,14 @@ def test_nothing_measured_draws_nothing() -> None:
     bare = replace(WHOLE, arms=[replace(arm, estimates={}, comparisons=[], trials=[]) for arm in WHOLE.arms])
     assert charts.bars(bare, "val_bpb") is None
     assert charts.forest(bare, "val_bpb") is None
-    assert charts.bubble(bare, "peak_memory_gib", "tokens_per_second") is None
+    assert bubbles.bubble(bare, "peak_memory_gib", "tokens_per_second") is None
     assert charts.curves({}, "seconds", "loss") is None
 
 
 def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> None:
     figure = charts.forest(WHOLE, "val_bpb")
     assert figure is not None
-    marks = {trace.marker.symbol: trace for trace in figure.data}
+    marks = {trace.marker.symbol: trace for trace in figure.data if trace.name != "interval goes on"}
     drawn = sum(len(trace.x) for trace in marks.values())
     compared = [c for arm in WHOLE.arms if (c := words.comparison(arm, "val_bpb"))]
     assert drawn == len(compared)
@@ -62,21 +63,91 @@ def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> 
 
 def test_bubbles_are_numbered_as_their_list_and_the_front_has_a_rim() -> None:
     across, up = "peak_memory_gib", "tokens_per_second"
-    figure = charts.bubble(WHOLE, across, up)
+    figure = bubbles.bubble(WHOLE, across, up)
     assert figure is not None
-    arms = charts.both(WHOLE, across, up)
+    arms = bubbles.both(WHOLE, across, up)
     by_number = {
         text: (x, y, rim)
         for trace in figure.data
+        if trace.text
         for text, x, y, rim in zip(trace.text, trace.x, trace.y, trace.marker.line.width, strict=True)
     }
-    front = {name for found in charts.fronts_of(WHOLE, across, up) for name in found.arms}
+    front = {name for found in bubbles.fronts_of(WHOLE, across, up) for name in found.arms}
     assert front
     for number, arm in enumerate(arms, 1):
         x, y, rim = by_number[f"<b>{number}</b>"]
         assert (x, y) == pytest.approx((arm.estimates[across].mean, arm.estimates[up].mean))
         assert (rim > 1) is (arm.id in front)
     assert figure.layout.xaxis.title.text == "peak memory, GiB (less is better)"
+
+
+def with_one_wide_interval(key: str) -> Results:
+    """The study in which the first arm's interval in one metric reaches from 0 to ten times its mean."""
+    first = WHOLE.arms[0]
+    found = first.estimates[key]
+    wide = {**first.estimates, key: replace(found, low=0.0, high=10 * found.mean)}
+    return replace(WHOLE, arms=[replace(first, estimates=wide), *WHOLE.arms[1:]])
+
+
+def test_an_interval_far_beyond_the_means_is_cut_and_marked_in_the_bubbles() -> None:
+    across, up = "tokens_per_second", "val_bpb"
+    figure = bubbles.bubble(with_one_wide_interval(up), across, up)
+    assert figure is not None
+    start, stop = figure.layout.yaxis.range
+    means = [arm.estimates[up].mean for arm in WHOLE.arms]
+    assert start < min(means) and stop > max(means) and stop - start < 3 * (max(means) - min(means))
+    marks = next(trace for trace in figure.data if trace.name == "interval goes on")
+    assert list(marks.marker.symbol[:2]) == ["triangle-down", "triangle-up"]
+    assert list(marks.y[:2]) == pytest.approx([start, stop])
+    assert list(marks.x[:2]) == [WHOLE.arms[0].estimates[across].mean] * 2
+    assert f"0 to {10 * means[0]:,.4g}" in marks.hovertext[0]  # the whole of it can be read
+    for trace in figure.data:
+        if trace.name != "interval goes on":
+            ends = zip(trace.y, trace.error_y.array, trace.error_y.arrayminus, strict=True)
+            assert all(y + up_ <= stop + 1e-9 and y - down >= start - 1e-9 for y, up_, down in ends)
+
+
+def test_bars_keep_their_scale_beside_a_wide_interval() -> None:
+    figure = charts.bars(with_one_wide_interval("joules_per_token"), "joules_per_token")
+    assert figure is not None
+    longest = 1000 * max(arm.estimates["joules_per_token"].mean for arm in WHOLE.arms)
+    assert longest < figure.layout.xaxis.range[1] < 2.5 * longest
+    marks = next(trace for trace in figure.data if trace.name == "interval goes on")
+    assert list(marks.marker.symbol) == ["triangle-right"] and figure.layout.showlegend
+
+
+def test_means_far_apart_get_a_logarithmic_axis() -> None:
+    arms = [
+        replace(
+            arm,
+            estimates={
+                **arm.estimates,
+                "tokens_per_second": replace(
+                    arm.estimates["tokens_per_second"], mean=10.0**place, low=None, high=None
+                ),
+            },
+        )
+        for place, arm in enumerate(WHOLE.arms)
+    ]
+    figure = bubbles.bubble(replace(WHOLE, arms=arms), "peak_memory_gib", "tokens_per_second")
+    assert figure is not None and figure.layout.yaxis.type == "log" and figure.layout.xaxis.type != "log"
+    start, stop = figure.layout.yaxis.range
+    assert -2 < start < 0 and 7 < stop < 9
+
+
+def test_the_memory_of_the_card_is_a_line_only_where_it_is_near() -> None:
+    most = max(arm.estimates["peak_memory_gib"].mean for arm in WHOLE.arms)
+    near = charts.bars(WHOLE, "peak_memory_gib", (1.5 * most, "the card"))
+    far = charts.bars(WHOLE, "peak_memory_gib", (20 * most, "the card"))
+    assert near is not None and len(near.layout.shapes) == 1 and near.layout.xaxis.range[1] > 1.5 * most
+    assert far is not None and len(far.layout.shapes) == 0 and far.layout.xaxis.range[1] < 2 * most
+
+
+def test_long_labels_get_higher_rows() -> None:
+    short = charts.bars(WHOLE, "val_bpb")
+    arms = [replace(arm, label=f"{arm.label}, " + "with many words more " * 4) for arm in WHOLE.arms]
+    long = charts.bars(replace(WHOLE, arms=arms), "val_bpb")
+    assert short is not None and long is not None and long.layout.height > 1.5 * short.layout.height
 
 
 def test_curves_differ_by_dash_and_marker() -> None:
