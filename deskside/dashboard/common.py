@@ -6,6 +6,7 @@ from deskside.dashboard import cached, charts
 from deskside.dashboard.cached import Context
 from deskside.dashboard.literal import literal
 from deskside.dashboard.selection import Selection
+from deskside.dashboard.sidebar import all_groups_key, group_key
 from deskside.report import study_words as words
 from deskside.report.rundir import number
 
@@ -35,19 +36,44 @@ def nothing(context: Context) -> None:
     )
 
 
-def usable(context: Context) -> Selection | None:
-    """The selection when it has arms, under its heading; else tells what to do and returns None."""
-    if context.selection is None or not context.selection.results.arms:
+def usable(context: Context, groups: bool = False) -> Selection | None:
+    """What a tab shows when it has arms, under its heading; else tells what to do and returns None.
+
+    Groups have budgets, batches and baselines of their own, so of several one is shown at a time: the one that is
+    picked here, in the page, where a phone shows it too. groups: the tab can show all of them together, and does
+    unless it is told otherwise.
+    """
+    whole = context.selection
+    if whole is None or not whole.results.arms:
         nothing(context)
         return None
-    _heading(context.selection)
-    return context.selection
+    known = whole.whole.groups
+    if len(known) < 2:
+        _heading(whole)
+        return whole
+    if groups and st.toggle("all groups", key=all_groups_key(whole.name)):
+        _heading(whole)
+        return whole
+    titles = {group.name: words.group_title(group) for group in known}
+    name = st.selectbox(
+        f"group, one of {len(known)}", list(titles), key=group_key(whole.name), format_func=titles.__getitem__
+    )
+    one = whole.of(name)
+    _heading(one)
+    if not one.results.arms:
+        st.info(
+            "The filters in the sidebar leave no arm of this group. Clear one of them, or pick another group."
+        )
+        return None
+    return one
 
 
 def _heading(selection: Selection) -> None:
     """Which study, on what, how far."""
     results = selection.results
     told = [f"**{literal(results.name)}** on {literal(selection.card)}"]
+    if len(results.groups) == 1 and results.groups[0].budget:
+        told.append(f"{literal(results.groups[0].budget)} per trial")
     if selection.left_out:
         told.append(f"{len(results.arms)} of {len(selection.whole.arms)} arms shown")
     if selection.folder is not None and not results.complete:

@@ -20,8 +20,12 @@ class Picked:
 
 @dataclass(frozen=True)
 class Selection:
-    """A study as the tabs show it. folder: None for the runs that are no part of a study; card: in words."""
+    """A study as the tabs show it, filtered (`results`) and `whole`.
 
+    name: of the study in the sidebar. folder: None for the runs that are no part of a study; card: in words.
+    """
+
+    name: str
     folder: Path | None
     results: Results
     whole: Results
@@ -31,6 +35,11 @@ class Selection:
     def left_out(self) -> int:
         """Arms that the filters hide."""
         return len(self.whole.arms) - len(self.results.arms)
+
+    def of(self, group: str) -> "Selection":
+        """One group of it, as if the study had no other."""
+        one = Picked(groups=frozenset({group}))
+        return replace(self, results=select(self.results, one), whole=select(self.whole, one))
 
 
 def statuses(arm: Arm) -> set[str]:
@@ -59,6 +68,8 @@ def select(results: Results, picked: Picked) -> Results:
         results = compare(replace(results, seeds=seeds, arms=arms, interactions=[], fronts=[]))
     shown = [arm for arm in results.arms if _matches(arm, picked)]
     names = {arm.id for arm in shown}
+    groups = [g for g in results.groups if picked.groups is None or g.name in picked.groups]
+    kept = {group.name for group in groups}
     fronts = [
         replace(
             front,
@@ -66,9 +77,10 @@ def select(results: Results, picked: Picked) -> Results:
             unclear=[name for name in front.unclear if name in names],
         )
         for front in results.fronts
+        if front.group in kept
     ]
-    groups = [g for g in results.groups if picked.groups is None or g.name in picked.groups]
-    return replace(results, arms=shown, fronts=fronts, groups=groups)
+    interactions = [found for found in results.interactions if found.group in kept]
+    return replace(results, arms=shown, fronts=fronts, groups=groups, interactions=interactions)
 
 
 def _matches(arm: Arm, picked: Picked) -> bool:

@@ -37,14 +37,43 @@ def show(root: Path, found: Found) -> Selection | None:
             whole, folder = chosen.results, chosen.path
         else:
             whole, folder = cached.runs(found.own_runs, live_runs(found.own_runs), root), None
+        _keep_group(whole, names[place])
         picked = _filters(whole, names[place])
         results = cached.selected(names[place], whole, picked)
         st.caption(
             f"{len(results.arms)} of {words.several(len(whole.arms), 'arm' if folder else 'run')} shown"
+            + (f", in {len(whole.groups)} groups" if len(whole.groups) > 1 else "")
         )
         st.button("Read again")
     card = card_words(whole.machine) if folder else ", ".join(sorted({a.levels["card"] for a in whole.arms}))
-    return Selection(folder, results, whole, card)
+    return Selection(names[place], folder, results, whole, card)
+
+
+def group_key(study: str) -> str:
+    """Under which streamlit keeps the group that is looked at in this study."""
+    return f"{study}: group"
+
+
+def all_groups_key(study: str) -> str:
+    """Under which streamlit keeps whether a tab that can shows all groups of this study."""
+    return f"{study}: all groups"
+
+
+def _keep_group(whole: Results, study: str) -> None:
+    """See that a group is picked: at first the first one in which a trial has finished.
+
+    The pickers stand in the tabs that draw groups, and streamlit forgets a widget that is not drawn; so what they hold
+    is written anew each time.
+    """
+    names = [group.name for group in whole.groups]
+    if len(names) < 2:
+        return
+    begun = [arm.group for arm in whole.arms if arm.finished()]
+    first = next((name for name in names if name in begun), names[0])
+    key = group_key(study)
+    kept = st.session_state.get(key)
+    st.session_state[key] = kept if kept in names else first
+    st.session_state[all_groups_key(study)] = st.session_state.get(all_groups_key(study), True)
 
 
 def live_runs(runs: tuple[FoundRun, ...]) -> frozenset[Path]:
@@ -83,12 +112,10 @@ def _filters(whole: Results, study: str) -> Picked:
         return frozenset(chosen) or None
 
     search = st.text_input("arm contains", key=f"{study}: search", placeholder="words of its name")
-    titles = {group.name: words.group_title(group) for group in whole.groups}
-    groups = several("group", "group", [group.name for group in whole.groups], titles)
     levels: dict[str, frozenset[str]] = {}
     factors: dict[str, tuple[str, list[str]]] = {}
     for group in whole.groups:
-        for factor in group.factors if groups is None or group.name in groups else []:
+        for factor in group.factors:
             label, known = factors.setdefault(factor.name, (factor.label, []))
             known += [level for level in factor.levels if level not in known]
     varied = {name: found for name, found in factors.items() if len(found[1]) > 1}
@@ -101,7 +128,6 @@ def _filters(whole: Results, study: str) -> Picked:
     status = several("status", "status", present, {name: words.status(name) for name in present})
     seeds = several("seed", "seed", [str(seed) for seed in whole.seeds]) if whole.machine else None
     return Picked(
-        groups=groups,
         levels=levels,
         statuses=status,
         seeds=None if seeds is None else frozenset(int(seed) for seed in seeds),

@@ -9,7 +9,7 @@ from deskside.dashboard.literal import literal
 from deskside.dashboard.reading import Study, card_words
 from deskside.report import study_words as words
 from deskside.study.results import INTERRUPTED, Results
-from deskside.study.sentences import GOALS, insights
+from deskside.study.sentences import GOALS, by_group, unfinished
 
 
 def show(context: Context) -> None:
@@ -51,9 +51,14 @@ def _one(results: Results, filtered: bool, goal: str) -> None:
     st.caption(
         literal(results.question) + (" The filters of the sidebar leave some arms out." if filtered else "")
     )
-    told = insights(results, goal)
+    told = by_group(results, goal)
+    for group, sentences in told:
+        if len(told) > 1:
+            st.markdown(f"#### {literal(words.group_title(group))}")
+        st.markdown("\n".join(f"- {literal(line)}" for line in sentences))
     if told:
-        st.markdown("\n".join(f"- {literal(sentence)}" for sentence in told))
+        for line in unfinished(results):
+            st.caption(literal(line))
     else:
         waiting = sum(
             trial.status in ("pending", "running", INTERRUPTED)

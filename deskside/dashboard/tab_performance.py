@@ -11,6 +11,7 @@ from deskside.dashboard.literal import literal
 from deskside.dashboard.selection import Selection
 from deskside.errors import UsageError
 from deskside.report import study_words as words
+from deskside.report.rundir import number
 from deskside.study.metrics import METRICS
 from deskside.study.results import Arm, Trial
 
@@ -65,10 +66,10 @@ def _curves(selection: Selection) -> None:
         able,
         default=able[:MOST_CURVES],
         format_func=lambda name: labels[name],
-        key=f"curves {selection.folder}",
+        key=f"curves {selection.folder} {' '.join(group.name for group in selection.results.groups)}",
     )
     first, second = st.columns(2)
-    key = first.radio("of", ["validation loss", "training loss"], horizontal=True, key="curves-of")
+    key = first.radio("of", _kinds(selection), horizontal=True, key="curves-of")
     across = second.radio("against", ["time", "tokens"], horizontal=True, key="curves-against")
     arms = [arm for arm in selection.results.arms if arm.id in chosen]
     figure = charts.curves(
@@ -82,6 +83,15 @@ def _curves(selection: Selection) -> None:
     else:
         chart(figure, "curves", f"{key} against {across} of {len(arms)} arms")
         st.caption("Measured. One line per trial; the trials of an arm share dashes, marker and colour.")
+
+
+def _kinds(selection: Selection) -> list[str]:
+    """What curves there are; a study whose trials were evaluated only at their end has one of the training alone."""
+    trials = [trial for arm in selection.results.arms for trial in arm.trials]
+    validated = any(number(row.get("val_bpb")) is not None for trial in trials for row in trial.curve[:-1])
+    return (
+        ["validation loss", "training loss"] if validated or selection.folder is None else ["training loss"]
+    )
 
 
 def _points(selection: Selection, arm: Arm, trial: Trial) -> list[dict[str, float | None]]:

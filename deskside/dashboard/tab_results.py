@@ -14,7 +14,7 @@ MOST_COLUMNS_STYLED = 200_000  # cells; a larger table is shown without its numb
 
 def show(context: Context) -> None:
     """The tab."""
-    selection = usable(context)
+    selection = usable(context, groups=True)
     if selection is not None:
         _tables(selection)
         _interactions(selection)
@@ -74,11 +74,15 @@ def _interactions(selection: Selection) -> None:
     st.header("Do the options act independently?")
     rows = []
     labels = {factor.name: factor.label for group in selection.results.groups for factor in group.factors}
+    titles = {group.name: words.group_title(group) for group in selection.results.groups}
     for found in selection.results.interactions:
         rows.append(
             {
-                "group": found.group,
-                "options": f"{labels.get(found.first, found.first)} and {labels.get(found.second, found.second)}",
+                **({"group": titles.get(found.group, found.group)} if len(titles) > 1 else {}),
+                "options": " and ".join(
+                    f"{labels.get(name, name)}: {found.levels.get(name, '')}"
+                    for name in (found.first, found.second)
+                ),
                 "in": words.metric(found.metric).label,
                 "together, beyond what each does alone": words.relative(
                     found.effect, found.low, found.high, found.verdict

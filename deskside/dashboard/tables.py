@@ -77,7 +77,7 @@ def shown_arms(results: Results) -> pd.DataFrame:
     measured = [metric for metric in ORDER if words.measured(results.arms, metric.key)]
     rows = []
     for arm in results.arms:
-        row: dict[str, Any] = {"arm": arm.label, "status": words.state(arm)}
+        row: dict[str, Any] = {**_group(results, arm), "arm": arm.label, "status": words.state(arm)}
         for metric in measured:
             found = words.known(arm, metric.key)
             row[words.unit(metric)] = found.mean * metric.scale if found else None
@@ -96,6 +96,7 @@ def shown_trials(results: Results) -> pd.DataFrame:
     for arm in results.arms:
         for trial in arm.trials:
             row: dict[str, Any] = {
+                **_group(results, arm),
                 "arm": arm.label,
                 "seed": trial.seed,
                 "status": words.status(trial.status),
@@ -106,6 +107,12 @@ def shown_trials(results: Results) -> pd.DataFrame:
             row["why"] = trial.reason
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _group(results: Results, arm: Arm) -> dict[str, str]:
+    """The column of groups, where there are several."""
+    titles = {group.name: words.group_title(group) for group in results.groups}
+    return {"group": titles.get(arm.group, arm.group)} if len(titles) > 1 else {}
 
 
 def formats() -> dict[str, str]:

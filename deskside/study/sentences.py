@@ -41,30 +41,41 @@ __all__ = ["GOALS", "insights", "sentence"]
 def insights(results: Results, goal: str) -> list[str]:
     """What a compared study says for "quality", "speed", "memory" or "energy", the most important first.
 
-    Empty when no trial has come to its end. Raises KeyError for another goal.
+    Of several groups, each sentence begins with its group's title. Empty when no trial has come to its end. Raises
+    KeyError for another goal.
     """
+    several = len(results.groups) > 1
+    said = [
+        f"{group.title or group.name}: {line}" if several else line
+        for group, lines in by_group(results, goal)
+        for line in lines
+    ]
+    return said + unfinished(results) if said else []
+
+
+def by_group(results: Results, goal: str) -> list[tuple[Group, list[str]]]:
+    """The same group by group, without their titles and without `unfinished`."""
     metric = BY_KEY[GOALS[goal]]
     if not any(arm.finished() for arm in results.arms):
         return []
-    said: list[str] = []
+    told: list[tuple[Group, list[str]]] = []
     for group in results.groups:
         arms = [arm for arm in results.arms if arm.group == group.name]
         have = [arm for arm in arms if metric.key in arm.estimates]
-        title = f"{group.title or group.name}: " if len(results.groups) > 1 else ""
         if not have:
             why = (
                 "a card reports its power, a CPU does not"
                 if goal == "energy"
                 else "no trial has come to its end"
             )
-            said.append(f"{title}{metric.label} was not measured ({why}).")
+            told.append((group, [f"{metric.label} was not measured ({why})."]))
             continue
-        said.append(f"{title}{_best(results, goal, metric, have)}")
+        said = [_best(results, goal, metric, have)]
         for baseline in dict.fromkeys(arm.baseline for arm in have):
             family = [arm for arm in have if arm.baseline == baseline]
-            said += [f"{title}{line}" for line in _family(results, group, metric, family)]
-        said += [f"{title}{line}" for line in _crossed(results, group, metric)]
-    return said + _missing(results)
+            said += _family(results, group, metric, family)
+        told.append((group, [*said, *_crossed(results, group, metric)]))
+    return told
 
 
 def machine_name(results: Results) -> str:
@@ -181,7 +192,7 @@ def _interaction(found: Interaction, labels: dict[str, str], metric: Metric) -> 
     return f"{both} together: {size} {more if found.effect > 0 else less} than from both alone ({interval})."
 
 
-def _missing(results: Results) -> list[str]:
+def unfinished(results: Results) -> list[str]:
     """What has no finished trial, and that pairs were left out."""
     trials = [trial for arm in results.arms for trial in arm.trials]
     words = {"oom": "out of memory", "running": "still running", "pending": "not run yet"}

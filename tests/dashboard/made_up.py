@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deskside.study.compare import compare
-from deskside.study.results import ClaimResult, Results
+from deskside.study.results import ClaimResult, Factor, Results, Trial
 from tests.study import made
 
 
@@ -20,6 +20,38 @@ def study(folder: Path, name: str = "made", **changes: Any) -> Results:
     (folder / "results.json").write_text(json.dumps(whole.to_json()))
     (folder / "study.json").write_text("{}")
     return whole
+
+
+def two_groups(
+    folder: Path,
+    factors: list[Factor] | None = None,
+    levels: list[dict[str, str]] | None = None,
+    finished: tuple[str, ...] = ("main", "second"),
+) -> Results:
+    """A study whose two groups have arms of the same labels, as groups with a "baseline" each have.
+
+    factors, levels: of the second group and its arms; finished: the groups whose trials have come to their end.
+    """
+    one = made.results()
+    first = one.groups[0]
+    second = replace(
+        first, name="second", title="A second", budget="10 steps", factors=factors or first.factors
+    )
+    arms = [
+        replace(
+            arm,
+            id=arm.id if group is first else f"second-{arm.id}",
+            group=group.name,
+            baseline=arm.baseline if group is first else f"second-{arm.baseline}",
+            levels=levels[place] if levels and group is second else arm.levels,
+            trials=arm.trials if group.name in finished else [Trial(1, "pending")],
+        )
+        for group in (first, second)
+        for place, arm in enumerate(one.arms)
+    ]
+    groups = [replace(first, title="A matrix"), second]
+    both = compare(replace(one, groups=groups, arms=arms))
+    return study(folder, groups=groups, arms=both.arms, fronts=both.fronts, interactions=both.interactions)
 
 
 CLAIM = ClaimResult(

@@ -109,33 +109,75 @@ def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:
 
 @pytest.mark.parametrize("tab", TABS)
 def test_several_groups_whose_factors_have_the_same_words(tmp_path: Path, draw: Draw, tab: str) -> None:
-    from dataclasses import replace
+    from deskside.study.results import Factor
 
-    from deskside.study.compare import compare
-    from deskside.study.results import Factor, Group
-    from tests.study import made
-
-    one = made.results()
     names = [f"f{number}" for number in range(8)]
     factors = [Factor(name, "status", ["off", "on"]) for name in names]  # the word of another filter
-    second = [
-        replace(
-            arm,
-            id=f"second-{arm.id}",
-            group="second",
-            baseline=f"second-{arm.baseline}",
-            levels=dict.fromkeys(names, "on" if number else "off"),
-        )
-        for number, arm in enumerate(one.arms)
-    ]
-    groups = [*one.groups, Group("second", "A second", "124m", "full", "10 steps", factors, [])]
-    both = compare(replace(one, groups=groups, arms=[*one.arms, *second]))
-    made_up.study(tmp_path / "s", groups=both.groups, arms=both.arms, fronts=both.fronts)
+    levels = [dict.fromkeys(names, "on" if number else "off") for number in range(8)]
+    made_up.two_groups(tmp_path / "s", factors, levels)
     page = draw(tmp_path, tab)
-    checked(page.multiselect(key="s: group").set_value(["second"]).run())
-    assert any("8 of 16 arms shown" in caption.value for caption in page.caption)
     checked(page.multiselect(key="s: factor f0").set_value(["off"]).run())
-    assert any("1 of 16 arms shown" in caption.value for caption in page.caption)
+    assert any("9 of 16 arms shown, in 2 groups" in caption.value for caption in page.caption)
+    if tab in ("Memory", "Performance", "Efficiency"):
+        checked(page.selectbox(key="s: group").set_value("second").run())
+        assert any("1 of 8 arms shown" in caption.value for caption in page.caption)
+
+
+def test_a_group_is_picked_and_stays_picked_in_other_tabs(tmp_path: Path, draw: Draw) -> None:
+    made_up.two_groups(tmp_path / "s")
+    page = draw(tmp_path, "Efficiency")
+    assert page.selectbox(key="s: group").value == "main"
+    assert page.selectbox(key="s: group").options == ["A matrix", "A second"]
+    checked(page.selectbox(key="s: group").set_value("second").run())
+    page.session_state["tab"] = "Overview"  # draws no picker
+    checked(page.run())
+    page.session_state["tab"] = "Memory"
+    checked(page.run())
+    assert page.selectbox(key="s: group").value == "second"
+
+
+def test_the_first_group_that_has_numbers_is_shown_first(tmp_path: Path, draw: Draw) -> None:
+    made_up.two_groups(tmp_path / "s", finished=("second",))
+    assert draw(tmp_path, "Memory").selectbox(key="s: group").value == "second"
+
+
+def test_a_filter_that_leaves_nothing_of_a_group_leaves_the_choice(tmp_path: Path, draw: Draw) -> None:
+    made_up.two_groups(tmp_path / "s")
+    page = draw(tmp_path, "Memory")
+    checked(page.text_input(key="s: search").set_value("second-").run())
+    assert "leave no arm of this group" in text(page)
+    checked(page.selectbox(key="s: group").set_value("second").run())
+    assert "Peak memory" in text(page)
+
+
+def test_results_hold_all_groups_until_one_is_asked_for(tmp_path: Path, draw: Draw) -> None:
+    made_up.two_groups(tmp_path / "s")
+    page = draw(tmp_path, "Results")
+    frame = page.dataframe[0].value
+    assert (
+        frame.columns[0] == "group" and len(frame) == 16 and set(frame["group"]) == {"A matrix", "A second"}
+    )
+    checked(page.toggle(key="s: all groups").set_value(False).run())
+    assert len(page.dataframe[0].value) == 8 and "group" not in page.dataframe[0].value.columns
+    checked(page.selectbox(key="s: group").set_value("second").run())
+    assert len(page.dataframe[0].value) == 8
+    page.session_state["tab"] = "Overview"
+    checked(page.run())
+    page.session_state["tab"] = "Results"
+    assert checked(page.run()).toggle(key="s: all groups").value is False
+
+
+def test_insights_head_their_groups_and_say_no_title_twice(tmp_path: Path, draw: Draw) -> None:
+    made_up.two_groups(tmp_path / "s")
+    said = text(draw(tmp_path, "Insights"))
+    assert said.count("A second") == 1 and said.count("#### A matrix") == 1
+
+
+def test_a_study_of_one_group_asks_for_none(tmp_path: Path, draw: Draw) -> None:
+    made_up.study(tmp_path / "s")
+    for tab in ("Memory", "Results"):
+        page = draw(tmp_path, tab)
+        assert [box.label for box in page.selectbox] == ["study"] and not page.toggle
 
 
 def test_fewer_seeds_change_the_numbers(tmp_path: Path, draw: Draw) -> None:

@@ -39,6 +39,7 @@ FIRST_WORDS = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("work")
     made_up.study(folder / "studies/made")
+    made_up.two_groups(folder / "studies/two")
     made_up.broken(folder)
     with made_up.running(folder / "runs/now"):
         yield folder
@@ -137,6 +138,38 @@ def test_a_click_opens_a_tab_and_a_filter_narrows_it(browser: "sync_api.Browser"
         page.get_by_role("button", name="Arms as CSV").click()
     frame = pd.read_csv(download.value.path())
     assert len(frame) == 4 and set(frame["factor_size"]) == {"small"}
+    page.close()
+
+
+def test_one_group_of_several_is_drawn_under_its_own_labels(
+    browser: "sync_api.Browser", address: str
+) -> None:
+    page = opened(browser, address, "Efficiency")
+    assert page.get_by_role("combobox", name="group, one of").count() == 0  # the other study has one group
+    page.get_by_role("combobox", name="study").click()
+    page.get_by_role("option", name="studies/two").click()
+    page.get_by_role("combobox", name="group, one of 2").wait_for()
+    page.get_by_text("16 of 16 arms shown, in 2 groups").wait_for()
+    settled(page)
+    assert page.locator("li", has_text="GQA off, FP4 off").count() >= 2
+    assert page.locator("ol > li").count() == 8  # the key of the bubbles: no label of the other group
+    page.get_by_role("combobox", name="group, one of 2").click()
+    page.get_by_role("option", name="A second").click()
+    page.get_by_text("10 steps per trial").wait_for()
+    page.get_by_role("tab", name="Memory").click()
+    page.get_by_text("Peak memory").first.wait_for()
+    settled(page)
+    assert page.get_by_text("10 steps per trial").count() == 1  # the choice is that of the study
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .ytick').length > 0")
+    ticks = page.locator('[data-testid="stPlotlyChart"]').first.locator(".ytick").all_text_contents()
+    assert len(ticks) == 8 and len(set(ticks)) == 8 and not any("second-" in tick for tick in ticks)
+    page.set_viewport_size(PHONE)
+    page.wait_for_timeout(400)
+    picker = page.get_by_role("combobox", name="group, one of 2")
+    assert picker.is_visible()  # without opening the sidebar
+    page.get_by_role("tab", name="Insights").click()
+    page.get_by_role("heading", name="A second").wait_for()
+    settled(page)
     page.close()
 
 

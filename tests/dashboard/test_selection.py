@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.dashboard.selection import Picked, select
+from deskside.dashboard.selection import Picked, Selection, select
 from deskside.study.compare import compare
 from deskside.study.results import Group
 from tests.study import made
@@ -68,3 +68,18 @@ def test_fewer_seeds_are_compared_anew() -> None:
 
 def test_all_seeds_are_no_filter() -> None:
     assert select(WHOLE, Picked(seeds=frozenset({1, 2, 3}))) == WHOLE
+
+
+def test_a_group_is_shown_as_if_there_were_no_other() -> None:
+    second = [
+        replace(arm, id=f"b-{arm.id}", group="b", baseline=f"b-{arm.baseline}") for arm in made.results().arms
+    ]
+    groups = [*WHOLE.groups, replace(WHOLE.groups[0], name="b", title="A second")]
+    both = compare(replace(made.results(), groups=groups, arms=[*made.results().arms, *second]))
+    narrowed = select(both, Picked(levels={"size": frozenset({"small"})}))
+    one = Selection("s", None, narrowed, both, "a card").of("b")
+    assert {arm.group for arm in one.results.arms} == {"b"} and len(one.results.arms) == 4
+    assert one.left_out == 4  # of its own arms, not of those of other groups
+    assert [group.name for group in one.results.groups] == ["b"]
+    assert one.results.fronts and {front.group for front in one.results.fronts} == {"b"}
+    assert one.results.interactions and {found.group for found in one.results.interactions} == {"b"}

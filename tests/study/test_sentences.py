@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deskside.study.compare import compare
 from deskside.study.results import Arm, Comparison, Results
-from deskside.study.sentences import GOALS, insights, sentence
+from deskside.study.sentences import GOALS, by_group, insights, sentence, unfinished
 from tests.study.made import results as made
 from tests.study.small import arm, crossed, study
 
@@ -188,3 +188,19 @@ def test_several_groups_are_told_apart() -> None:
     results: Results = compare(dataclasses.replace(first, groups=groups, arms=first.arms + arms))
     said = insights(results, "speed")
     assert said[0].startswith("main: ") and any(one.startswith("Again: ") for one in said)
+
+
+def test_by_group_says_the_same_without_the_titles() -> None:
+    one = made()
+    second = [
+        dataclasses.replace(arm, id=f"b-{arm.id}", group="b", baseline=f"b-{arm.baseline}")
+        for arm in one.arms
+    ]
+    groups = [*one.groups, dataclasses.replace(one.groups[0], name="b", title="A second")]
+    both = compare(dataclasses.replace(one, groups=groups, arms=[*one.arms, *second]))
+    told = by_group(both, "speed")
+    assert [group.name for group, _ in told] == [group.name for group in groups]
+    assert all("A second" not in line for _, lines in told for line in lines)
+    flat = [f"{group.title or group.name}: {line}" for group, lines in told for line in lines]
+    assert insights(both, "speed") == flat + unfinished(both)
+    assert insights(compare(one), "speed") == told[0][1] + unfinished(compare(one))
