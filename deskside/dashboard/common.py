@@ -78,7 +78,19 @@ def _heading(selection: Selection) -> None:
         told.append(f"{len(results.arms)} of {len(selection.whole.arms)} arms shown")
     if selection.folder is not None and not results.complete:
         told.append("not complete")
+    if (base := _baseline(selection)) is not None:
+        told.append(f"baseline: {literal(base)}")
     st.caption(" · ".join(told))
+
+
+def _baseline(selection: Selection) -> str | None:
+    """What an arm that is called just "baseline" is, in the words of its group's factors."""
+    groups, arms = selection.whole.groups, selection.whole.arms
+    base = next((arm for arm in arms if arm.label == "baseline"), None)
+    if len(groups) != 1 or base is None:
+        return None
+    said = [f"{f.label} {base.levels[f.name]}" for f in groups[0].factors if f.name in base.levels]
+    return ", ".join(said) or None
 
 
 def problems(context: Context) -> list[tuple[str, str]]:

@@ -173,6 +173,18 @@ def test_insights_head_their_groups_and_say_no_title_twice(tmp_path: Path, draw:
     assert said.count("A second") == 1 and said.count("#### A matrix") == 1
 
 
+def test_it_is_said_what_the_baseline_is(tmp_path: Path, draw: Draw) -> None:
+    from dataclasses import replace
+
+    from tests.study import made
+
+    first, *rest = made.results().arms
+    made_up.study(tmp_path / "s", arms=[replace(first, label="baseline"), *rest])
+    assert "baseline: size small, grouped-query attention off, NVFP4 products off" in text(
+        draw(tmp_path, "Memory")
+    )
+
+
 def test_a_study_of_one_group_asks_for_none(tmp_path: Path, draw: Draw) -> None:
     made_up.study(tmp_path / "s")
     for tab in ("Memory", "Results"):
