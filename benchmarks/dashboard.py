@@ -2,7 +2,7 @@
 
     python -m benchmarks.dashboard                            a directory of 1,000 runs is made, and timed
     python -m benchmarks.dashboard --screenshots docs/images  a picture of every tab, of a made-up study
-    python -m benchmarks.dashboard --screenshots docs/images --of studies/claims
+    python -m benchmarks.dashboard --screenshots docs/images --of studies/claims --group "Attention heads"
 
 A browser is needed: chromium on the PATH, and playwright. Times are of this machine, the browser's share included.
 """
@@ -107,34 +107,45 @@ def timed(runs: int) -> dict[str, float]:
         return times
 
 
-def screenshots(folder: Path, of: Path | None) -> None:
-    """A picture of every tab, and one of a phone; of a made-up study where no directory is given."""
+def screenshots(folder: Path, of: Path | None, group: str | None) -> None:
+    """A picture of every tab, and one of a phone; of a made-up study where no directory is given.
+
+    group: title of the one that is looked at, where the study has several.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         if of is not None:
             with serving(of) as address, browsing() as browser:
-                _every(browser, address, folder)
+                _every(browser, address, folder, group)
             return
         root = Path(place) / "work"
         made_up.study(root / "studies/made")
         for number in range(3):
             made_up.run(root / f"runs/run-{number}", seed=number + 1)
         with made_up.running(root / "runs/live"), serving(root) as address, browsing() as browser:
-            _every(browser, address, folder)
+            _every(browser, address, folder, None)
 
 
-def _every(browser: Browser, address: str, folder: Path) -> None:
+def _every(browser: Browser, address: str, folder: Path, group: str | None) -> None:
     for tab in TABS:
-        picture(browser, f"{address}/?tab={tab}", DESKTOP, folder / f"dashboard-{tab.lower()}.png")
-    picture(browser, f"{address}/?tab={PHONE_TAB}", PHONE, folder / "dashboard-phone.png")
+        picture(browser, f"{address}/?tab={tab}", DESKTOP, folder / f"dashboard-{tab.lower()}.png", group)
+    picture(browser, f"{address}/?tab={PHONE_TAB}", PHONE, folder / "dashboard-phone.png", group)
 
 
-def picture(browser: Browser, address: str, size: dict[str, int], path: Path) -> None:
-    """One page, in few colours."""
+def picture(browser: Browser, address: str, size: dict[str, int], path: Path, group: str | None) -> None:
+    """One page, in few colours; of this group where the page asks for one."""
     page = browser.new_page(viewport=size)  # type: ignore[arg-type]
     page.goto(address)
     page.wait_for_selector("h2, h3")
     settle(page)
+    picker = page.get_by_role("combobox", name="group, one of")
+    if group is not None and picker.count():
+        picker.click()
+        page.get_by_role("option", name=group).click()
+        page.mouse.move(0, 0)
+        picker.blur()
+        page.wait_for_timeout(500)
+        settle(page)
     page.wait_for_timeout(1500)  # charts are drawn after the page says that it is done
     page.screenshot(path=str(path), full_page=False)
     page.close()
@@ -151,9 +162,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000, help="how many runs the timed directory has")
     parser.add_argument("--screenshots", type=Path, metavar="DIR", help="write pictures there instead")
     parser.add_argument("--of", type=Path, metavar="DIR", help="take the pictures of this directory")
+    parser.add_argument("--group", metavar="TITLE", help="of a study with several groups, the one to look at")
     options = parser.parse_args()
     if options.screenshots is not None:
-        screenshots(options.screenshots, options.of)
+        screenshots(options.screenshots, options.of, options.group)
         return
     times = timed(options.runs)
     print(json.dumps({"runs": options.runs, "seconds": {k: round(v, 2) for k, v in times.items()}}, indent=1))
