@@ -13,7 +13,7 @@ from tests.align import tiny
 from tests.data import chat_tokenizer
 
 
-@pytest.mark.parametrize("kind", ["preference", "questions"])
+@pytest.mark.parametrize("kind", ["preference", pytest.param("questions", marks=pytest.mark.full)])
 def test_the_same_from_one_process_and_from_several(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.full
 def test_run_and_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two arms; then their report, put into a document."""
     out, arms = tmp_path / "out", "fp32,nvfp4:keep_last=0.2"
@@ -83,6 +84,7 @@ def test_a_failing_arm_is_a_row(data: Path, tmp_path: Path) -> None:
         parity_run.carry_out(broken, [""], tmp_path / "out", None, None)
 
 
+@pytest.mark.full
 def test_limit(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that cannot end in time is stopped and recorded; what was not started is counted."""
     out = tmp_path / "out"

@@ -324,7 +324,7 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
     [
         pytest.param("doctor", marks=pytest.mark.full),
         pytest.param("probe", marks=pytest.mark.full),
-        "plan",
+        pytest.param("plan", marks=pytest.mark.full),
         pytest.param("train", marks=pytest.mark.full),
         "report",
     ],
