@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.study.devices import visible
+from deskside.train.rundir import write_atomically
 
 FILE = Path(__file__).with_name("release.toml")
 GRACE = 30.0  # seconds between an interrupt and a kill
@@ -141,13 +142,14 @@ class Release:
         return str(self.state.get(name, {}).get("status", "waiting"))
 
     def _waiting(self) -> list[Job]:
-        """Jobs that can still begin. What comes after a failed one never does."""
-        return [
-            job
-            for job in self.jobs
-            if self._status(job.name) == "waiting"
-            and all(self._status(name) in ("ok", "running", "waiting") for name in job.after)
-        ]
+        """Jobs that can still begin. What comes after a failed one never does, nor what comes after that."""
+        hopeful = {job.name for job in self.jobs if self._status(job.name) in ("ok", "running")}
+        waiting = []
+        for job in self.jobs:  # each stands below what it comes after
+            if self._status(job.name) == "waiting" and hopeful.issuperset(job.after):
+                hopeful.add(job.name)
+                waiting.append(job)
+        return waiting
 
     def _begin(self, now: float) -> None:
         for job in self._waiting():
@@ -201,9 +203,7 @@ class Release:
 
     def _note(self, name: str, **found: Any) -> None:
         self.state[name] = found
-        temporary = self.out / ".state.json"
-        temporary.write_text(json.dumps(self.state, indent=1) + "\n")
-        temporary.replace(self.out / "state.json")
+        write_atomically(self.out / "state.json", json.dumps(self.state, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,6 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
