@@ -172,7 +172,7 @@ def test_an_engine_that_fails_is_told_to_all_and_ends_the_server(chatty: Path) -
         "real, calls = Forward.decode, []\n"
         "def decode(self, *rest):\n"
         "    calls.append(1)\n"
-        "    if len(calls) > 5: raise RuntimeError('CUDA error: an illegal memory access')\n"
+        "    if len(calls) > 2: raise RuntimeError('CUDA error: an illegal memory access')\n"
         "    return real(self, *rest)\n"
         "Forward.decode = decode\n"
         "from deskside.cli import main\n"
@@ -188,7 +188,8 @@ def test_an_engine_that_fails_is_told_to_all_and_ends_the_server(chatty: Path) -
     try:
         assert process.stdout is not None
         base = next(word for word in process.stdout.readline().split() if word.startswith("http"))
-        body = {"prompt": "the sea", "stream": True, "max_tokens": 50}
+        # Greedy: a sampled answer may end before the third token.
+        body = {"prompt": "the sea", "stream": True, "max_tokens": 50, "temperature": 0}
         lines = httpx.post(f"{base}/v1/completions", json=body, timeout=60).text.strip().split("\n\n")
         error = json.loads(lines[-1].removeprefix("data: "))["error"]
         assert error["type"] == "server_error" and "illegal memory access" in error["message"]
