@@ -1,0 +1,209 @@
+"""What a measurement needs, packed for a GPU machine that has no internet and takes files only in small pieces.
+
+    python -m benchmarks.bundle pack --out DIR [--folder NAME=PATH ...] [--wheels LIST ...] [--python 3.12]
+        [--part-mib 45]
+    python benchmarks/bundle.py unpack DIR/* --to THERE          # there: nothing but Python's own library is needed
+
+`pack` writes folders DIR/1, DIR/2 ..., each with one piece of a compressed archive and the same index.json. They may
+travel one by one and in any order: `unpack` keeps the pieces that it is given, says which are still missing, and
+unpacks when it has them all and their SHA-256 is right.
+
+A folder becomes THERE/NAME. A LIST of wheels (one requirement a line, as in benchmarks/wheels/) becomes THERE/LIST's
+name: the packages themselves, unpacked, so that THERE/NAME on PYTHONPATH is all that an installation takes. Behind a
+requirement may stand `only=PATTERN,PATTERN`: shared libraries of that wheel that match none of them are left behind,
+because a wheel for all versions of CUDA is ten times as large as what one machine loads.
+"""
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import lzma
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# pip takes these by their exact names, newest first.
+PLATFORMS = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
+HOOK = """import os, site
+
+for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    site.addsitedir(folder)
+"""
+
+
+class BundleError(Exception):
+    """A bundle cannot be packed or unpacked; its text says what to do."""
+
+
+def requirements(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The requirements of a list, each with the patterns of shared libraries that it keeps ([]: all of them)."""
+    for line in path.read_text().splitlines():
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) > 2 or (len(words) == 2 and not words[1].startswith("only=")):
+            raise BundleError(f"{path}: a line is NAME==VERSION [only=PATTERN,...]: {line}")
+        yield words[0], words[1].removeprefix("only=").split(",") if len(words) == 2 else []
+
+
+def unzip(wheel: Path, keep: Sequence[str], to: Path) -> None:
+    """A wheel's files, without the shared libraries that match none of `keep`."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            library = name.endswith(".so") or ".so." in name
+            if not library or not keep or any(fnmatch.fnmatch(Path(name).name, one) for one in keep):
+                archive.extract(name, to)
+
+
+def site(listed: Path, python: str, to: Path) -> None:
+    """The packages of a list, unpacked below `to`, for x86-64 Linux and that version of Python.
+
+    Raises BundleError where pip finds no such wheel.
+    """
+    to.mkdir()
+    # Some packages are found by .pth files, which Python does not read on PYTHONPATH; a sitecustomize there does.
+    (to / "sitecustomize.py").write_text(HOOK)
+    platforms = [word for tag in PLATFORMS for word in ("--platform", f"manylinux{tag}_x86_64")]
+    for requirement, keep in requirements(listed):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+            ]
+            command += [
+                "--only-binary=:all:",
+                "--python-version",
+                python,
+                "--implementation",
+                "cp",
+                *platforms,
+            ]
+            done = subprocess.run([*command, "--dest", folder, requirement], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise BundleError(
+                    f"{requirement}: pip found no wheel: {done.stderr.strip().splitlines()[-1]}"
+                )
+            for wheel in Path(folder).iterdir():
+                unzip(wheel, keep, to)
+
+
+def pack(folders: dict[str, Path], out: Path, part_bytes: int) -> list[Path]:
+    """One archive of these folders (name -> folder) in pieces of at most `part_bytes`; the folders of the pieces.
+
+    Raises BundleError where a folder is missing or `out` holds something already.
+    """
+    for name, folder in folders.items():
+        if not folder.is_dir():
+            raise BundleError(f"{name}: {folder} is not a folder")
+    if out.exists() and any(out.iterdir()):
+        raise BundleError(f"{out} is not empty: choose another --out, or delete it")
+    out.mkdir(parents=True, exist_ok=True)
+    whole = out / "whole.tar.xz"
+    with lzma.open(whole, "wb", preset=6) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        for name, folder in folders.items():
+            archive.add(folder.resolve(), name)
+    parts, digest = [], hashlib.sha256()
+    with whole.open("rb") as source:
+        while piece := source.read(part_bytes):
+            digest.update(piece)
+            parts.append(out / str(len(parts) + 1))
+            parts[-1].mkdir()
+            (parts[-1] / f"{len(parts)}.part").write_bytes(piece)
+    whole.unlink()
+    index = {"parts": len(parts), "sha256": digest.hexdigest(), "folders": sorted(folders)}
+    for part in parts:
+        (part / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return parts
+
+
+def unpack(given: Sequence[Path], to: Path) -> list[int]:
+    """Takes the pieces in these folders; the numbers of those still missing. After the last, all stands in `to`.
+
+    Raises BundleError for pieces of two bundles, and for damaged ones.
+    """
+    kept = to / ".parts"
+    kept.mkdir(parents=True, exist_ok=True)
+    for folder in given:
+        index = (folder / "index.json").read_text()
+        if (kept / "index.json").exists() and (kept / "index.json").read_text() != index:
+            raise BundleError(f"{folder} is of another bundle than the one begun in {to}: delete {kept}")
+        (kept / "index.json").write_text(index)
+        for part in folder.glob("*.part"):
+            shutil.copyfile(part, kept / part.name)
+    if not (kept / "index.json").exists():
+        raise BundleError("no pieces were given")
+    found = json.loads((kept / "index.json").read_text())
+    numbers = range(1, found["parts"] + 1)
+    if missing := [number for number in numbers if not (kept / f"{number}.part").exists()]:
+        return missing
+    if all((to / name).exists() for name in found["folders"]):
+        return []
+    whole, digest = kept / "whole.tar.xz", hashlib.sha256()
+    with whole.open("wb") as target:
+        for number in numbers:
+            piece = (kept / f"{number}.part").read_bytes()
+            digest.update(piece)
+            target.write(piece)
+    if digest.hexdigest() != found["sha256"]:
+        raise BundleError(f"the pieces in {kept} are damaged: delete it and bring them again")
+    with lzma.open(whole) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        archive.extractall(to, filter="data")
+    whole.unlink()
+    return []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when all is done, 2 for wrong usage and damaged or missing files."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bundle",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack", allow_abbrev=False)
+    packing.add_argument("--out", type=Path, required=True)
+    packing.add_argument("--folder", action="append", default=[], metavar="NAME=PATH")
+    packing.add_argument("--wheels", action="append", default=[], type=Path, metavar="LIST")
+    packing.add_argument("--python", default="3.12", help="version of Python there")
+    packing.add_argument("--part-mib", type=float, default=45.0)
+    unpacking = commands.add_parser("unpack", allow_abbrev=False)
+    unpacking.add_argument("parts", nargs="+", type=Path)
+    unpacking.add_argument("--to", type=Path, required=True)
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "unpack":
+            missing = unpack(options.parts, options.to)
+            print(
+                f"still missing: {', '.join(map(str, missing))}" if missing else f"unpacked in {options.to}"
+            )
+            return 0
+        wrong = [one for one in options.folder if not all(one.partition("="))]
+        if wrong or options.part_mib <= 0:
+            raise BundleError(f"--folder is NAME=PATH, and --part-mib more than 0: {', '.join(wrong)}")
+        with tempfile.TemporaryDirectory() as scratch:
+            folders = {name: Path(path) for name, _, path in (one.partition("=") for one in options.folder)}
+            for listed in options.wheels:
+                folders[listed.stem] = Path(scratch) / listed.stem
+                site(listed, options.python, folders[listed.stem])
+            for part in pack(folders, options.out, int(options.part_mib * 2**20)):
+                print(part)
+        return 0
+    except (BundleError, OSError, tarfile.TarError, lzma.LZMAError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
