@@ -49,9 +49,9 @@ def probability(model: Transformer, prompt: list[int], text: tuple[int, ...], sa
 @pytest.mark.parametrize(
     ("sampling", "drafts"),
     [
-        (Sampling(1.0), 2),
+        pytest.param(Sampling(1.0), 2, marks=pytest.mark.full),
         (Sampling(0.8, top_k=3, repetition_penalty=1.5), 4),
-        (Sampling(1.3, top_p=0.8, min_p=0.05), 1),
+        pytest.param(Sampling(1.3, top_p=0.8, min_p=0.05), 1, marks=pytest.mark.full),
     ],
 )
 def test_sequences_have_the_models_distribution(sampling: Sampling, drafts: int) -> None:
@@ -85,8 +85,11 @@ def pair(name: str) -> tuple[Transformer, Transformer]:
     return model, make_draft(model, 0.05)
 
 
-@pytest.mark.parametrize("name", ["gqa", "window", "learned", "moe", "capped"])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.0, repetition_penalty=1.3)])
+@pytest.mark.parametrize(
+    "name, sampling",
+    [(name, GREEDY) for name in ("gqa", "window", "learned", "moe", "capped")]
+    + [("gqa", Sampling(0.0, repetition_penalty=1.3))],
+)
 def test_greedy_equals_plain_decoding(name: str, sampling: Sampling) -> None:
     """In a batch of unequal lengths, up to the last position, with fewer rows than prompts."""
     model, draft = pair(name)

@@ -51,7 +51,11 @@ def stop_in(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "adapter",
-    [{"base": "bf16"}, {"base": "int8", "dropout": 0.2}, {"base": "nf4", "targets": ["q_proj", "down_proj"]}],
+    [
+        pytest.param({"base": "bf16"}, marks=pytest.mark.full),
+        {"base": "int8", "dropout": 0.2},
+        {"base": "nf4", "targets": ["q_proj", "down_proj"]},
+    ],
     ids=["bf16", "int8 with dropout", "nf4"],
 )
 def test_resumed_to_the_last_bit(

@@ -47,7 +47,7 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
 
 @pytest.mark.parametrize(
     "kills, ranks",
-    [(5, 1), pytest.param(50, 1, marks=pytest.mark.full), pytest.param(20, 2, marks=pytest.mark.full)],
+    [(3, 1), pytest.param(50, 1, marks=pytest.mark.full), pytest.param(20, 2, marks=pytest.mark.full)],
 )
 def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: Path) -> None:
     """A checkpoint is written at every step, so that about every second kill falls into writing one."""
@@ -168,9 +168,16 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", list(DAMAGE))
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+    "name, how",
+    [
+        # All of them in make test-full; here every file once and every damage once.
+        pytest.param(name, how, marks=[] if number % len(DAMAGE) == file % len(DAMAGE) else pytest.mark.full)
+        for file, name in enumerate(
+            ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+        )
+        for number, how in enumerate(DAMAGE)
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
     name: str, how: str, broken_off: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -298,7 +305,9 @@ def limited(root: Path, config: RunConfig, what: str) -> None:
     "what, mode, ranks, told",
     [
         ("tensors", "auto", 1, "checkpoint of step 20 could not be written"),
-        ("tensors", "shard", 2, "checkpoint of step 20 could not be written"),
+        pytest.param(
+            "tensors", "shard", 2, "checkpoint of step 20 could not be written", marks=pytest.mark.full
+        ),
         ("state.json", "shard", 2, "checkpoint of step 20 could not be written"),
         ("metrics", "auto", 1, "metrics.jsonl: the disk is full"),
     ],

@@ -54,7 +54,7 @@ def check_same(run: Path, straight: Path, steps: int = STEPS) -> None:
     assert (run / weights).read_bytes() == (straight / weights).read_bytes()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_kill_9_and_resume_as_a_person_does(ranks: int, data: Path, tmp_path: Path) -> None:
     """Commands started from nothing (under torchrun for two), killed with SIGKILL once step 25 is in the file."""
     file = preset(tmp_path, data, batch=SLOWER)
@@ -84,9 +84,9 @@ STAGES = [
 @pytest.mark.parametrize(
     "changes, at",
     [
-        ({"optim": ADAMW}, 25),
-        ({"optim": MUON, "schedule": {"stages": STAGES}}, 36),
-        ({"optim": ADAMW, "schedule": {"stages": STAGES}, "data": {"document_mask": True}}, 29),
+        pytest.param({"optim": ADAMW}, 25, marks=pytest.mark.full),
+        pytest.param({"optim": MUON, "schedule": {"stages": STAGES}}, 36, marks=pytest.mark.full),
+        ({"optim": MUON, "schedule": {"stages": STAGES}, "data": {"document_mask": True}}, 29),
         ({"batch": {**SLOWER, "micro_tokens": 256}, "checkpoint": {"every": "7 steps"}}, 17),
     ],
 )
@@ -101,7 +101,13 @@ def test_kill_and_resume(changes: dict[str, Any], at: int, data: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "number, ranks", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGHUP, 1), (signal.SIGTERM, 2)]
+    "number, ranks",
+    [
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.full),
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGHUP, 1, marks=pytest.mark.full),
+        (signal.SIGTERM, 2),
+    ],
 )
 def test_a_signal_saves_at_the_next_step_and_ends_well(
     number: signal.Signals, ranks: int, data: Path, tmp_path: Path

@@ -133,7 +133,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
     assert 0.95 * 20 <= summary["seconds"] <= 20
 
 
-@pytest.mark.parametrize("clock", ["wall", "training"])
+@pytest.mark.parametrize("clock", ["wall", pytest.param("training", marks=pytest.mark.full)])
 def test_a_short_run_evaluates_what_there_is_time_for(
     clock: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
