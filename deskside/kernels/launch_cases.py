@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deskside.kernels import adamw_triton, cross_entropy_triton, muon_triton
+from deskside.kernels import adamw_triton, cross_entropy_triton, dequantize_triton, muon_triton
 from deskside.kernels.adamw import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks
 from deskside.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 from deskside.kernels.fused import launch
@@ -124,4 +124,15 @@ def _optimizers() -> Iterator[CompileCase]:
     )
 
 
-COMPILE_CASES = (*_norms(), *_rope(), *_gated(), *_losses(), *_optimizers())
+def _frozen() -> Iterator[CompileCase]:
+    for rows, columns in ((1536, 8960), (300, 257)):
+        for dtype in (torch.bfloat16, torch.float32):
+            yield recorded(
+                f"{rows} x {columns} from INT8 to {str(dtype).removeprefix('torch.')}",
+                CAPABILITIES,
+                dequantize_triton.dequantize_int8,
+                *(_new(rows, columns, dtype=torch.int8), _float(rows), dtype),
+            )
+
+
+COMPILE_CASES = (*_norms(), *_rope(), *_gated(), *_losses(), *_optimizers(), *_frozen())

@@ -2,9 +2,12 @@
 
 NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): blocks of 64 weights share a largest magnitude, and each weight is
 one of 16 quantiles of a Gaussian; the magnitudes themselves are stored in 8 bits, 256 to a float32 scale: 4.13 bits per
-weight. INT8: each output row has a float32 scale (LLM.int8(), arXiv 2208.07339, without its outlier columns), which is
-applied to the product, so nothing but the rounding to 8 bits is lost. NF4's storage and kernels are bitsandbytes';
-INT8 is a division and needs no library.
+weight. INT8: each output row has a float32 scale (LLM.int8(), arXiv 2208.07339, without its outlier columns). NF4's
+storage and kernels are bitsandbytes'; INT8 is a division and needs no library (`kernels/dequantize.py`).
+
+Either weight is made in the dtype of the activations and used once. A scale for each row could be applied to INT8's
+product instead, which would spare the weight its rounding to 16 bits. That rounds the product twice and is not nearer
+to float64, and costs 4 bytes for each output of a layer forward and again backward, where this costs none.
 
 A frozen 4-bit weight does not train: an update is far smaller than the step between two of 16 values, so it would be
 rounded away. What trains is an adapter beside it, through which the gradient of the input flows on. So memory for
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.errors import UsageError
+from deskside.kernels.dequantize import dequantize_int8
 from deskside.ops.linear import Linear
 
 Format = Literal["nf4", "int8"]
@@ -92,9 +96,7 @@ class FrozenLinear(Linear):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (rows, in) that the codes stand for."""
-        if self.format == "int8":
-            return (self.codes.float() * self.row_scale[:, None]).to(dtype)
-        return _dense_nf4(self.stored, self.out_features, self.in_features, dtype)
+        return _dense(self.stored, self.out_features, self.in_features, dtype)
 
     @property
     def stored(self) -> list[Tensor]:
@@ -125,18 +127,16 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def _product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, turned: bool) -> Tensor:
-    """x W^T, or x W when `turned`. `stored`: the buffers of BUFFERS, int8's two or nf4's five."""
-    if len(stored) == len(BUFFERS["int8"]):
-        codes, row_scale = stored
-        # Scaled in float32 number by number: a float32 copy would be as large as two of the result.
-        if turned:
-            return torch.mul(x, row_scale, out=torch.empty_like(x)) @ codes.to(x.dtype)
-        return F.linear(x, codes.to(x.dtype)).mul_(row_scale)
-    dense = _dense_nf4(stored, rows, columns, x.dtype)
+    """x W^T, or x W when `turned`."""
+    dense = _dense(stored, rows, columns, x.dtype)
     return x @ dense if turned else F.linear(x, dense)
 
 
-def _dense_nf4(stored: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def _dense(stored: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """(rows, columns) from the buffers of BUFFERS, int8's two or nf4's five."""
+    if len(stored) == len(BUFFERS["int8"]):
+        codes, row_scale = stored
+        return dequantize_int8(codes, row_scale, dtype)
     functional = _bitsandbytes()
     codes, magnitude, scale, table, mean = stored
     absmax = functional.dequantize_blockwise(magnitude, absmax=scale, code=table, blocksize=SCALE_BLOCK)

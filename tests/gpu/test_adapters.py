@@ -15,6 +15,7 @@ from deskside.config.optim import AdamWConfig
 from deskside.export import base
 from deskside.export.load import load_model
 from deskside.kernels.attention import AttentionContext
+from deskside.kernels.dequantize import dequantize_int8
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
@@ -55,6 +56,16 @@ def test_frozen_products_are_those_of_the_stored_weight(format: Any) -> None:
     elsewhere = freeze(source.cpu(), format)
     assert float((layer.codes.cpu() != elsewhere.codes).double().mean()) < 1e-3  # type: ignore[operator, union-attr]
     assert off(layer.dense().cpu(), elsewhere.dense()) < 5e-3  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("shape", [(1536, 8960), (300, 257)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_int8_is_dequantised_as_the_reference_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """To the last bit: a product in float32, and one rounding to nearest."""
+    torch.manual_seed(0)
+    codes, scale = torch.randint(-127, 128, shape).to(torch.int8), torch.rand(shape[0]) / 127 + 1e-4
+    got = dequantize_int8(codes.to(DEVICE), scale.to(DEVICE), dtype)
+    assert torch.equal(got.cpu(), dequantize_int8(codes, scale, dtype))
 
 
 def step_of(

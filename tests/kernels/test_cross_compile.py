@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from deskside.kernels import adamw_triton, cross_entropy_triton, launch_cases, muon_triton
+from deskside.kernels import adamw_triton, cross_entropy_triton, dequantize_triton, launch_cases, muon_triton
 from deskside.kernels.compile_cases import (
     SHARED_MEMORY,
     CompileCase,
@@ -33,6 +33,7 @@ HARDEST = {
     "loss and gradient to FP8 of 151936",
     "AdamW, uint8 states",
     "Muon's update",
+    "1536 x 8960 from INT8 to bfloat16",
 }
 
 
@@ -90,6 +91,7 @@ def test_every_kernel_has_a_case() -> None:
     """Kernels that no other kernel calls are launched, and so must be compiled here."""
     modules = (triton_norm, triton_rope, triton_gated, triton_rowwise, triton_turn)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
+    launched |= kernels_of(dequantize_triton)
     assert len(launched) > 12
     assert launched <= {case.kernel.fn.__qualname__ for case in CASES}
 
@@ -155,6 +157,15 @@ def test_the_gate_divides_in_one_instruction(build: Build) -> None:
     ptx = build(named("silu backward to FP8"), 89).ptx
     assert "rcp.approx.ftz.f32" in ptx
     assert "div.full" not in ptx
+
+
+@pytest.mark.parametrize("capability", [89, 120])
+def test_codes_are_read_and_weights_written_16_bytes_at_a_time(capability: int, build: Build) -> None:
+    """32 weights a thread: two loads of 16 codes, and four stores of 8 weights, each under its own mask."""
+    ptx = build(named("1536 x 8960 from INT8 to bfloat16"), capability).ptx
+    loads = [line for line in ptx.splitlines() if "ld.global" in line]
+    assert len([line for line in loads if ".v4.b32" in line]) == 2
+    assert len([line for line in ptx.splitlines() if "st.global.v4.b32" in line]) == 4
 
 
 @pytest.mark.parametrize("dtype", ["E4M3", "E5M2"])

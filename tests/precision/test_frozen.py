@@ -1,10 +1,13 @@
 """Frozen NF4 and INT8 weights against bitsandbytes' own modules, float64, and what they promise about training."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
@@ -115,6 +118,35 @@ def test_the_dense_weight_is_not_kept_for_the_backward(format: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(torch.randn(4, IN, requires_grad=True))
     assert kept == []
+
+
+class Touched(TorchDispatchMode):
+    """Operators that read or write a tensor of `numbers` numbers, in order; views and fresh memory are none."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.names = numbers, list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        # A view's schema has an alias that is not written; an operator in place writes what it aliases.
+        schema = function._schema
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        empty = schema.name.startswith("aten::empty")
+        if not view and not empty and any(t.numel() in self.numbers for t in tensors):
+            self.names.append(schema.name)
+        return out
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_activations_meet_nothing_but_the_product(format: str) -> None:
+    """Scales belong to the weight: a pass over the activations would cost more than one over the weights."""
+    layer = frozen(linear(), format)
+    x, grad = torch.randn(7, IN).bfloat16().requires_grad_(), torch.randn(7, ROWS).bfloat16()
+    with Touched(7 * IN, 7 * ROWS) as touched:
+        torch.autograd.grad(layer(x), x, grad)
+    assert touched.names == ["aten::mm", "aten::mm"]
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -1,0 +1,36 @@
+"""Weights from INT8 codes: the reference against float64, the kernel against the reference."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskside.kernels.dequantize import dequantize_int8
+from tests.kernels.interpreter import interpreted
+
+SHAPES = [(1, 1), (16, 1024), (19, 700)]  # one number, whole tiles, tiles that end within a row
+
+
+def codes_and_scales(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-127, 128, (rows, columns), generator=generator).to(torch.int8)
+    return codes, torch.rand(rows, generator=generator) / 127 + 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8 * 1.001)])
+def test_a_weight_is_its_code_times_its_rows_scale_rounded_once(dtype: torch.dtype, error: float) -> None:
+    codes, scale = codes_and_scales(19, 700)
+    expected = codes.double() * scale.double()[:, None]
+    got = dequantize_int8(codes, scale, dtype)
+    assert got.dtype == dtype
+    assert bool(((got.double() - expected).abs() <= error * expected.abs()).all())
+
+
+def test_the_kernel_equals_the_reference() -> None:
+    pytest.importorskip("triton")
+    found = json.loads(interpreted("tests.kernels.dequantize_interpreted"))
+    assert len(found) == 2 * len(SHAPES)
+    for name, error in found.items():
+        # The interpreter cuts bfloat16 off where hardware rounds.
+        assert error is not None and error <= (2**-7 if "bfloat16" in name else 0.0), name
