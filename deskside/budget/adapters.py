@@ -8,8 +8,10 @@ Frozen weights of the blocks are stored in `precision/frozen.py`'s formats, tabl
 
 Only adapters have gradients (4 bytes) and optimiser states. A frozen weight needs no gradient, so what a projection
 reads is kept only where an adapter beside it needs it, which also keeps x A^T: 2 bytes x rank per token; and eager
-norms keep nothing for theirs. What the first block keeps less, because nothing before it trains, is not counted. Codes
-are dequantised where they are used, one weight at a time, in the forward and again in the backward.
+norms keep nothing for theirs. Kept too are A and B as the products take them: of each weight, fused or not, all A below
+each other and all B on a diagonal (`ops/lora.py`), in the activations' dtype. What the first block keeps less, because
+nothing before it trains, is not counted. Codes are dequantised where they are used, one weight at a time, in the
+forward and again in the backward.
 """
 
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
@@ -63,6 +65,20 @@ def dense_bytes(shape: Shape, work: Work) -> int:
     qkv = sizes["q_proj"] + 2 * sizes["k_proj"]
     entering = sizes["up_proj"] + sizes.get("gate_proj", 0)
     return (4 if work.precision == "fp32" else 2) * max(qkv, entering, sizes["o_proj"], sizes["down_proj"])
+
+
+def joined_bytes(shape: Shape, work: Work) -> float:
+    """A and B of all layers as the products take them. In float32 those of a weight that is not fused are the
+    parameters themselves."""
+    assert work.adapter is not None
+    sizes, wide = projection_sizes(shape), work.precision == "fp32"
+    numbers = 0
+    for fused in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+        there = [sizes[name] for name in fused if name in sizes]
+        ranks = work.adapter.rank * sum(name in sizes and name in work.adapter.targets for name in fused)
+        if ranks and not (wide and len(there) == 1):
+            numbers += ranks * (there[0][1] + sum(rows for rows, _ in there))
+    return (4.0 if wide else 2.0) * shape.num_hidden_layers * numbers
 
 
 def kept_more(shape: Shape, work: Work) -> float:

@@ -45,17 +45,18 @@ of the blocks on their way and of the root, whose group is the last to leave. A 
 Replicas copy their gradients into a bucket to sum them.
 
 Where adapters train beside frozen weights (`budget/adapters.py`), gradients and optimiser states are theirs alone, no
-head's gradient is there, and a frozen weight in codes is in the activations' dtype while it is used.
+head's gradient is there, a frozen weight in codes is in the activations' dtype while it is used, and a chunk of logits
+becomes its own gradient as above.
 
 What lies beside blocks that torch compiles was found from 63 configurations measured on an H200, with the loss of that
-day (docs/planner-accuracy.md): 7 D bytes per token for the stream's two ends, 1.36 times a part's activations while it
-is recomputed and differentiated.
+day, whose gradient was beside its logits (docs/planner-accuracy.md): 7 D bytes per token for the stream's two ends,
+1.36 times a part's activations while it is recomputed and differentiated.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deskside.budget.adapters import adapter_params, dense_bytes, frozen_bytes, kept_more
+from deskside.budget.adapters import adapter_params, dense_bytes, frozen_bytes, joined_bytes, kept_more
 from deskside.budget.formats import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
 from deskside.budget.states import on_gpu
@@ -128,9 +129,11 @@ def _adapted_instants(shape: Shape, work: Work, adapter: AdapterWork) -> dict[st
         "optimizer": on_gpu(shape, work),
     }
     more = width * kept_more(shape, work)
-    kept = parts.kept(rung) + shape.num_hidden_layers * more * {"none": 1.0, "block": 0.0}.get(rung, 0.5)
+    share = {"none": 1.0, "block": 0.0}.get(rung, 0.5)
+    kept = parts.kept(rung) + shape.num_hidden_layers * more * share
     # Weights in 16 bits are what BF16 activations meet; for others autograd keeps a copy.
     copies = 4.0 * parts.copied_weights(rung) if wide and adapter.base == "bf16" else 0.0
+    copies += share * joined_bytes(shape, work)
     ends, dense = ENDS * N * D * width, dense_bytes(shape, work)
     earlier = trained if work.accumulation > 1 else 0.0
     logits = min(work.loss_chunk_tokens, N) * V * logit_bytes(work) + hidden_bytes(work) * N * D
@@ -255,12 +258,15 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
 
 
 def logit_bytes(work: Work) -> int:
-    """Bytes per logit of a chunk: logits and their gradient in the activations' dtype; the last chunk's gradient is
-    still there at the next."""
+    """Bytes per logit of a chunk, in the activations' dtype.
+
+    The kernel writes the gradient over the logits; the loss that compiled blocks were measured with made another
+    tensor. The last chunk's gradient is still there at the next.
+    """
     several = work.loss_chunk_tokens < work.micro_tokens
     if work.by_hand and work.fp8_head:
         return 5 if several else 3
-    copies = (1 if work.by_hand else 2) + several
+    copies = (1 if work.by_hand or work.adapter is not None else 2) + several
     return copies * (4 if work.precision == "fp32" else 2)
 
 

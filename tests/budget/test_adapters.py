@@ -1,7 +1,9 @@
 """Memory of adapters beside frozen weights: bytes of live storages, and those of one eager step."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deskside.budget.adapters import adapter_params, frozen_bytes, matrix_bytes
+from deskside.budget.adapters import adapter_params, frozen_bytes, joined_bytes, matrix_bytes
 from deskside.budget.memory import LIBRARIES, instants, training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices
@@ -26,6 +28,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
+from deskside.ops.lora import Adapter
 from deskside.optim.build import build
 from deskside.precision.adapters import attach, trained_parameters
 from deskside.precision.apply import apply
@@ -34,6 +37,11 @@ from deskside.train.activation import recompute
 from tests.budget.test_memory_oracle import SMALL
 
 FORMATS: list[Any] = ["bf16", "int8", "nf4"]
+MEASURED = Path(__file__).parents[2] / "docs/data/2026-11-22-h200/memory/adapters.json"
+QWEN = ModelConfig(
+    vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+    head_dim=128, intermediate_size=8960, tie_word_embeddings=True,
+)  # fmt: skip
 MLP_ONLY = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -74,6 +82,36 @@ def test_bits_per_weight() -> None:
     }
     assert bits["bf16"] == 16
     assert bits["int8"] == pytest.approx(8.04, abs=0.03) and bits["nf4"] == pytest.approx(4.14, abs=0.02)
+
+
+@pytest.mark.parametrize("targets", [PROJECTIONS, ("q_proj", "v_proj"), MLP_ONLY])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_joined_bytes_are_those_of_what_the_products_take(
+    targets: tuple[str, ...], gated: bool, dtype: torch.dtype
+) -> None:
+    targets = tuple(name for name in targets if gated or name != "gate_proj")
+    shape = ModelConfig(**{**SMALL, "gated_mlp": gated, "hidden_act": "silu" if gated else "gelu"})
+    work = work_of(AdapterWork(8, targets, "bf16"), precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    assert work.adapter is not None
+    model = adapted(shape, work.adapter)
+    own = {p.data_ptr() for p in model.parameters()}
+    made = [
+        t
+        for m in model.modules()
+        if isinstance(m, Adapter)
+        for t in m._joined(dtype)
+        if t.data_ptr() not in own
+    ]
+    assert joined_bytes(shape, work) == sum(t.nbytes for t in made)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_peaks_measured_on_a_card(format: Any) -> None:
+    """Of Qwen2.5-1.5B's shape on an H200. Its logits are 1.16 GiB: the loss's kernel has no second copy of them."""
+    (row,) = (arm for arm in json.loads(MEASURED.read_text("utf-8"))["arms"] if arm["arm"] == format)
+    work = Work(1024, 4096, 4096, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, format))
+    assert training_memory(QWEN, work).allocated / 2**30 == pytest.approx(row["peak_gib"], rel=0.005)
 
 
 class Live(TorchDispatchMode):
@@ -191,13 +229,9 @@ def test_a_run_asks_for_what_trains() -> None:
 
 def test_four_bits_take_a_fraction_of_full_training() -> None:
     """At 1.5B parameters, as the issue asks: weights, gradients and states of everything against NF4 and adapters."""
-    shape = ModelConfig(
-        vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-        head_dim=128, intermediate_size=8960, tie_word_embeddings=True,
-    )  # fmt: skip
-    full = training_memory(shape, Work(1024, 1024, 1024, optimizer="adamw", copies="step"))
+    full = training_memory(QWEN, Work(1024, 1024, 1024, optimizer="adamw", copies="step"))
     nf4 = training_memory(
-        shape, Work(1024, 1024, 1024, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, "nf4"))
+        QWEN, Work(1024, 1024, 1024, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, "nf4"))
     )
     assert nf4.items["weights"] < 0.23 * full.items["weights"]
     assert nf4.allocated < 0.2 * full.allocated
