@@ -5,7 +5,7 @@ known there. In DPO and GRPO the gradient of each token's log-probability is onl
 backward pass makes the logits again, a chunk at a time, from the log-sum-exp that the forward pass kept.
 
 Numbers: GEMMs in hidden's dtype, everything on logits in float32 (float64 for float64), the weight's gradient added up
-in float32 over the chunks.
+in float32 over the chunks. Memory: 6 bytes per logit of a chunk, which are worked on in place.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.cross_entropy import CHUNK_TOKENS
+from deskside.kernels.cross_entropy import CHUNK_TOKENS, add_matmul
 from deskside.kernels.plain import at_least_float32
 
 
@@ -51,13 +51,13 @@ class _TokenLogprobs(torch.autograd.Function):
         weight = weight_VD.to(hidden_ND.dtype)
         logprobs_N = torch.empty(len(tokens_N), dtype=wide, device=hidden_ND.device)
         entropy_N, total_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        for start in range(0, len(tokens_N), chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            logits = _capped(hidden_ND[part] @ weight.T, softcap, wide).div_(temperature)
-            total_N[part] = logits.logsumexp(-1)
-            logprobs_N[part] = logits.gather(1, tokens_N[part, None])[:, 0] - total_N[part]
-            mean = (logits * torch.exp(logits - total_N[part, None])).sum(-1)
-            entropy_N[part] = total_N[part] - mean
+        # Half a chunk has two wide tensors here, a whole one has one and a half in the backward.
+        size = -(-chunk_tokens // 2)
+        for start in range(0, len(tokens_N), size):
+            part = slice(start, start + size)
+            logits = _logits(hidden_ND[part], weight, softcap, wide).div_(temperature)
+            total_N[part], logprobs_N[part], entropy_N[part] = _judged(logits, tokens_N[part])
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, total_N)
         ctx.temperature, ctx.softcap, ctx.chunk_tokens = temperature, softcap, chunk_tokens
         ctx.mark_non_differentiable(entropy_N)
@@ -74,24 +74,55 @@ class _TokenLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
         for start in range(0, len(tokens_N), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
-            capped = _capped(hidden_ND[part] @ weight.T, ctx.softcap, wide)
-            # d log p[token] / d logits is onehot(token) - p
-            d_logits = torch.exp(capped / ctx.temperature - total_N[part, None]).neg_()
-            d_logits.scatter_add_(1, tokens_N[part, None], torch.ones_like(d_logits[:, :1]))
-            d_logits *= d_logprobs_N[part, None]
-            if ctx.softcap is not None:
-                d_logits *= 1 - (capped / ctx.softcap).square_()
-            d_logits = d_logits.to(hidden_ND.dtype)
+            d_logits = _d_logits(
+                _logits(hidden_ND[part], weight, ctx.softcap, wide),
+                tokens_N[part],
+                total_N[part],
+                d_logprobs_N[part],
+                ctx.temperature,
+                ctx.softcap,
+            ).to(hidden_ND.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
-                d_weight += d_logits.T @ hidden_ND[part]
+                add_matmul(d_weight, d_logits.T, hidden_ND[part])
+            del d_logits
         return d_hidden, None if d_weight is None else d_weight.to(weight_VD.dtype), None, None, None, None
 
 
-def _capped(logits: Tensor, softcap: float | None, wide: torch.dtype) -> Tensor:
-    logits = logits.to(wide)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+def _logits(hidden_nD: Tensor, weight_VD: Tensor, softcap: float | None, wide: torch.dtype) -> Tensor:
+    """(n, V), capped, in `wide`."""
+    logits = (hidden_nD @ weight_VD.T).to(wide)
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _judged(logits_nV: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-sum-exp, log-probability of the token, entropy), (n,) each. Overwrites the logits."""
+    highest_n = logits_nV.amax(-1)
+    logits_nV -= highest_n[:, None]
+    picked_n = logits_nV.gather(1, tokens_n[:, None])[:, 0]
+    exponentials_nV = logits_nV.exp()
+    sum_n = exponentials_nV.sum(-1)
+    log_sum_n = sum_n.log()
+    entropy_n = log_sum_n - exponentials_nV.mul_(logits_nV).sum(-1) / sum_n
+    return highest_n + log_sum_n, picked_n - log_sum_n, entropy_n
+
+
+def _d_logits(
+    logits_nV: Tensor,
+    tokens_n: Tensor,
+    total_n: Tensor,
+    d_logprobs_n: Tensor,
+    temperature: float,
+    softcap: float | None,
+) -> Tensor:
+    """The gradient of the raw logits, temperature aside, from the capped ones, which it overwrites."""
+    slope_nV = None if softcap is None else (logits_nV / softcap).square_().neg_().add_(1)
+    # d log p[token] / d logits is onehot(token) - p
+    logits_nV.div_(temperature).sub_(total_n[:, None]).exp_().neg_()
+    logits_nV.scatter_add_(1, tokens_n[:, None], torch.ones_like(logits_nV[:, :1]))
+    logits_nV *= d_logprobs_n[:, None]
+    return logits_nV if slope_nV is None else logits_nV.mul_(slope_nV)
 
 
 def by_sequence(values_M: Tensor, mask_SL: Tensor) -> Tensor:

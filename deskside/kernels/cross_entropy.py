@@ -119,13 +119,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if ids is not None and d_rows is not None and change is not None:
                 picked = d_logits.index_select(1, ids)
-                _add_matmul(d_rows, picked.T, hidden)
+                add_matmul(d_rows, picked.T, hidden)
                 if d_hidden is not None:
                     d_hidden[part] += picked @ change
                 if d_weight is not None:
                     d_logits.index_fill_(1, ids, 0)
             if d_weight is not None:
-                _add_matmul(d_weight, d_logits.T, hidden)
+                add_matmul(d_weight, d_logits.T, hidden)
         ctx.save_for_backward(d_hidden, d_weight, d_rows)
         ctx.weight_dtype = weight_VD.dtype
         ctx.rows_dtype = None if values is None else values.dtype
@@ -159,7 +159,7 @@ def elementwise(hidden: Tensor) -> Any:
     return cross_entropy_triton
 
 
-def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, where total is wider than the operands. CUDA's GEMM can write float32 itself."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)

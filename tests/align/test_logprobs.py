@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deskside.align.logprobs import by_sequence, token_logprobs
+from tests.budget.test_adapters import Live
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,6 +39,24 @@ def test_values_and_gradients(softcap: float | None, temperature: float, chunk: 
     torch.testing.assert_close(d_hidden, e_hidden, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(d_weight, e_weight, rtol=1e-11, atol=1e-12)
     assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["weight trains", "weight is frozen"])
+def test_six_bytes_for_each_logit_of_a_chunk(trained: bool) -> None:
+    """In 16 bits: the product beside its float32 form, or that beside its gradient; nothing lives on to the next."""
+    chunk, V = 64, 4096
+    hidden = torch.randn(4 * chunk, 8).bfloat16().requires_grad_()
+    weight = torch.randn(V, 8).bfloat16().requires_grad_(trained)
+    tokens = torch.randint(V, (4 * chunk,))
+    with Live(hidden, weight, tokens) as live:
+        before = live.peak
+        found, _ = token_logprobs(hidden, weight, tokens, chunk_tokens=chunk)
+        forward = live.peak - before
+        found.sum().backward()
+        backward = live.peak - before
+    beside = 0.1 * chunk * V + (4 * V * 8 + 2 * V * 8) * trained  # of the weight's gradient: two forms
+    assert 4 * chunk * V <= forward <= 6 * chunk * V
+    assert 6 * chunk * V <= backward <= 6 * chunk * V + beside
 
 
 def test_gradcheck() -> None:
