@@ -6,7 +6,8 @@ time, and a second kernel joins their softmaxes (Flash-Decoding, Dao et al. 2023
 How long a span is follows from the longest row that the cache can hold, so what a row gets does not depend on the rows
 beside it. All query heads of one key-value head are one tile, so that keys are read once for the group.
 
-Elsewhere, and for prompts that continue what is in the cache, pages are gathered into one tensor first.
+Elsewhere, and for prompts that continue what is in the cache, pages are gathered into one tensor first, some rows at a
+time: 256 rows that go on from 8,192 tokens each would need 2 GiB for every key-value head of 128 channels.
 
 pool: (pages, K, S, C), one layer's keys or values, S tokens a page. table_BN: int64, pages of each row in order.
 """
@@ -20,6 +21,7 @@ from deskside.kernels.fused import QkvLayout
 from deskside.kernels.fused import reference as fused_reference
 
 TILE_ROWS = 64  # query heads of one key-value head times new tokens that the kernel takes as one tile
+GATHERED_BYTES = 2**28  # of keys and values that are copied at once, at least those of one row
 HEAD_BYTES = 512  # of one head's channels: more would not fit a consumer card's shared memory
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -44,10 +46,16 @@ def paged_attention(
         from deskside.kernels.decode_triton import attend
 
         return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
-    k_BLKC, v_BLKC = gather(k_PKSC, table_BN, bound), gather(v_PKSC, table_BN, bound)
-    if q_BTHC.is_cuda:
-        return _masked(q_BTHC, k_BLKC, v_BLKC, positions_BT, window, scale)
-    return decode_attention(q_BTHC, k_BLKC, v_BLKC, positions_BT, window, scale)
+    function = _masked if q_BTHC.is_cuda else decode_attention
+    each = 2 * bound * k_PKSC.shape[1] * k_PKSC.shape[3] * k_PKSC.element_size()
+    parts = []
+    rows = max(1, GATHERED_BYTES // each)
+    for first in range(0, len(q_BTHC), rows):
+        part = slice(first, first + rows)
+        k_BLKC, v_BLKC = (gather(pool, table_BN[part], bound) for pool in (k_PKSC, v_PKSC))
+        parts.append(function(q_BTHC[part], k_BLKC, v_BLKC, positions_BT[part], window, scale))
+        del k_BLKC, v_BLKC  # before the next ones are made
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def in_kernel(tile_rows: int, k_PKSC: Tensor) -> bool:
@@ -73,23 +81,25 @@ def _masked(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """SDPA by chunks of queries, with a mask each. Heads are repeated: no fused kernel takes a mask and groups."""
-    group = q_BTHC.shape[2] // k_BLKC.shape[2]
-    k_BHLC = k_BLKC.transpose(1, 2).repeat_interleave(group, dim=1)
-    v_BHLC = v_BLKC.transpose(1, 2).repeat_interleave(group, dim=1)
+    """SDPA by chunks of queries, with a mask each. No fused kernel takes a mask and groups, so the query heads of one
+    key-value head stand below each other, as more queries of it: repeating keys and values would copy them."""
+    B, _, H, C = q_BTHC.shape
+    K = k_BLKC.shape[2]
+    k_BKLC, v_BKLC = k_BLKC.transpose(1, 2), v_BLKC.transpose(1, 2)
     key_L = torch.arange(k_BLKC.shape[1], device=q_BTHC.device)
     chunks = []
     for start in range(0, q_BTHC.shape[1], QUERY_CHUNK):
         part = slice(start, start + QUERY_CHUNK)
-        distance_BTL = positions_BT[:, part, None] - key_L
-        allowed_BTL = distance_BTL >= 0
+        position_BT1 = positions_BT[:, part, None]
+        allowed_BTL = key_L <= position_BT1
         if window is not None:
-            allowed_BTL &= distance_BTL < window
-        q_BHTC = q_BTHC[:, part].transpose(1, 2)
-        o_BHTC = F.scaled_dot_product_attention(
-            q_BHTC, k_BHLC, v_BHLC, attn_mask=allowed_BTL[:, None], scale=scale
+            allowed_BTL &= key_L > position_BT1 - window
+        q_BKGTC = q_BTHC[:, part].unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4)
+        allowed_B1ML = allowed_BTL.repeat(1, H // K, 1)[:, None]
+        o_BKMC = F.scaled_dot_product_attention(
+            q_BKGTC.reshape(B, K, -1, C), k_BKLC, v_BKLC, attn_mask=allowed_B1ML, scale=scale
         )
-        chunks.append(o_BHTC.transpose(1, 2))
+        chunks.append(o_BKMC.view(q_BKGTC.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
     return torch.cat(chunks, dim=1)
 
 

@@ -11,6 +11,7 @@ from deskside.engine.generate import generate
 from deskside.engine.noise import DRAW, exponentials, stream_of
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
+from deskside.kernels import decode
 from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.decode import gather, paged_attention
 from deskside.model.block import AS_WRITTEN
@@ -55,6 +56,23 @@ def test_sampling_on_the_card_equals_the_uncached_loop(kind: str, graphs: bool) 
         assert answer.tokens == plain(model, list(request.prompt), NEW, sampling, row, seed=4)
     assert engine.free_tokens == free
     assert (engine._graphs is not None and len(engine._graphs._captured) > 0) == graphs
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_prompts_that_go_on_are_attended_some_rows_at_a_time(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More queries of a key-value head than the kernel takes; two rows are gathered at once, and none is repeated."""
+    torch.manual_seed(0)
+    rows, new, length, K, C = 5, 40, 200, 2, 64
+    k, v = (torch.randn(rows * 7 + 1, K, 32, C) for _ in range(2))
+    table = torch.randperm(rows * 7).view(rows, 7)
+    q, positions = torch.randn(rows, new, 12, C), (length - new + torch.arange(new)).expand(rows, new)
+    expected = paged_attention(q, k, v, table, positions, length, window)
+    monkeypatch.setattr(decode, "GATHERED_BYTES", 2 * (2 * length * K * C * 2))
+    card = [t.to(DEVICE, torch.bfloat16) for t in (q, k, v)]
+    got = paged_attention(*card, table.to(DEVICE), positions.to(DEVICE), length, window)
+    torch.testing.assert_close(got.float().cpu(), expected, atol=0.03, rtol=0.03)
 
 
 def test_graphs_are_chosen_where_a_step_can_be_captured() -> None:

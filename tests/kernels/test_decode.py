@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deskside.kernels import decode
 from deskside.kernels.decode import gather, paged_attention
+from tests.budget.test_adapters import Live
 from tests.kernels.interpreter import interpreted
 
 
@@ -46,6 +48,44 @@ def test_attention_equals_float64_arithmetic(window: int | None) -> None:
                 weights = [math.exp(float(q[b, t, h].double() @ key) / math.sqrt(8)) for key in keys]
                 truth = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
                 torch.testing.assert_close(got[b, t, h].double(), truth, atol=1e-6, rtol=1e-5)
+
+
+def cached(rows: int, length: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pools of keys and values, with pages of 4 tokens, and the rows' tables."""
+    torch.manual_seed(2)
+    pages = -(-length // 4)
+    k, v = (torch.randn(rows * pages + 1, K, 4, 8) for _ in range(2))
+    return k, v, torch.randperm(rows * pages).view(rows, pages)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_the_form_for_a_card_equals_the_reference(
+    heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two chunks of queries; its operators are torch's, so it runs here too."""
+    monkeypatch.setattr(decode, "QUERY_CHUNK", 3)
+    pool_k, pool_v, table = cached(2, 12, 2)
+    k, v = gather(pool_k, table, 11), gather(pool_v, table, 11)
+    q, positions = torch.randn(2, 5, heads, 8), torch.tensor([[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]])
+    expected = decode.decode_attention(q, k, v, positions, window, 0.3)
+    torch.testing.assert_close(
+        decode._masked(q, k, v, positions, window, 0.3), expected, atol=1e-6, rtol=1e-5
+    )
+
+
+def test_keys_are_gathered_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, length = 64, 256
+    k, v, table = cached(rows, length, 2)
+    q, positions = torch.randn(rows, 1, 2, 8), torch.full((rows, 1), length - 1)
+    whole = paged_attention(q, k, v, table, positions, length)
+    one = 2 * length * 2 * 8 * 4  # keys and values of a row
+    monkeypatch.setattr(decode, "GATHERED_BYTES", 3 * one)
+    with Live(k, v, table, q, positions) as live:
+        before = live.peak
+        got = paged_attention(q, k, v, table, positions, length)
+    torch.testing.assert_close(got, whole, atol=1e-6, rtol=1e-5)
+    assert live.peak - before < 10 * one < rows * one
 
 
 def builds() -> list[object]:
