@@ -41,7 +41,7 @@ from deskside.align.grpo_data import Question, Questions
 from deskside.align.policy import advantages, policy_terms
 from deskside.align.prepared import SAMPLES_FILE, told
 from deskside.align.rollouts import Rollout, RolloutLog
-from deskside.align.sampler import Sampled, Sampler, copy_of, memory_for_sampling
+from deskside.align.sampler import Left, Sampled, Sampler, copy_of, memory_for_sampling
 from deskside.align.samples import keep_before, with_before
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.parts import ComputeConfig
@@ -124,13 +124,17 @@ class Grpo:
         self.tokenizer = load_tokenizer(session.run.tokenizer)
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
         with session.precision.plain(), memory_for_sampling():
+            left = Left.of(session.world.device)
             self._keep_reference(session)  # first: the sampler shares out the memory that is left
+            if left is not None and self.reference is not None:
+                left = left.without(self.reference)
             self.sampler = Sampler(
                 session.model,
                 config.adapter is not None,
                 steps * self.answers_per_step // session.world.size,
                 config.batch.sequence_length,
                 self.ends,
+                left,
             )
             self.sampler.rehearse(self.opened["train"].vocab_size)
         if not session.resumed:

@@ -1,8 +1,9 @@
 """Answers of a model in training: a copy of its weights, and an engine over it that stays for the whole run.
 
-Training and sampling take turns on one card. The engine's memory (the copy, and the cache of keys and values) stays
-where it is, so what it may have is what training's largest step leaves free; it is settled after that step has run,
-and then tried with the most that it can be asked for.
+Training and sampling take turns on one card. The engine's memory (the copy, the cache of keys and values, what CUDA
+graphs work in) stays where it is, so what it may have is what training's largest step leaves free. That is settled
+after that step has run, then tried with the most that the engine can be asked for, and then it is looked whether a step
+of training still has its room: torch hands memory that training has given back to whoever asks first.
 
 The token that ends an answer is part of it, because ending is learnt too. So the engine is not told which tokens end a
 text: an answer is watched, and its request cancelled when such a token comes.
@@ -10,12 +11,12 @@ text: an answer is watched, and its request cancelled when such a token comes.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
-from deskside.engine.graphs import WARM_UP
+from deskside.engine.graphs import WARM_UP, bucket
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
 from deskside.engine.weights import for_inference, inference_copy, refresh
@@ -26,6 +27,9 @@ from deskside.train import machine
 
 SHARE = 0.85  # of the free memory that the engine takes; the rest is for workspace and fragmentation
 MOST_ROWS = 256
+# Of a decoding step, for each row and entry of the vocabulary: its logits, and what drawing from them by
+# `engine/sampling.py` has at once. Graphs hold on to it.
+DRAWN_BYTES = 19
 ANY = Sampling(1.0)  # as answers are drawn; the temperature changes nothing in what it takes
 
 
@@ -38,35 +42,85 @@ class Sampled:
     ended: bool
 
 
+@dataclass(frozen=True)
+class Left:
+    """Of a card, in bytes, after training's largest step. free: that no step needs; again: that the step has given
+    back and the next one takes again."""
+
+    free: int
+    again: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Left | None":
+        """None on a CPU. To be asked before anything is made beside training: that may lie in what was given back."""
+        if device.type != "cuda":
+            return None
+        reserved = torch.cuda.memory_reserved(device)
+        return cls(_allowed(device) - reserved, reserved - torch.cuda.memory_allocated(device))
+
+    def without(self, model: Transformer) -> "Left":
+        """Beside a model that was made since and stays."""
+        return replace(self, free=self.free - sum(p.nbytes for p in model.parameters()))
+
+    def check(self, device: torch.device) -> None:
+        """Raises RunError where what is held now does not leave `again`."""
+        held = torch.cuda.memory_allocated(device) + _of_graphs()
+        short = held + self.again - _allowed(device)
+        if short > 0:
+            raise RunError(
+                f"out of memory: beside what sampling holds a step of training lacks {short / 2**30:.2f} GiB; give a "
+                "smaller --batch.micro_tokens, or a shorter --batch.sequence_length"
+            )
+        torch.cuda.empty_cache()  # what sampling gave back, in pieces that may not suit training
+
+
+def _allowed(device: torch.device) -> int:
+    return int(machine.free_memory_gib(device) * 2**30)
+
+
+def _of_graphs() -> int:
+    """Bytes that CUDA graphs keep for their next run, where nobody else may allocate."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))
+
+
 class Sampler:
     """`adapted`: the model has adapters, which are merged into the copy. rows: answers wanted at once, of up to
-    `row_tokens` tokens with their question. Raises RunError where memory is left for less than one of them; make it
-    inside of `memory_for_sampling`."""
+    `row_tokens` tokens with their question. left: by training and by what else was made; None is without limit. Raises
+    RunError where memory is left for less than one of them; make it inside of `memory_for_sampling`."""
 
-    def __init__(self, model: Transformer, adapted: bool, rows: int, row_tokens: int, ends: frozenset[int]):
-        self.model, self.adapted, self.ends = model, adapted, ends
+    def __init__(
+        self,
+        model: Transformer,
+        adapted: bool,
+        rows: int,
+        row_tokens: int,
+        ends: frozenset[int],
+        left: Left | None = None,
+    ):
+        self.model, self.adapted, self.ends, self.left = model, adapted, ends, left
         self.copy = copy_of(model, adapted)
         rows = min(rows, MOST_ROWS)
-        pages = -(-row_tokens // PAGE_SIZE)
-        tokens = rows * pages * PAGE_SIZE
-        device = model.embed.weight.device
-        if device.type == "cuda":
-            each = self.copy.kv_bytes_per_token(self.copy.activation_dtype)
-            # What training's step has given back stays torch's, and waits for the next step.
-            free = machine.free_memory_gib(device) * 2**30 - torch.cuda.memory_reserved(device)
-            room = int(SHARE * free / each)
-            if room < pages * PAGE_SIZE:
+        each = -(-row_tokens // PAGE_SIZE) * PAGE_SIZE  # tokens of the cache
+        if left is not None:
+            room = SHARE * left.without(self.copy).free
+            cached = each * self.copy.kv_bytes_per_token(self.copy.activation_dtype)
+            drawn = DRAWN_BYTES * model.config.vocab_size
+            possible = (n for n in range(rows, 0, -1) if n * cached + bucket(n) * drawn <= room)
+            rows = next(possible, 0)
+            if not rows:
                 raise RunError(
-                    f"out of memory: training leaves room for {room} tokens of answers, one needs {row_tokens}; give a "
-                    "smaller --batch.micro_tokens, or a shorter --batch.sequence_length"
+                    f"out of memory: training leaves {max(0, room) / 2**20:,.0f} MiB to answers, and one of "
+                    f"{row_tokens} tokens needs {(cached + drawn) / 2**20:,.0f}; give a smaller --batch.micro_tokens, "
+                    "or a shorter --batch.sequence_length"
                 )
-            tokens = min(tokens, room)
         self.row_tokens = row_tokens
-        self.engine = Engine(self.copy, max_batch=min(rows, tokens // (pages * PAGE_SIZE)), max_tokens=tokens)
+        self.engine = Engine(self.copy, max_batch=rows, max_tokens=rows * each)
 
     def rehearse(self, vocabulary: int) -> None:
         """The most that sampling can need, once: all rows at their longest, first with prompts of their own, then with
-        one that they share and go on from together. Call it inside of `memory_for_sampling`."""
+        one that they share and go on from together. Call it inside of `memory_for_sampling`. Raises RunError where a
+        step of training has no room any more beside what the engine has kept."""
         rows, longest = self.engine.max_batch, self.row_tokens
         # The rows that share a prompt compute its last page in some parts; a graph is captured after WARM_UP steps.
         together = -(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3
@@ -77,6 +131,8 @@ class Sampler:
         for requests in (alone, shared):
             self.engine.run(requests)
         self.engine.weights_changed()
+        if self.left is not None:
+            self.left.check(self.model.embed.weight.device)
 
     def renew(self) -> None:
         """Bring the copy up to date with the model. The copy stays the only one: there may be no room for another."""

@@ -16,13 +16,24 @@ from deskside.align.policy import policy_terms
 from deskside.align.prepared import Spec
 from deskside.align.rewards import final_number
 from deskside.align.rollouts import Rollout, RolloutLog
-from deskside.align.sampler import Sampled, Sampler, copy_of, memory_for_sampling
+from deskside.align.sampler import (
+    ANY,
+    DRAWN_BYTES,
+    SHARE,
+    Left,
+    Sampled,
+    Sampler,
+    copy_of,
+    memory_for_sampling,
+)
 from deskside.config.adapter import AdapterConfig
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.run import RunConfig
 from deskside.data import chat_template
+from deskside.engine import noise
 from deskside.engine.engine import Engine
 from deskside.engine.graphs import WARM_UP
+from deskside.engine.sampling import Settings, draw, width_of
 from deskside.errors import RunError, UsageError
 from deskside.export import merge
 from deskside.export.load import load_model
@@ -32,6 +43,7 @@ from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
 from deskside.precision.adapters import attach
 from tests.align import tiny
+from tests.budget.test_adapters import Live
 
 KEYS = ("step", "loss", "grad_norm", "reward", "answer_tokens", "entropy", "clipped", "drift", "kl")
 
@@ -244,6 +256,73 @@ def test_the_reference_is_there_before_the_sampler_takes_what_memory_is_left(
     monkeypatch.setattr(grpo, "copy_of", copied)
     train(tmp_path, taught, "r", "--schedule.steps", "1", "--questions", "4", "--align.kl", "0.1")
     assert order == ["copy", "sampler"]
+
+
+class Card:
+    """The numbers of a card's allocator, for code that asks torch for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, reserved: int, allocated: int):
+        self.reserved, self.allocated, self.segments = reserved, allocated, list[dict[str, Any]]()
+        for name, answer in {
+            "mem_get_info": lambda *_: (total - self.reserved, total),
+            "get_per_process_memory_fraction": lambda *_: 1.0,
+            "memory_reserved": lambda *_: self.reserved,
+            "memory_allocated": lambda *_: self.allocated,
+            "memory_snapshot": lambda *_: self.segments,
+            "empty_cache": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_answers_get_what_training_and_the_copies_leave(
+    taught: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies lie in memory that training has given back, and will want again: they are not free of charge."""
+    model = load_model(str(taught)).model
+    Card(monkeypatch, total=100 << 20, reserved=60 << 20, allocated=20 << 20)
+    left = Left.of(torch.device("cuda"))
+    assert left == Left(free=40 << 20, again=40 << 20) and Left.of(torch.device("cpu")) is None
+    weights = sum(p.nbytes for p in model.parameters())
+    assert left.without(model).free == left.free - weights
+    answer = 64 * model.kv_bytes_per_token(torch.float32)
+    drawn = DRAWN_BYTES * model.config.vocab_size  # a graph of 4 lanes is used for 3
+    free = weights + (3 * answer + 4 * drawn) / SHARE
+
+    def rows(free: float) -> int:
+        return Sampler(model, False, 40, 64, frozenset(), Left(int(free), 0)).engine.max_batch
+
+    assert rows(free + 10) == 3 and rows(free - 10) == 2
+    with pytest.raises(
+        RunError, match=r"training leaves \d+ MiB to answers, and one of 64 tokens needs \d+; give"
+    ):
+        rows(weights + answer / SHARE)
+
+
+def test_training_must_have_its_room_beside_the_graphs(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, total=100 << 20, reserved=60 << 20, allocated=20 << 20)
+    left = Left.of(torch.device("cuda"))
+    assert left is not None
+    card.reserved, card.allocated = 90 << 20, 55 << 20
+    graph = {"total_size": 5 << 20, "allocated_size": 0, "segment_pool_id": (0, 1)}
+    card.segments = [graph, {"total_size": 40 << 20, "allocated_size": 20 << 20, "segment_pool_id": (0, 0)}]
+    left.check(torch.device("cuda"))
+    graph["total_size"] = 6 << 20
+    sampler = Sampler(load_model(str(taught)).model, False, 4, 64, frozenset(), left)
+    with pytest.raises(
+        RunError, match=r"a step of training lacks 0\.00 GiB; give a smaller --batch\.micro_tokens"
+    ):
+        sampler.rehearse(300)
+
+
+def test_what_a_row_draws_with_is_counted(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the logits, in 16 bits; random numbers are made by one kernel there, 4 bytes each."""
+    rows, V = 16, 20000
+    logits = torch.randn(rows, V).bfloat16()
+    settings = Settings.of([ANY] * rows, list(range(rows)), torch.device("cpu"))
+    monkeypatch.setattr(noise, "exponentials", lambda *given: torch.ones(given[3].shape))
+    with Live() as live:
+        draw(logits, settings, width_of([ANY], V), torch.zeros(rows, dtype=torch.int64))
+    assert (DRAWN_BYTES - 3) * rows * V < live.peak + logits.nbytes <= DRAWN_BYTES * rows * V
 
 
 def test_no_memory_for_sampling_is_one_line(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
