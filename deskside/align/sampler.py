@@ -18,6 +18,7 @@ import torch
 from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
 from deskside.engine.graphs import WARM_UP, bucket
 from deskside.engine.requests import Request
+from deskside.engine.room import SHARE
 from deskside.engine.sampling import Sampling
 from deskside.engine.weights import for_inference, inference_copy, refresh
 from deskside.errors import RunError
@@ -25,7 +26,6 @@ from deskside.export.merge import merge_into, merged
 from deskside.model.transformer import Transformer
 from deskside.train import machine
 
-SHARE = 0.85  # of the free memory that the engine takes; the rest is for workspace and fragmentation
 MOST_ROWS = 256
 # Of a decoding step, for each row and entry of the vocabulary: its logits, and what drawing from them by
 # `engine/sampling.py` has at once. Graphs hold on to it.

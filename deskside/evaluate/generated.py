@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Answer, Request
+from deskside.engine.room import cache_tokens
 from deskside.evaluate.answers import code_in, number_in, same_words
 from deskside.evaluate.items import Item
 from deskside.evaluate.likelihood import CACHE_BYTES
@@ -50,7 +51,7 @@ def write(
     engine = Engine(
         model,
         max_batch=min(ROWS, len(requests)),
-        max_tokens=max(needs[-1], min(sum(needs[-ROWS:]), room)),
+        max_tokens=cache_tokens(model, min(sum(needs[-ROWS:]), room), needs[-1]),
         tokenizer=tokenizer,
     )
     answers = {engine.submit(request): Answer(len(request.prompt)) for request in requests}

@@ -21,6 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deskside.engine.room import cache_tokens
 from deskside.errors import RunError, UsageError
 from deskside.model.block import CachedBlocks
 from deskside.model.cache import KVCache, pool
@@ -161,13 +162,13 @@ def likelihoods(
 ) -> list[Likelihood]:
     """One for each pair, in their order.
 
-    batch_tokens: tokens in the cache at once, about; less where they would need more than 2 GiB. `tick` is called with
-    the number of pairs that are done. Raises UsageError for a continuation that is longer than the model's positions,
-    RunError for logits that are not finite.
+    batch_tokens: tokens in the cache at once, about; less where they would need more than 2 GiB, or than a card has
+    left. `tick` is called with the number of pairs that are done. Raises UsageError for a continuation that is longer
+    than the model's positions, RunError for logits that are not finite.
     """
     found: list[Likelihood | None] = [None] * len(pairs)
     per_token = model.kv_bytes_per_token(model.activation_dtype)
-    room = max(PAGE, min(batch_tokens, int(CACHE_BYTES / per_token)))
+    room = cache_tokens(model, min(batch_tokens, int(CACHE_BYTES / per_token)), PAGE)
     for groups in _batches(_groups(pairs, model.config.max_position_embeddings), room):
         done = 0
         for number, likelihood in _batch(model, groups, room):

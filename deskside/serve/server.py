@@ -15,7 +15,8 @@ import torch
 import tyro
 
 from deskside.config.commandline import MAY_BE_EMPTY, parse
-from deskside.engine.engine import Engine
+from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.engine.room import cache_tokens
 from deskside.errors import RunError, UsageError
 from deskside.export.load import Loaded, load_model
 from deskside.serve.machine import Device, device_of, dtype_of, say
@@ -64,7 +65,7 @@ class Serve:
     max_tokens: int = 4096
     """Tokens of one answer at most."""
     cache_tokens: int | None = None
-    """Tokens of prompts and answers in memory. Default: max-batch full contexts, up to 65536."""
+    """Tokens of prompts and answers in memory. Default: max-batch full contexts, up to 65536 and what is free."""
     body_bytes: int = 1 << 20
     """Of a request at most."""
     connections: int = 256
@@ -142,7 +143,12 @@ def _engine(loaded: Loaded, options: Serve) -> Engine:
     context = loaded.config.max_position_embeddings
     tokens = options.cache_tokens
     if tokens is None:
-        tokens = min(options.max_batch * -(-context // 32) * 32, CACHE_TOKENS)
+        wanted = min(options.max_batch * -(-context // PAGE_SIZE) * PAGE_SIZE, CACHE_TOKENS)
+        tokens = cache_tokens(loaded.model, wanted, PAGE_SIZE)
+        if tokens < wanted:
+            say(
+                f"the card has room for a cache of {tokens:,} tokens beside the model, in place of {wanted:,}"
+            )
     try:
         return Engine(
             loaded.model, max_batch=options.max_batch, max_tokens=tokens, tokenizer=loaded.tokenizer

@@ -19,7 +19,6 @@ from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
     ANY,
     DRAWN_BYTES,
-    SHARE,
     Left,
     Sampled,
     Sampler,
@@ -33,6 +32,7 @@ from deskside.data import chat_template
 from deskside.engine import noise
 from deskside.engine.engine import Engine
 from deskside.engine.graphs import WARM_UP
+from deskside.engine.room import SHARE
 from deskside.engine.sampling import Settings, draw, width_of
 from deskside.errors import RunError, UsageError
 from deskside.export import merge

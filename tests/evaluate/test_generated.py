@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from deskside.data.sources import BadInputLog
+from deskside.engine import room
+from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY
+from deskside.evaluate import generated
 from deskside.evaluate.generated import judge, write
 from deskside.evaluate.items import Item, read
 from deskside.evaluate.tasks import Code, Generated, Match, Number, known, select
@@ -43,6 +48,26 @@ def test_written_text_is_the_engines_up_to_a_stop(made: Made) -> None:
                 expected = expected.split(string)[0]
             assert text == expected
     assert done == [1] * 6
+
+
+def test_a_full_card_writes_the_same_with_a_smaller_cache(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = of("svamp").model_copy(update={"stop": (), "max_new_tokens": 8})
+    prompts = [made.tokenizer.encode(text).ids for text in ("the sea", "sailors sang", "7 days went")] * 4
+    sizes: list[int] = []
+
+    class Noted(Engine):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            sizes.append(self.free_tokens)
+
+    monkeypatch.setattr(generated, "Engine", Noted)
+    found = write(made.model, made.tokenizer, prompts, task, eos_tokens=[])
+    free = 2 * PAGE_SIZE * made.model.kv_bytes_per_token(torch.float32) / room.SHARE
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(free) + 10)
+    assert write(made.model, made.tokenizer, prompts, task, eos_tokens=[]) == found
+    assert sizes == [12 * PAGE_SIZE, 2 * PAGE_SIZE]
 
 
 def test_a_long_prompt_loses_its_beginning(made: Made) -> None:

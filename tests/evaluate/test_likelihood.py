@@ -10,8 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from deskside.engine import room
 from deskside.errors import RunError, UsageError
 from deskside.evaluate.likelihood import PAGE, Encoder, Likelihood, Pair, likelihoods
+from deskside.model.cache import pool
 from deskside.model.transformer import Transformer
 from tests.evaluate.made_model import POSITIONS, Made, make, oracle
 
@@ -68,6 +70,23 @@ def test_equal_to_whole_rows_in_every_batch(made: Made) -> None:
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert a.logprob == pytest.approx(b.logprob, rel=2e-6, abs=2e-5)
+
+
+def test_a_full_card_is_given_smaller_batches(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[int] = []
+
+    def noted(config: Any, count: int, *rest: Any) -> Any:
+        pages.append(count)
+        return pool(config, count, *rest)
+
+    monkeypatch.setattr("deskside.evaluate.likelihood.pool", noted)
+    before = check(made.model, pairs(1), 100_000)
+    whole = max(pages)
+    pages.clear()
+    monkeypatch.setattr(room, "free_bytes", lambda device: 200 * made.model.kv_bytes_per_token(torch.float32))
+    for a, b in zip(before, check(made.model, pairs(1), 100_000), strict=True):
+        assert a.logprob == pytest.approx(b.logprob, rel=2e-6, abs=2e-5)
+    assert max(pages) < whole / 2
 
 
 @pytest.mark.parametrize(

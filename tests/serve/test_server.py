@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from benchmarks.serve_load import served
+from deskside.engine import room
 from deskside.engine.generate import generate
 from deskside.engine.sampling import Sampling
 from deskside.errors import UsageError
 from deskside.export.load import Loaded, load_model
-from deskside.serve.server import run_serve
+from deskside.serve.server import Serve, _engine, run_serve
 from tests.serve.chatty import make_chatty, rendered
 
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -370,3 +371,19 @@ def test_a_taken_port_is_named(address: str, chatty: Path) -> None:
     )
     assert done.returncode == 2 and f"port {port}: cannot be listened on" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_cache_leaves_a_card_room_to_compute_in(
+    chatty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_model(str(chatty))
+    wanted = _engine(loaded, Serve(str(chatty), max_batch=4)).free_tokens
+    assert capsys.readouterr().err == ""
+    each = loaded.model.kv_bytes_per_token(torch.float32)
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(64 * each / room.SHARE) + 1)
+    assert _engine(loaded, Serve(str(chatty), max_batch=4)).free_tokens == 64 < wanted
+    assert (
+        f"room for a cache of 64 tokens beside the model, in place of {wanted:,}" in capsys.readouterr().err
+    )
+    # Who asks for a size gets it, or is told that it does not fit.
+    assert _engine(loaded, Serve(str(chatty), max_batch=4, cache_tokens=128)).free_tokens == 128

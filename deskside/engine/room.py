@@ -1,0 +1,28 @@
+"""How large a cache may be beside a model that is on its card already.
+
+A cache that takes all that is free leaves nothing to compute in: the first long prompt would then end in an
+out-of-memory error, and a server with it.
+"""
+
+import torch
+
+from deskside.model.transformer import Transformer
+
+SHARE = 0.85  # of the free memory that a cache takes at most; the rest is for workspace and fragmentation
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What this process may still allocate on a GPU, torch's own reserve included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free + torch.cuda.memory_reserved(device), allowed) - torch.cuda.memory_allocated(device)
+
+
+def cache_tokens(model: Transformer, wanted: int, least: int) -> int:
+    """`wanted` tokens of keys and values, or as many as a card has room for, but `least` at any rate."""
+    free = free_bytes(model.embed.weight.device)
+    if free is None:
+        return max(least, wanted)
+    return max(least, min(wanted, int(SHARE * free / model.kv_bytes_per_token(model.activation_dtype))))
