@@ -216,14 +216,16 @@ def _read_weights(
     """A model with a checkpoint's weights, adapters merged. They are read on the host: a card may have room for one of
     them in `dtype` and for no more. Raises Damaged, or RunError for another architecture's."""
     if run["config"].get("adapter") is not None:
-        return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), device), device, dtype)
+        return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), "cpu"), device, dtype)
     verify(checkpoint, weights_only=True)
-    model = allocate(config, device, torch.float32 if checkpoint.sharded else dtype)
+    model = allocate(config, device, dtype)
     if checkpoint.sharded:
-        own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        whole = allocate(config, "cpu", torch.float32)
+        own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in whole.named_parameters()}
         with warnings.catch_warnings():  # one process reading what many wrote is what is meant here
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load({"model": own}, checkpoint_id=checkpoint.path / SHARDED, no_dist=True)
+        load_weights(model, own)
         return model
     try:
         stored = load_file(checkpoint.path / WEIGHTS)

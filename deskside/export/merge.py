@@ -40,13 +40,14 @@ def merged(
 
 @torch.no_grad()
 def merge_into(plain: Transformer, model: Transformer) -> None:
-    """Overwrite the weights of a model without adapters with those of an adapted one, merged. Beside the two, memory
-    is needed for one weight at a time, in float32."""
+    """Overwrite the weights of a model without adapters with those of an adapted one, merged. The two may lie on
+    different devices. Beside them the first one's needs memory for one weight at a time: its codes and float32."""
     given = dict(model.named_modules())
     for path, target in plain.named_modules():
         source = given[path]
         for leaf, parameter in target.named_parameters(recurse=False):
-            parameter.copy_(_weight(source) if leaf == "weight" else getattr(source, leaf))
+            # Not named: the next weight is made when this one is gone.
+            parameter.copy_(_weight(source, parameter.device) if leaf == "weight" else getattr(source, leaf))
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,20 @@ def read_adapted(
     return model
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    """The weight of a module as it computes, in float32."""
-    weight = module.dense() if isinstance(module, FrozenLinear) else module.get_parameter("weight").detach()
-    weight = weight.to(torch.float32, copy=True)
-    if isinstance(module, Linear) and module.adapter is not None:
-        for s in module.adapter.adapted:
-            weight[s.start : s.stop] += module.adapter.delta(s.name)
-    if isinstance(module, Linear | Embedding) and module.trained is not None:
-        weight[module.trained.ids] = module.trained.rows.detach().float()
+def _weight(module: nn.Module, device: torch.device) -> torch.Tensor:
+    """The weight of a module as it computes: in float32 on `device` where it has to be made, else as it is."""
+    adapter = module.adapter if isinstance(module, Linear) else None
+    trained = module.trained if isinstance(module, Linear | Embedding) else None
+    if isinstance(module, FrozenLinear):
+        weight = module.dense(device=device)
+    else:
+        weight = module.get_parameter("weight").detach()
+        if adapter is None and trained is None:
+            return weight
+        weight = weight.to(device).to(torch.float32, copy=True)
+    if adapter is not None:
+        for s in adapter.adapted:
+            weight[s.start : s.stop] += adapter.delta(s.name).to(device)
+    if trained is not None:
+        weight[trained.ids.to(device)] = trained.rows.detach().to(device, torch.float32)
     return weight

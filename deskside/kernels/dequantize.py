@@ -17,4 +17,4 @@ def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Te
         from deskside.kernels.dequantize_triton import dequantize_int8 as kernel
 
         return kernel(codes_RC, scale_R, dtype)
-    return (codes_RC.float() * scale_R[:, None]).to(dtype)
+    return codes_RC.float().mul_(scale_R[:, None]).to(dtype)

@@ -76,7 +76,7 @@ class Adapter(nn.Module):
 
     def delta(self, name: str) -> Tensor:
         """What merging adds to the rows of one projection: scale B A, float32."""
-        return self.scale * (self.b[name].detach().float() @ self.a[name].detach().float())
+        return (self.b[name].detach().float() @ self.a[name].detach().float()).mul_(self.scale)
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All A (ranks, in), and all B (rows, ranks) with zeros where a projection's rows meet another's ranks."""

@@ -94,9 +94,10 @@ class FrozenLinear(Linear):
             y = y + self.bias.to(x.dtype)
         return y if self.adapter is None else self.adapter(x, y)
 
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (rows, in) that the codes stand for."""
-        return _dense(self.stored, self.out_features, self.in_features, dtype)
+    def dense(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        """The weight (rows, in) that the codes stand for, made on `device` (None: where they are)."""
+        stored = [tensor.to(device) for tensor in self.stored]
+        return _dense(stored, self.out_features, self.in_features, dtype)
 
     @property
     def stored(self) -> list[Tensor]:

@@ -14,9 +14,11 @@ from deskside.errors import RunError, UsageError
 from deskside.export import base
 from deskside.export.checkpoints import WEIGHTS, files_of, fingerprint, folder_name
 from deskside.export.load import load_model
-from deskside.export.merge import merged, open_adapted
+from deskside.export.merge import merge_into, merged, open_adapted, read_adapted
+from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import FrozenLinear
+from tests.budget.test_adapters import Live
 from tests.export.adapted import TINY, trained
 
 TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5]])
@@ -86,6 +88,37 @@ def test_reopened_it_is_the_same_to_the_last_bit(
     assert not any("adapter" in name or "trained" in name for name in stored)
     frozen = [module for module in again.modules() if isinstance(module, FrozenLinear)]
     assert len(frozen) == (0 if format == "bf16" else 8)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_merging_needs_one_weight_at_a_time(format: str) -> None:
+    """In float32, with what its adapter adds; a table that nothing trains is copied as it is."""
+    model, _ = trained({"base": format}, intermediate_size=512, vocab_size=2000)
+    plain = allocate(model.config, "cpu", torch.bfloat16)
+    with Live(*plain.parameters(), *model.parameters(), *model.buffers()) as live:
+        before = live.peak
+        merge_into(plain, model)
+    largest = 2 * 512 * 64  # gate and up together
+    assert 4 * largest <= live.peak - before <= 1.75 * 4 * largest < 4 * 2000 * 64
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_base_is_read_on_the_host(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card may have room for the merged model and for no more."""
+    model, _ = trained({"base": format})
+    write_run(tmp_path, model, {"base": format})
+    where: list[torch.device | str] = []
+
+    def noted(*given: Any) -> Transformer:
+        where.append(given[-1])
+        return read_adapted(*given)
+
+    monkeypatch.setattr("deskside.export.load.read_adapted", noted)
+    monkeypatch.setattr(
+        "deskside.export.load.merged", lambda found, *given: where.append(given[0]) or merged(found)
+    )
+    load_model(tmp_path, "meta", torch.bfloat16)
+    assert where == ["cpu", "meta"]
 
 
 @pytest.mark.parametrize("format", FORMATS)

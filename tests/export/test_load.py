@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,22 @@ def test_one_checkpoint_of_a_run(run: Path, tmp_path: Path) -> None:
 def test_sharded_checkpoint(run: Path) -> None:
     save(run, 10, made(10), sharded=True)
     assert torch.equal(load_model(run).model(TOKENS_BT), made(10)(TOKENS_BT))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shards_are_read_on_the_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are float32: a card may have room for half of that and for no more."""
+    asked: list[tuple[str, torch.dtype]] = []
+
+    def noted(config: Any, device: torch.device | str, dtype: torch.dtype) -> Transformer:
+        asked.append((str(device), dtype))
+        return allocate(config, device, dtype)
+
+    save(run, 10, made(10), sharded=True)
+    monkeypatch.setattr("deskside.export.load.allocate", noted)
+    loaded = load_model(run, "meta", torch.bfloat16)
+    assert sorted(asked, key=str) == [("cpu", torch.float32), ("meta", torch.bfloat16)]
+    assert {p.dtype for p in loaded.model.parameters() if p.ndim >= 2} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone", "manifest"])
