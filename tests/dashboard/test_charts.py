@@ -195,6 +195,14 @@ def test_the_drawn_fp4_values_are_on_the_grid() -> None:
     assert tuple(float(code) for code in codes) == pictures.E2M1
 
 
+def test_the_drawn_fp4_values_are_rounded_as_fp4_rounds() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    scale = max(abs(value) for value in pictures.VALUES) / pictures.E2M1[-1]
+    kept = pictures.fp4().data[2].y
+    rounded = [float(ml_dtypes.float4_e2m1fn(value / scale)) * scale for value in pictures.VALUES]
+    assert kept == pytest.approx(rounded)
+
+
 def test_recomputation_as_drawn_needs_less_memory() -> None:
     kept, again = pictures.recomputation().data
     assert max(again.y) < max(kept.y) / 3
