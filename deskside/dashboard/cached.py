@@ -5,18 +5,17 @@ second at every click. What is kept here are records that nobody changes, so the
 """
 
 import threading
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import streamlit as st
-
 from deskside.dashboard import reading
 from deskside.dashboard.reading import Brief, Rows, Study
 from deskside.dashboard.scan import Found, FoundRun, Stamp, scan, stamp
 from deskside.dashboard.selection import Picked, Selection, select
-from deskside.study.life import as_it_is
+from deskside.study.life import as_it_is, held_locks, is_live
 from deskside.study.results import INTERRUPTED, Results
 
 SECONDS = 4  # a directory is listed anew after so long
@@ -36,22 +35,25 @@ class Context:
 
 
 class Kept:
-    """The last `most` things that were read, each valid while its key is the same. Safe among threads."""
+    """The last `most` things that were read, each valid while its key is the same.
 
-    def __init__(self, most: int):
+    Safe among threads: one reads at a time, so that nothing is read twice at once. lock: one for all `Kept` whose
+    things are read from one another.
+    """
+
+    def __init__(self, most: int, lock: threading.RLock):
         self._most = most
-        self._lock = threading.Lock()
+        self._lock = lock
         self._things: dict[tuple[str, str], tuple[Hashable, Any]] = {}
 
     def get(self, kind: str, name: str, key: Hashable, read: Callable[[], Thing]) -> Thing:
         """The thing of this kind and name, read when it is not there or its key has changed."""
         with self._lock:
             known = self._things.get((kind, name))
-        if known is not None and known[0] == key:
-            thing: Thing = known[1]
-            return thing
-        thing = read()
-        with self._lock:
+            if known is not None and known[0] == key:
+                kept: Thing = known[1]
+                return kept
+            thing = read()
             self._things.pop((kind, name), None)
             self._things[kind, name] = (key, thing)
             while len(self._things) > self._most:
@@ -59,21 +61,38 @@ class Kept:
         return thing
 
 
-@st.cache_resource
-def _kept() -> tuple[Kept, Kept]:
-    """(small things, of which there may be many; large ones), shared by all who look at this page."""
-    return Kept(MOST_RUNS), Kept(MOST_LARGE)
+# Small things, of which there may be many, and large ones; shared by all who look at this page.
+_lock = threading.RLock()
+_small, _large = Kept(MOST_RUNS, _lock), Kept(MOST_LARGE, _lock)
+_listed: dict[str, tuple[float, Found]] = {}  # directory -> when, what
 
 
-@st.cache_data(ttl=SECONDS, max_entries=8, show_spinner=False)
+def ahead(root: Path) -> None:
+    """Read what the first page shows, before anybody has asked for it."""
+    here = found(str(root))
+    for path in here.studies:
+        study(path)
+    runs(here.own_runs, live_runs(here.own_runs), root)
+
+
 def found(root: str) -> Found:
-    """What lies below a directory, at most a few seconds old."""
-    return scan(Path(root))
+    """What lies below a directory, at most SECONDS old."""
+    with _lock:
+        known = _listed.get(root)
+        if known is None or time.monotonic() - known[0] >= SECONDS:
+            known = _listed[root] = (time.monotonic(), scan(Path(root)))
+        return known[1]
+
+
+def live_runs(among: tuple[FoundRun, ...]) -> frozenset[Path]:
+    """The directories of the runs that are going on now."""
+    now, locks = time.time(), held_locks()
+    return frozenset(run.path for run in among if is_live(run.path, now, locks))
 
 
 def study(path: Path) -> Study | None:
     """A study as it is now; None for a directory that holds something else."""
-    read = _kept()[1].get("study", str(path), stamp(path, *STUDY_FILES), lambda: _study(path))
+    read = _large.get("study", str(path), stamp(path, *STUDY_FILES), lambda: _study(path))
     if read is None or read.results is None:
         return read
     return replace(read, results=as_it_is(read.results, path))
@@ -93,28 +112,28 @@ def _study(path: Path) -> Study | None:
 
 def brief(path: Path) -> Brief:
     """A run in short."""
-    return _kept()[0].get("brief", str(path), stamp(path, *RUN_FILES), lambda: reading.read_brief(path))
+    return _small.get("brief", str(path), stamp(path, *RUN_FILES), lambda: reading.read_brief(path))
 
 
 def plan(path: Path) -> dict[str, Any]:
     """A run's plan.json."""
-    return _kept()[0].get("plan", str(path), stamp(path, "plan.json"), lambda: reading.read_plan(path))
+    return _small.get("plan", str(path), stamp(path, "plan.json"), lambda: reading.read_plan(path))
 
 
 def rows(path: Path) -> Rows:
     """A run's newest steps."""
-    return _kept()[1].get("rows", str(path), stamp(path, "metrics.jsonl"), lambda: reading.read_rows(path))
+    return _large.get("rows", str(path), stamp(path, "metrics.jsonl"), lambda: reading.read_rows(path))
 
 
 def curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
     """A run's whole curve, and what of it is missing. Raises UsageError where there is no run."""
-    return _kept()[1].get("curve", str(path), stamp(path, "metrics.jsonl"), lambda: reading.read_curve(path))
+    return _large.get("curve", str(path), stamp(path, "metrics.jsonl"), lambda: reading.read_curve(path))
 
 
 def runs(own: tuple[FoundRun, ...], live: frozenset[Path], root: Path) -> Results:
     """The runs that are no part of a study, in the shape of one."""
     key: tuple[tuple[Path, Stamp], ...] = tuple((run.path, stamp(run.path, *RUN_FILES)) for run in own)
-    return _kept()[1].get(
+    return _large.get(
         "runs",
         str(root),
         (key, live),
@@ -129,4 +148,4 @@ def selected(name: str, whole: Results, picked: Picked) -> Results:
     levels = tuple(sorted(picked.levels.items()))
     gone = sum(trial.status == INTERRUPTED for arm in whole.arms for trial in arm.trials)
     key = (whole.updated, gone, picked.groups, levels, picked.statuses, picked.seeds, picked.words)
-    return _kept()[1].get("selected", name, key, lambda: select(whole, picked))
+    return _large.get("selected", name, key, lambda: select(whole, picked))

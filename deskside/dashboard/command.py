@@ -6,6 +6,8 @@ import importlib.util
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from deskside.config.commandline import parse
 from deskside.errors import UsageError
 
 FIRST_PORT, TRIED = 8501, 20
+WAIT_SECONDS = 0.05
 BUSY = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
@@ -89,9 +92,30 @@ def _serve(root: Path, host: str, port: int) -> None:
     for name, value in settings(host, port).items():
         arguments += [f"--{name}", value]
     os.environ.setdefault("STREAMLIT_SERVER_SHOW_EMAIL_PROMPT", "false")
+    threading.Thread(target=_ahead, args=(root, host, port), name="ahead", daemon=True).start()
     # What streamlit prints when it stops must not fail where nobody reads standard output any more.
     with contextlib.redirect_stdout(sys.stderr):
         cli.main([*arguments, "--", str(root)], standalone_mode=False)
+
+
+def _ahead(root: Path, host: str, port: int) -> None:
+    """Import and read what the first page shows, while the browser still loads streamlit's scripts.
+
+    Not before the server listens: until then it would only take the time that the server needs to start.
+    """
+    while not _answers(host, port):
+        time.sleep(WAIT_SECONDS)
+    from deskside.dashboard import cached, tab_overview  # noqa: F401
+
+    cached.ahead(root)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _port(host: str, wanted: int | None) -> int:

@@ -1,6 +1,5 @@
 """The sidebar: which study is looked at, and which of its arms. An empty filter means everything."""
 
-import time
 from pathlib import Path
 
 import streamlit as st
@@ -8,10 +7,9 @@ import streamlit as st
 from deskside.dashboard import cached
 from deskside.dashboard.literal import literal
 from deskside.dashboard.reading import Study, card_words
-from deskside.dashboard.scan import Found, FoundRun
+from deskside.dashboard.scan import Found
 from deskside.dashboard.selection import Picked, Selection, statuses
 from deskside.report import study_words as words
-from deskside.study.life import held_locks, is_live
 from deskside.study.results import Results
 
 MOST_OPEN = 6  # factors; with more their filters are folded away
@@ -36,7 +34,7 @@ def show(root: Path, found: Found) -> Selection | None:
         if chosen is not None and chosen.results is not None:
             whole, folder = chosen.results, chosen.path
         else:
-            whole, folder = cached.runs(found.own_runs, live_runs(found.own_runs), root), None
+            whole, folder = cached.runs(found.own_runs, cached.live_runs(found.own_runs), root), None
         _keep_group(whole, names[place])
         picked = _filters(whole, names[place])
         results = cached.selected(names[place], whole, picked)
@@ -74,12 +72,6 @@ def _keep_group(whole: Results, study: str) -> None:
     kept = st.session_state.get(key)
     st.session_state[key] = kept if kept in names else first
     st.session_state[all_groups_key(study)] = st.session_state.get(all_groups_key(study), True)
-
-
-def live_runs(runs: tuple[FoundRun, ...]) -> frozenset[Path]:
-    """The directories of the runs that are going on now."""
-    now, locks = time.time(), held_locks()
-    return frozenset(run.path for run in runs if is_live(run.path, now, locks))
 
 
 def _updated(study: Study | None) -> str:

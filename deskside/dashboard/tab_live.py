@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from deskside.dashboard import cached, charts, sidebar
+from deskside.dashboard import cached, charts
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import COMMANDS, chart
 from deskside.dashboard.literal import literal
@@ -30,7 +30,7 @@ def show(context: Context) -> None:
 
 def _live(root: str) -> None:
     found = cached.found(root)
-    live = sorted(sidebar.live_runs(found.runs))
+    live = sorted(cached.live_runs(found.runs))
     _studies(root)
     st.header(f"{study_words.several(len(live), 'run')} going on")
     if not live:

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from deskside.dashboard import cached, pictures, sidebar
+from deskside.dashboard import cached, pictures
 from deskside.dashboard.cached import Context
 from deskside.dashboard.common import chart, nothing, problems, sentence
 from deskside.dashboard.literal import literal
@@ -32,7 +32,7 @@ def show(context: Context) -> None:
 
 
 def _here(context: Context, selection: Selection) -> None:
-    live = sidebar.live_runs(context.found.runs)
+    live = cached.live_runs(context.found.runs)
     studies = [path for path in context.found.studies if cached.study(path) is not None]
     with st.container(horizontal=True):
         for label, count in (

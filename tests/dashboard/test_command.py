@@ -3,12 +3,13 @@
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from deskside import cli
-from deskside.dashboard import command
+from deskside.dashboard import cached, command
 from deskside.errors import UsageError
 
 
@@ -68,6 +69,23 @@ def test_errors_are_one_line(words: list[str], message: str, served: list[object
     with pytest.raises(UsageError, match=message) as error:
         command.run(words)
     assert "\n" not in str(error.value) and not served
+
+
+def test_nothing_is_read_ahead_before_the_server_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(cached, "ahead", read.append)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        thread = threading.Thread(target=command._ahead, args=(tmp_path, "127.0.0.1", port))
+        thread.start()
+        thread.join(4 * command.WAIT_SECONDS)
+        assert thread.is_alive() and not read
+        server.listen()
+        thread.join(30)
+    assert not thread.is_alive() and read == [tmp_path]
 
 
 def test_without_streamlit_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,88 @@
+"""What is read once, and when it is read again."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from deskside.dashboard import cached, reading
+from deskside.study.results import INTERRUPTED
+from tests.dashboard import made_up
+
+
+def test_two_who_ask_at_once_have_it_read_once() -> None:
+    reads: list[str] = []
+
+    def slow() -> str:
+        reads.append("read")
+        time.sleep(0.05)
+        return "thing"
+
+    kept = cached.Kept(8, threading.RLock())
+    together = threading.Barrier(4)
+    got: list[str] = []
+
+    def ask() -> None:
+        together.wait()
+        got.append(kept.get("kind", "name", 1, slow))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == ["thing"] * 4 and reads == ["read"]
+    assert kept.get("kind", "name", 2, lambda: "newer") == "newer"
+
+
+def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up.study(tmp_path / "studies/made")
+    made_up.broken(tmp_path)
+    made_up.run(tmp_path / "runs/ended")
+    cached.ahead(tmp_path)
+
+    def read_again(path: Path) -> None:
+        raise AssertionError(path)
+
+    for name in ("read_brief", "read_study"):
+        monkeypatch.setattr(reading, name, read_again)
+    monkeypatch.setattr(cached, "scan", read_again)
+    found = cached.found(str(tmp_path))
+    studies = [study for path in found.studies if (study := cached.study(path)) is not None]
+    assert [(study.path.name, study.results is not None) for study in studies] == [
+        ("begun", False),
+        ("broken", False),
+        ("made", True),
+        ("odd", False),
+    ]
+    arms = cached.runs(found.own_runs, cached.live_runs(found.own_runs), tmp_path).arms
+    assert [arm.label for arm in arms] == ["ended", "garbage", "half"]
+
+
+def test_what_changes_after_it_was_read_ahead_is_read_again(tmp_path: Path) -> None:
+    with made_up.running(tmp_path / "runs/now"):
+        cached.ahead(tmp_path)
+        own = cached.found(str(tmp_path)).own_runs
+        assert _status(own, tmp_path) == "running"
+    made_up.old(tmp_path / "runs/now")
+    assert _status(own, tmp_path) == INTERRUPTED
+    (tmp_path / "runs/now/summary.json").write_text(json.dumps({"status": "finished", "val_bpb": 1.5}))
+    assert _status(own, tmp_path) == "finished"
+    assert cached.brief(tmp_path / "runs/now").metrics == {"val_bpb": 1.5}
+
+
+def test_a_directory_is_listed_anew_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up.run(tmp_path / "a")
+    assert len(cached.found(str(tmp_path)).runs) == 1
+    made_up.run(tmp_path / "b")
+    assert len(cached.found(str(tmp_path)).runs) == 1
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + cached.SECONDS)
+    assert len(cached.found(str(tmp_path)).runs) == 2
+
+
+def _status(own: tuple[cached.FoundRun, ...], root: Path) -> str:
+    (arm,) = cached.runs(own, cached.live_runs(own), root).arms
+    return arm.trials[0].status
