@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.parity_jobs import Job
 from deskside.errors import UsageError
+from deskside.facts.cpu import cpu_cores
 
 END_SHARE = 0.1  # of the steps, at the end, that the training loss is averaged over
 STAGGER_SECONDS = 1.0
@@ -88,7 +89,7 @@ def _refuse_old(jobs: Sequence[Job], out: Path, base: Path) -> None:
 def _start(job: Job, slot: str, base: Path, slots: int) -> Running:
     """Begin a run. With an empty slot it sees no GPU."""
     log = base / f"{job.label}.log"
-    threads = max(1, (os.cpu_count() or 1) // slots)
+    threads = max(1, cpu_cores() // slots)
     threads = min(threads, 8, int(os.environ.get("OMP_NUM_THREADS", "8").split(",")[0] or 8))
     environment = {
         **os.environ,

@@ -14,7 +14,6 @@ the run.
 import importlib.util
 import inspect
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from deskside.errors import RunError, UsageError
 from deskside.evaluate import sandbox
+from deskside.facts.cpu import cpu_cores
 
 Reward = Callable[[str, str, str], float]
 
@@ -117,7 +117,7 @@ class Rewards:
         """Rewards of (prompt, completion, answer) each, in order; code runs on all processors."""
         if not any(part is code for _, part in self.parts):
             return [self(*case) for case in cases]
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(cpu_cores()) as pool:
             return list(pool.map(lambda case: self(*case), cases))
 
 

@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from deskside.errors import RunError
+from deskside.facts.cpu import cpu_cores
 
 FEW = 2048  # items that are done here sooner than processes begin
 CHUNK = 128  # items that travel together
@@ -22,11 +23,6 @@ Context = TypeVar("Context")
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 Tool = TypeVar("Tool")
-
-
-def cores() -> int:
-    """Cores that this process may use; where the system does not tell, all there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -70,7 +66,7 @@ def in_order(
     """
     rest = iter(items)
     first = list(itertools.islice(rest, FEW))
-    every, count = itertools.chain(first, rest), cores()
+    every, count = itertools.chain(first, rest), cpu_cores()
     if len(first) < FEW or count == 1:
         for context, item in every:
             yield context, work(own, item)

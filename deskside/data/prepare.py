@@ -30,7 +30,7 @@ import xxhash
 from deskside.data import folder, shards
 from deskside.data import tokenizer as bpe
 from deskside.data.baselines import GzipMeter, token_counts, unigram_bits
-from deskside.data.pool import cores, processes
+from deskside.data.pool import processes
 from deskside.data.progress import Progress
 from deskside.data.scan import (
     Sampler,
@@ -47,6 +47,7 @@ from deskside.data.sources import BadInputLog, OnBad, Source
 from deskside.data.state import State, difference, look, refuse_strangers, write_state
 from deskside.data.worker import Job, ShardCutter, make_shard, start_worker
 from deskside.errors import RunError, UsageError
+from deskside.facts.cpu import cpu_cores
 
 SHARD_BYTES = 32 << 20
 SAMPLE_BYTES = 80 << 20
@@ -140,7 +141,7 @@ def prepare(
         complete = work.complete()
         if complete is None:
             work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
-            work.second_pass(workers or cores(), val_fraction, seed, shard_bytes)
+            work.second_pass(workers or cpu_cores(), val_fraction, seed, shard_bytes)
             complete = work.finish()
     except UsageError:
         work.undo()

@@ -21,7 +21,6 @@ Another system than Linux on x86-64 or ARM64 has none of this, and there code is
 
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from pathlib import Path
 
 from deskside.errors import RunError
 from deskside.evaluate import sandbox_child
+from deskside.facts.cpu import cpu_cores
 
 SECONDS = 10.0
 MEMORY_MIB = 512
@@ -91,7 +91,7 @@ def check_many(
     workers: int | None = None,
 ) -> list[Verdict]:
     """`check` for (code, tests) pairs, several at a time; the order is kept. workers: None is one per processor."""
-    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(workers or cpu_cores()) as pool:
         return list(pool.map(lambda job: check(*job, seconds=seconds, memory_mib=memory_mib), jobs))
 
 

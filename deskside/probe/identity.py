@@ -18,6 +18,7 @@ from typing import Any
 
 import deskside
 from deskside.errors import RunError, UsageError
+from deskside.facts.cpu import cpu_cores
 
 # The packages whose code an optimiser step runs. Their digest stands for the commit: editing a document or a command
 # throws no measurement away, and a checkout with edits is noticed.
@@ -85,13 +86,6 @@ def cpu_name() -> str:
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine() or "CPU"
-
-
-def cpu_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @cache

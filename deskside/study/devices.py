@@ -5,7 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deskside.errors import UsageError
-from deskside.probe.identity import cpu_cores, this_machine
+from deskside.facts.cpu import cpu_cores
+from deskside.probe.identity import this_machine
 
 THREADS = "OMP_NUM_THREADS"
 

@@ -13,6 +13,7 @@ import pynvml
 import torch
 
 import deskside
+from deskside.facts.cpu import cpu_cores
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def describe(device: torch.device, folder: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": cpu_cores(),
         "torch_threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "disk_free_gib": round(shutil.disk_usage(folder).free / 2**30, 1),

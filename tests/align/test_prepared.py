@@ -25,7 +25,7 @@ def test_the_same_from_one_process_and_from_several(
     found = []
     for count in (1, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "cores", lambda count=count: count)
+            patch.setattr(pool, "cpu_cores", lambda count=count: count)
             patch.setattr(pool, "FEW", 8)
             patch.setattr(pool, "CHUNK", 4)
             out = tmp_path / str(count)

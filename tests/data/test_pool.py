@@ -23,7 +23,7 @@ from tests.train.tiny_run import descendants
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, for little work already."""
-    monkeypatch.setattr(pool, "cores", lambda: 2)
+    monkeypatch.setattr(pool, "cpu_cores", lambda: 2)
     monkeypatch.setattr(pool, "FEW", 8)
     monkeypatch.setattr(pool, "CHUNK", 4)
 
@@ -90,7 +90,7 @@ def test_conversations_are_the_same_from_one_process_and_from_several(
         results = []
         for count in (1, 2):
             with monkeypatch.context() as patch:
-                patch.setattr(pool, "cores", lambda count=count: count)
+                patch.setattr(pool, "cpu_cores", lambda count=count: count)
                 patch.setattr(pool, "FEW", 8)
                 out = tmp_path / f"{count}-{spec.turns}"
                 index = prepare_chat(spec, tokenizer, out, quiet=True, shard_tokens=1500)
@@ -106,7 +106,7 @@ import sys
 from pathlib import Path
 from deskside.data import pool
 from deskside.data.chat import ChatSpec, prepare_chat
-pool.cores = lambda: 2
+pool.cpu_cores = lambda: 2
 prepare_chat(ChatSpec((sys.argv[1],)), Path(sys.argv[2]), Path(sys.argv[3]), quiet=True)
 """
 

@@ -1,0 +1,44 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from deskside.facts.cpu import cpu_cores
+
+
+@pytest.fixture(autouse=True)
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may use eight cores of sixty-four."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "1000 100000\n"}, 1),
+        ({"cpu.max": "1600000 100000\n"}, 8),
+        ({"cpu.max": "\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+    ],
+)
+def test_affinity_and_the_containers_quota(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+    assert cpu_cores(write(tmp_path, files)) == cores
+
+
+def test_all_cores_where_the_system_knows_no_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert cpu_cores(tmp_path) == 64
