@@ -170,7 +170,7 @@ def _row(one: Running) -> dict[str, Any]:
     kept = job.config.precision.recipe().kept_blocks(layers) if quantized else (layers, 0)
     losses = [row["loss"] for row in metrics if not row["skipped"]]
     end = losses[-max(1, round(len(losses) * END_SHARE)) :] if status == "finished" else []
-    curve = [[row["tokens"], row["val_bpb"]] for row in metrics if row["val_bpb"] is not None]
+    curve = [[row["tokens"], row["val_bpb"]] for row in metrics if row.get("val_bpb") is not None]
     if status == "finished":
         curve.append([summary["tokens"], summary["val_bpb"]])
     return {

@@ -17,7 +17,7 @@ LINE_SECONDS = 10.0  # between plain lines, where there is no terminal to draw a
 
 
 class MetricsFile:
-    """One JSON object per step in metrics.jsonl."""
+    """One JSON object per step in metrics.jsonl; what is measured now and then stands in the rows that have it."""
 
     def __init__(self, run: RunDirectory):
         self.run = run
@@ -51,7 +51,7 @@ class Terminal:
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
         if row.get("val_loss") is not None:  # an objective that is measured by its loss
             self._last_value = f"  val {row['val_loss']:.3f}"
-        elif row["val_bpb"] is not None:
+        elif row.get("val_bpb") is not None:
             self._last_value = f"  val {row['val_bpb']:.3f} bpb"
         speed = f"  {row['tokens_per_second']:,.0f} tok/s" if row["tokens_per_second"] else ""
         goal = next((f"  {name} {row[name]:.3f}" for name in ("reward", "accuracy") if name in row), "")

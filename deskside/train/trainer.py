@@ -259,7 +259,7 @@ class Trainer:
             self.event(f"step {row['step']} skipped: {verdict.reason}")
         if verdict.too_many:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
-        row |= {"seconds": self.clock.seconds(), "loss": loss, "val_bpb": None, "grad_norm": norm}
+        row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
         row |= {"skipped": verdict.skipped, "tokens_per_second": tokens_per_second}
         row |= self.stepper.objective.row(step.numbers.extra(), step.numbers.count)
         return self.measure(row, flops_per_second)

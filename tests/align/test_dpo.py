@@ -157,6 +157,7 @@ def test_a_run_learns_what_is_preferred(base: Path, tmp_path: Path) -> None:
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert first["kl"] == pytest.approx(0, abs=1e-7)
     assert last["loss"] < 0.4
+    assert "val_bpb" not in first
     assert [s["before"] for s in summary["samples"]]
 
 
