@@ -25,23 +25,26 @@ class Device:
     """Work that is done in the order in which it was launched, at the pace of the device, seen by one host.
 
     Launching a step costs the host `launch` seconds, then its work costs the device `work`. Where `waits`, the host
-    is held inside of the launch until that is done, as by a step that copies something to the host.
+    is held inside of the launch until that is done, as by a step that copies something to the host. `held_up`: seconds
+    for which a busy machine keeps the host from running, by the step after whose launch it does.
     """
 
-    def __init__(self, launch: float, work: float, waits: bool):
-        self.launch, self.work, self.waits = launch, work, waits
+    def __init__(self, launch: float, work: float, waits: bool, held_up: dict[int, float] | None = None):
+        self.launch, self.work, self.waits, self.held_up = launch, work, waits, held_up or {}
         self.now = self.free_at = 0.0
 
     def perf_counter(self) -> float:
         self.now += 1e-9
         return self.now
 
-    def step(self, *_: Any) -> "Finished":
+    def step(self, _: Any, number: int) -> "Finished":
         self.now += self.launch
         self.free_at = max(self.free_at, self.now) + self.work
         if self.waits:
             self.now = self.free_at
-        return Finished(self)
+        finished = Finished(self)
+        self.now += self.held_up.get(number, 0.0)
+        return finished
 
     def evaluate(self) -> dict[str, float]:
         self.now += EVALUATION
@@ -133,8 +136,11 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         (Device(0.01, 0.05, waits=False), 0.06, 0.05),  # the device holds up the host
         (Device(0.08, 0.05, waits=False), 0.13, 0.08),  # the host holds up the device
         (Device(0.01, 0.05, waits=True), 0.06, 0.06),  # they take turns
+        # The host reads the last two rows before a pause long after their steps, one right after the other.
+        (Device(0.01, 0.05, waits=False, held_up={5: 2.0, STEPS: 2.0}), 0.06, 0.05),
+        (Device(0.01, 0.05, waits=True, held_up={5: 2.0, STEPS: 2.0}), 0.06, 0.06),
     ],
-    ids=["asynchronous", "slow launches", "launches that wait"],
+    ids=["asynchronous", "slow launches", "launches that wait", "host held up", "host held up, waits"],
 )
 def test_every_step_has_its_own_time(
     device: Device, first: float, others: float, monkeypatch: pytest.MonkeyPatch
