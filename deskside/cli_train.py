@@ -122,7 +122,7 @@ def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> Run
         raise UsageError(f"which preset? one of {', '.join(presets.names())}, d12 ... d20, or a .toml file")
     layers: list[dict[str, Any]] = []
     if options.preset is not None:
-        layers = presets.layers(options.preset)
+        layers = presets.for_pretraining(options.preset)
     if options.depth is not None:
         layers = [presets.depth(options.depth)]
     if source is not None:

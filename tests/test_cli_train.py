@@ -87,6 +87,33 @@ def test_refused_before_anything_is_made(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("command", "table", "which"),
+    [
+        (["train", "mine.toml"], "name = 'dpo'", "dpo"),
+        (["train", "mine.toml", "--dry-run"], "name = 'sft'\nepochs = 1", "sft"),
+        (["train", "mine.toml"], "beta = 0.1", "sft|dpo|grpo"),
+        (["go", "--preset", "mine.toml", "--hours", "1", "--yes"], "name = 'sft'", "sft"),
+        (["probe", "--preset", "mine.toml"], "name = 'sft'", "sft"),
+        (["study", "study.toml"], "name = 'sft'", "sft"),
+    ],
+)
+def test_a_file_for_fine_tuning_is_not_pretrained(
+    command: list[str], table: str, which: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine.toml").write_text(f"base = 'demo'\n[align]\n{table}\n")
+    (here / "study.toml").write_text(
+        "name = 'one'\nbase = 'mine.toml'\n[budget]\nsteps = 2\n"
+        "[[factor]]\nname = 'rate'\n[[factor.level]]\nname = 'low'\n[factor.level.set]\noptim.lr = 0.01\n"
+    )
+    assert cli.main(command) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert "mine.toml: its table [align] is for fine-tuning" in shown.err
+    assert f"use deskside {which} RUN|HF_DIR --data SOURCE" in shown.err
+    assert sorted(path.name for path in here.iterdir()) == ["mine.toml", "study.toml"]
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", "", "."])
 def test_a_name_that_is_no_folder(
     name: str, made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,7 @@ from typing import Any
 from deskside.errors import UsageError
 
 DEPTH_HEAD_DIM = 128
+FINE_TUNING = ("sft", "dpo", "grpo")  # commands that begin from weights and take options, no preset
 
 
 def names() -> list[str]:
@@ -26,6 +27,21 @@ def names() -> list[str]:
 def layers(name: str) -> list[dict[str, Any]]:
     """The layers of a preset name, of `dN` (depth N), or of a TOML file, lowest first. Raises UsageError."""
     return _layers(name, Path(), ())
+
+
+def for_pretraining(name: str) -> list[dict[str, Any]]:
+    """`layers` for a command that pretrains. Raises UsageError for a file with a table [align] too."""
+    found = layers(name)
+    for layer in found:
+        if "align" in layer:
+            align = layer["align"]
+            asked = align.get("name") if isinstance(align, dict) else None
+            which = asked if asked in FINE_TUNING else "|".join(FINE_TUNING)
+            raise UsageError(
+                f"{name}: its table [align] is for fine-tuning, which takes options and no file: use deskside {which} "
+                f"RUN|HF_DIR --data SOURCE; to pretrain, remove the table"
+            )
+    return found
 
 
 def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def plan(wish: Wish, pretrain_seconds: float) -> tuple[Result, Plan | None]:
 def preset_config(wish: Wish) -> dict[str, Any]:
     """A preset as it is, with the options by hand on top."""
     assert wish.preset is not None
-    built = merge.build([*presets.layers(wish.preset), by_hand(wish)])
+    built = merge.build([*presets.for_pretraining(wish.preset), by_hand(wish)])
     return built.model_dump(mode="json", exclude_unset=True)
 
 

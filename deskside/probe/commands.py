@@ -132,7 +132,7 @@ def _points(options: ProbeOptions, machine: Machine) -> list[Point]:
 
 
 def _size(name: str) -> Size:
-    config = merge.build(presets.layers(name))
+    config = merge.build(presets.for_pretraining(name))
     return Size(config.model, config.batch.sequence_length, config.batch.tokens)
 
 

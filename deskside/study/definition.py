@@ -396,7 +396,7 @@ def _preset(name: str, label: str, folder: Path) -> str:
     """A preset's name as it is, a file's path from here. Raises UsageError when there is none."""
     found = str(folder / name) if name.endswith(".toml") else name
     try:
-        presets.layers(found)
+        presets.for_pretraining(found)
     except UsageError as error:
         raise UsageError(f"{label}: {error}") from None
     return found
