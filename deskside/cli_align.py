@@ -157,6 +157,11 @@ def require(options: Any, command: str, file: str) -> None:
     """Raises UsageError without a model or data."""
     if options.source is None:
         raise UsageError(f"RUN|HF_DIR is missing: which model? deskside {command} runs/NAME --data {file}")
+    if str(options.source).endswith(".toml"):
+        raise UsageError(
+            f"{options.source}: deskside {command} takes no file but a model to begin with; write the file's keys as "
+            f"options: deskside {command} runs/NAME --data {file} --optim.lr 1e-5"
+        )
     if not options.sources:
         raise UsageError(f"--data is missing: learn from what? deskside {command} RUN --data {file}")
 
@@ -176,6 +181,22 @@ def prepared(asked: str | None, default: Path, make: Callable[[Path], object]) -
         time.sleep(0.5)
     if not index.is_file():
         make(path)
+    return path
+
+
+def prepared_from(
+    given: dict[str, Any], spec: Any, name: str, tokenizer: Path, make: Callable[[Path], object]
+) -> Path:
+    """`prepared` by what `align.prepared.Spec` names. Raises UsageError where --data.path holds something else."""
+    from deskside.align.prepared import key_of
+
+    key = spec.key(tokenizer)
+    default = Path("data") / f"{stem(spec.sources[0])}-{name}-{key}"
+    path = prepared(given.get("data", {}).get("path"), default, make)
+    if key_of(path) not in (key, None):
+        raise UsageError(
+            f"--data.path {path}: holds other {name}, or is for another tokenizer; give another path, or none"
+        )
     return path
 
 

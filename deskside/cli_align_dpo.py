@@ -84,9 +84,8 @@ def _prepared(align: DpoConfig, given: dict[str, Any], tokenizer: Path) -> Path:
     from deskside.align.prepared import Spec
 
     spec = Spec("preference", align.data, align.val, align.val_fraction, most_held_out=500)
-    default = Path("data") / f"{cli_align.stem(align.data[0])}-pairs-{spec.key(tokenizer)}"
-    return cli_align.prepared(
-        given.get("data", {}).get("path"), default, lambda out: prepare_pairs(spec, tokenizer, out)
+    return cli_align.prepared_from(
+        given, spec, "pairs", tokenizer, lambda out: prepare_pairs(spec, tokenizer, out)
     )
 
 

@@ -106,10 +106,8 @@ def _prepared(align: GrpoConfig, given: dict[str, Any], tokenizer: Path) -> Path
         most_held_out=200,
         options=(("system", align.system),),
     )
-    default = Path("data") / f"{cli_align.stem(align.data[0])}-questions-{spec.key(tokenizer)}"
-    asked = given.get("data", {}).get("path")
-    return cli_align.prepared(
-        asked, default, lambda out: prepare_questions(spec, align.system, tokenizer, out)
+    return cli_align.prepared_from(
+        given, spec, "questions", tokenizer, lambda out: prepare_questions(spec, align.system, tokenizer, out)
     )
 
 

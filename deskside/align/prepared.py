@@ -150,6 +150,7 @@ class Maker:
             index = {
                 "schema_version": VERSION,
                 "kind": self.spec.kind,
+                "key": self.spec.key(tokenizer),
                 "vocab_size": max(coder.get_vocab(with_added_tokens=True).values()) + 1,
                 "eos_id": eos,
                 "tokenizer": shards.checksum_file(new / "tokenizer.json"),
@@ -199,6 +200,14 @@ def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
         if not file.is_file() or shards.checksum_file(file) != split["checksum"]:
             raise RunError(f"{file}: is not what was written there; remove {path} and prepare the data again")
     return index
+
+
+def key_of(path: Path) -> str | None:
+    """`Spec.key` of what a prepared folder was made from; None where its index does not say, as older ones do not."""
+    try:
+        return str(json.loads((path / "index.json").read_text("utf-8"))["key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class Indexed:

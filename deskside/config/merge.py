@@ -88,6 +88,11 @@ def _adapters(config: RunConfig) -> bool:
     return config.adapter is not None
 
 
+def _own_loader(config: RunConfig) -> bool:
+    """Whether the objective has a loader of its own, which takes what there is in one order and reads nothing ahead."""
+    return config.align is not None and config.align.name != "sft"
+
+
 _QUANTIZE = "nothing is quantised in fp32 and bf16: remove it, or use a precision.name such as fp8"
 
 
@@ -152,6 +157,16 @@ NO_EFFECT = (
         "schedule.length",
         lambda c: c.schedule.length is not None and c.schedule.length.unit != "seconds",
         "the length is not in time: remove it, or give --hours",
+    ),
+    NoEffect(
+        "data.val_fraction",
+        "align.name",
+        lambda c: c.align is not None,
+        "use --align.val_fraction",
+    ),
+    *(
+        NoEffect(f"data.{key}", "align.name", _own_loader, "only deskside train and sft have it: remove it")
+        for key in ("weights", "prefetch")
     ),
     NoEffect(
         "data.val_fraction",

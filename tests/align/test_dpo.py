@@ -273,15 +273,24 @@ def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
         ),
         (["BASE", "--data", "PAIRS", "--align.beta", "0"], "align.beta"),
         (["BASE", "--data", "PAIRS", "--compute.z_loss", "1e-4", "--schedule.steps", "1"], "z_loss"),
+        (["BASE", "--data", "PAIRS", "--data.prefetch", "4"], "data.prefetch: has no effect here"),
+        (["BASE", "--data", "PAIRS", "--data.weights", "{a = 1.0}"], "data.weights: has no effect here"),
+        (["BASE", "--data", "PAIRS", "--data.val_fraction", "0.1"], "use --align.val_fraction"),
+        (["BASE", "--data", "PAIRS", "--data.path", "PREPARED"], "holds other pairs"),
         (["--resume", "runs/x", "--data", "PAIRS"], "give no other options"),
     ],
 )
 def test_wrong_usage_is_one_line(
-    argv: list[str], error: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    error: str,
+    base: Path,
+    prepared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pairs = tiny.jsonl(tmp_path / "pairs.jsonl", tiny.pairs(40))
-    argv = [{"BASE": str(base), "PAIRS": str(pairs)}.get(a, a) for a in argv]
+    argv = [{"BASE": str(base), "PAIRS": str(pairs), "PREPARED": str(prepared)}.get(a, a) for a in argv]
     with pytest.raises(UsageError, match=error) as found:
         cli_align_dpo.run([*argv, "--compute.device", "cpu"] if "--resume" not in argv else argv)
     assert "\n" not in str(found.value)

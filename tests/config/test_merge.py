@@ -83,6 +83,17 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"schedule": {"hours": 2, "clock": "training"}},
         {"schedule": {"steps": 100}},
     ),
+    ("data.val_fraction", "align.name"): (
+        {"data": {"sources": ["a.txt"], "val_fraction": 0.1}},
+        {"align": {"name": "sft"}, "data": {"document_mask": True, "sources": []}},
+    ),
+    **{
+        (f"data.{key}", "align.name"): (
+            {"data": {key: value}},
+            {"align": {"name": "dpo"}, "data": {"document_mask": True}},
+        )
+        for key, value in {"weights": {"a": 1.0}, "prefetch": 4}.items()
+    },
     ("data.val_fraction", "data.sources"): (
         {"data": {"sources": ["a.txt"], "val_fraction": 0.1}},
         {"data": {"sources": []}},
