@@ -367,7 +367,7 @@ def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_
 
     rows = [row for row in store.rows() if is_it(row)]
     if not rows:
-        return [], []
+        return [], store.notes()
     machine = probe_store.this_machine()
     if machine.device == "cuda" and gpus.of_device(machine.card, machine.memory_bytes) == gpu:
         return store.require(machine), store.notes(machine)
@@ -379,7 +379,7 @@ def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_
     ]
     if len(used) < len(rows):
         notes.append(f"{len(rows) - len(used)} older ones, of other drivers or software, are not used")
-    return used, notes
+    return used, [*notes, *store.notes()]
 
 
 def _given(

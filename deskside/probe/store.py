@@ -11,7 +11,7 @@ was asked for. How long a point is measured is no part of it.
 
 Nothing is ever rewritten: a row is appended by one write under a lock and is on the disk before `add` returns, and a
 later row of the same key stands for an earlier one. A line that a crash cut off is left where it is and passed over,
-with a note; so is a row with a value that cannot be (`rows.py`), or whose hash is not its key's.
+with a note for its file; so is a row with a value that cannot be (`rows.py`), or whose hash is not its key's.
 
 Who measures holds a lock on .<card>.lock beside the rows, because two probes at once would measure each other.
 """
@@ -42,6 +42,7 @@ KINDS = ("point", "card")
 STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
 FINAL = ("ok", "oom")  # what need not be measured again
 NO_PART_OF_KEY = ("steps", "seconds", "warmup_seconds", "device")
+TOLD = 3  # damaged lines of a file that a note tells about
 TRIAL_BYTES = 2**16  # more than the rows of a probe
 
 Row = dict[str, Any]
@@ -105,7 +106,11 @@ def open_store(folder: str | Path = "probes") -> "Store":
 
 @dataclass(frozen=True)
 class Store:
-    """Rows of all cards in one folder. What reads raises UsageError when a file has lines and none can be read."""
+    """Rows of all cards in one folder.
+
+    What reads for one machine raises UsageError when that card's file has lines and none can be read. Without one the
+    file is passed over, with a note: it may be of any card.
+    """
 
     folder: Path
 
@@ -171,9 +176,9 @@ class Store:
             yield
 
     def notes(self, machine: Machine | None = None) -> list[str]:
-        """One line for each thing that was passed over: damaged lines, rows of other software or another driver."""
-        paths = self._paths(machine)
-        found = [note for path in paths for note in _read(path)[1]]
+        """What was passed over: a line for each file that has damaged lines, and for rows of other software or another
+        driver."""
+        found = [note for path in self._paths(machine) for note in _read(path, machine is not None)[1]]
         if machine is None:
             return found
         groups: dict[str, int] = {}
@@ -205,7 +210,7 @@ class Store:
         return sorted(self.folder.glob("*.jsonl")) if self.folder.is_dir() else []
 
     def _all(self, machine: Machine | None) -> list[Row]:
-        return [row for path in self._paths(machine) for row in _read(path)[0]]
+        return [row for path in self._paths(machine) for row in _read(path, machine is not None)[0]]
 
 
 def _differences(machine: Machine, row: Row) -> str:
@@ -222,17 +227,20 @@ def _word(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _read(path: Path) -> tuple[list[Row], list[str]]:
-    """(rows, notes) of one file. Raises UsageError when it has lines and none can be read."""
+def _read(path: Path, needed: bool = True) -> tuple[list[Row], list[str]]:
+    """(rows, notes) of one file. Raises UsageError when it is `needed` and has lines of which none can be read."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return [], []
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+        unreadable = f"{path}: cannot be read: {error.strerror or error}"
+        if needed:
+            raise UsageError(unreadable) from None
+        return [], [unreadable]
     rows: list[Row] = []
-    notes: list[str] = []
-    damaged: list[str] = []
+    damaged: list[tuple[int, str]] = []
+    whole_lines = 0
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -241,15 +249,25 @@ def _read(path: Path) -> tuple[list[Row], list[str]]:
         if isinstance(row, dict):
             rows.append(row)
         elif number == len(lines) and line.startswith(b'{"'):
-            notes.append(f"{path}:{number}: the last line was cut off and is passed over")
+            damaged.append((number, "the last line was cut off"))
         else:
-            damaged.append(f"{path}:{number}: {row}; the line is passed over")
-    if damaged and not rows:
-        first = damaged[0].removesuffix("; the line is passed over")
+            damaged.append((number, row))
+            whole_lines += 1
+    if whole_lines and not rows and needed:
+        number, why = damaged[0]
         raise UsageError(
-            f"{first}, and no other line can be read; move the file away, then measure anew with: deskside probe"
+            f"{path}:{number}: {why}, and no other line can be read; move the file away, then measure anew with: "
+            f"deskside probe"
         )
-    return rows, [*damaged, *notes]
+    return rows, [_passed_over(path, damaged)] if damaged else []
+
+
+def _passed_over(path: Path, damaged: list[tuple[int, str]]) -> str:
+    """One line about a file's damaged lines: how many, and of the first ones (number, why)."""
+    told = "; ".join(f"line {number}: {why}" for number, why in damaged[:TOLD])
+    more = f"; and {len(damaged) - TOLD} more" if len(damaged) > TOLD else ""
+    lines = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    return f"{path}: {lines} passed over ({told}{more})"
 
 
 def _parse(line: bytes) -> Row | str:

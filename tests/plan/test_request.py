@@ -262,6 +262,23 @@ def test_a_damaged_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_named_card_is_planned_beside_damaged_lines_and_they_are_told(
+    good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laptop = Machine("some CPU", "cpu", 2**34, 8, None, None, "2.13.0", None, None, "0.1.0+aaaa")
+    monkeypatch.setattr(probe_store, "this_machine", lambda: laptop)
+    folder = store(tmp_path, *[point(machine())] * good)
+    with (tmp_path / "geforce-rtx-4090.jsonl").open("a") as file:
+        file.write("half a li\n{}\n")
+    asked = ask(gpu="rtx4090", hours=24, probes=folder)
+    assert asked.calibration.source == ("measured" if good else "published")
+    (note,) = [note for note in asked.notes if "passed over" in note]
+    assert note.startswith(
+        f"{tmp_path / 'geforce-rtx-4090.jsonl'}: 2 lines are passed over (line {good + 1}: this is"
+    )
+
+
 def test_shares_of_a_budget_must_sum_to_one() -> None:
     with pytest.raises(ValueError, match="sum to 1"):
         request.Split(pretraining=0.9)

@@ -170,6 +170,9 @@ def test_a_file_that_cannot_be_read_at_all_is_one_line(tmp_path: Path, content: 
     assert FILE in str(caught.value) and "deskside probe" in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
     assert path.read_bytes() == content
+    assert open_store(tmp_path).rows() == []  # of any card: it is passed over
+    (note,) = open_store(tmp_path).notes()
+    assert note.startswith(f"{path}: ") and "passed over" in note and "\n" not in note
 
 
 def test_damaged_lines_between_good_ones_are_named(tmp_path: Path) -> None:
@@ -179,7 +182,15 @@ def test_damaged_lines_between_good_ones_are_named(tmp_path: Path) -> None:
         file.write(b'not json\n\n{"schema": 1, "kind": "point"}\n{"schema": 7}\n')
     store.add(row({"number": 2}))
     assert len(store.rows(MACHINE)) == 2
-    assert [note.split(": ")[0].rsplit(":", 1)[1] for note in store.notes(MACHINE)] == ["2", "4", "5"]
+    (note,) = store.notes(MACHINE)
+    assert note.startswith(
+        f"{tmp_path / FILE}: 3 lines are passed over (line 2: this is no JSON; line 4: a part of "
+    )
+    assert "; line 5: this is a probe result of schema 7" in note
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b"[]\n" * 8)
+    (note,) = store.notes(MACHINE)
+    assert "11 lines are passed over" in note and note.endswith("; and 8 more)") and len(note) < 400
 
 
 def test_the_length_of_measuring_is_no_part_of_the_key() -> None:
@@ -202,6 +213,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
     with pytest.raises(UsageError, match="cannot be read"):
         open_store(tmp_path).rows(MACHINE)
+    assert open_store(tmp_path).notes() == [f"{tmp_path / FILE}: cannot be read: Is a directory"]
     with pytest.raises(RunError, match="cannot be stored"):
         open_store(tmp_path).add(row({}))
 
