@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from deskside.config.origin import reached
 from deskside.data.shards import DatasetIndex, read_index
 from deskside.errors import RunError, UsageError
 
@@ -110,7 +111,7 @@ def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) 
     kind = align.get("name")
     specs = [s for s in (align.get("data") or data.get("sources") or []) if isinstance(s, str)]
     folder = data.get("path")
-    index = _index(Path(folder)) if isinstance(folder, str) else None
+    index = _index(Path(reached(folder, run.get("directory")))) if isinstance(folder, str) else None
     name, created = run.get("name"), run.get("created")
     return Stage(
         name=name if isinstance(name, str) else path.resolve().name,

@@ -19,6 +19,7 @@ import tyro
 
 import deskside
 from deskside.config import overrides, strict_json
+from deskside.config.origin import reached
 from deskside.errors import RunError, UsageError
 from deskside.go.journal import FILE, Journal, damaged, tail_seconds
 from deskside.go.state import MOST_GIB, MOST_HOURS, PHASES
@@ -172,7 +173,7 @@ class Road:
 
         machine = this_machine()
         left = phases.SHARE * self.journal.hours * 3600 - self.journal.seconds()
-        result = phases.probe(machine, open_store(self.options["probes"]), left, self.say)
+        result = phases.probe(machine, open_store(self._wish().probes), left, self.say)
         self.journal.keep("probe", result)
         if result["status"] == "skipped":
             self.say(f"probe: skipped: {result['reason']}")
@@ -217,6 +218,8 @@ class Road:
             return None
         plan, target = self.journal.result("plan"), self.options["target_loss"]
         config = phases.final_config(plan["config"], self.journal.hours * 3600)
+        data = config.data.model_copy(update={"path": self._reached(config.data.path)})
+        config = config.model_copy(update={"data": data})
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
         from deskside.go.pilot import RECENTRE, TARGET, Pilot
@@ -280,14 +283,19 @@ class Road:
         from deskside.go.phases import Wish
 
         options = self.options
+        preset = options["preset"]
         return Wish(
             hours=self.journal.hours,
-            preset=options["preset"],
-            data=options["data"],
+            preset=self._reached(preset) if preset is not None and preset.endswith(".toml") else preset,
+            data=self._reached(options["data"]),
             given=options["given"],
             memory_gib=options["gpu_budget"],
-            probes=options["probes"],
+            probes=self._reached(options["probes"]) or "",
         )
+
+    def _reached(self, path: str | None) -> str | None:
+        """A path that was given when the road began, as it is reached from here."""
+        return None if path is None else reached(path, self.options.get("directory"))
 
     def _limit_memory(self, device: str) -> None:
         limit = self.options["gpu_budget"]
@@ -390,6 +398,7 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
         "gpu_budget": options.gpu_budget,
         "target_loss": options.target_loss,
         "probes": options.probes,
+        "directory": str(Path.cwd()),
     }
     return Journal.begin(run, options.hours, kept, shlex.join(["deskside", "go", *argv]))
 

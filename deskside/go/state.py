@@ -45,6 +45,7 @@ class Options(Strict):
     gpu_budget: Annotated[float, Field(gt=0, le=MOST_GIB)] | None
     target_loss: Annotated[float, Field(gt=0)] | None
     probes: str
+    directory: str | None = None  # in which the road was begun; older ones do not say
 
     @model_validator(mode="after")
     def _something_to_train(self) -> "Options":

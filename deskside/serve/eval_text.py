@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from deskside.config.base import first_problem
+from deskside.config.origin import reached_by
 from deskside.config.run import RunConfig
 from deskside.data.progress import Progress
 from deskside.data.rows import PackedDataset
@@ -90,7 +91,7 @@ def run_config(loaded: Loaded) -> RunConfig | None:
     if loaded.run_dir is None:
         return None
     try:
-        return RunConfig.model_validate(loaded.run["config"])
+        return reached_by(RunConfig.model_validate(loaded.run["config"]), loaded.run)
     except ValidationError as error:
         raise UsageError(f"{loaded.run_dir / 'run.json'}: config.{first_problem(error)}") from None
 

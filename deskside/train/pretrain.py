@@ -83,6 +83,7 @@ def start(
                     "name": run.path.name,
                     "created": datetime.now(UTC).isoformat(timespec="seconds"),
                     "command": command,
+                    "directory": str(Path.cwd()),
                     "deskside": deskside.__version__,
                     "init": initial.source if initial else None,
                     "config": config.model_dump(mode="json"),

@@ -1,6 +1,6 @@
 """The run directory: everything about a run, readable without us.
 
-    runs/<name>/run.json         the resolved configuration, when and how it was started
+    runs/<name>/run.json         the resolved configuration, when, where and how it was started
                 environment.json the machine and the software
                 plan.json        planned steps and their journalled revisions, micro-batch, attention backend
                 metrics.jsonl    one object per step
@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from deskside.config import strict_json
 from deskside.config.base import first_problem
+from deskside.config.origin import reached_by
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.errors import RunError, UsageError
 
@@ -108,7 +109,10 @@ class RunDirectory:
         return value
 
     def config(self) -> RunConfig:
-        """The configuration that the run was started with. Raises RunError when run.json does not hold one."""
+        """The configuration that the run was started with, its paths as they are reached from here.
+
+        Raises RunError when run.json does not hold one.
+        """
         run = self.read_json("run.json")
         try:
             config = RunConfig.model_validate(run["config"])
@@ -120,7 +124,7 @@ class RunDirectory:
                 f"{self.path / 'run.json'}: has schema version {run.get('schema_version')}; this deskside reads "
                 f"{SCHEMA_VERSION}"
             )
-        return config
+        return reached_by(config, run)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a JSON file whole, safe against a kill at any moment."""

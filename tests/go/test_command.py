@@ -350,10 +350,19 @@ def test_a_kill_in_every_phase(phase: str, here: Path, data: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_kills_during_training(seed: int, here: Path, data: Path) -> None:
-    """Killed twice at some step: what was spent on lost steps is spent, and it ends inside its hours."""
+def test_kills_during_training(
+    seed: int,
+    here: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Killed twice at some step: what was spent on lost steps is spent, and it ends inside its hours. It goes on from
+    another directory, in which its relative paths lead nowhere."""
     run = here / "runs" / "tiny"
-    child = tiny_run.call(go, argv(data), log=here / "log")
+    (here / "data").symlink_to(data)
+    child = tiny_run.call(go, argv(Path("data")), log=here / "log")
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     for number in (30 * seed, 30 * seed + 70):
         wait_for(lambda number=number: bool(rows(run)) and rows(run)[-1]["step"] >= number, child)  # type: ignore[misc]
         child.kill()

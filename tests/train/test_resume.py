@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deskside.config.run import RunConfig
+from deskside.train.rundir import RunDirectory
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
 
@@ -149,6 +150,28 @@ def test_a_run_killed_while_finishing_finishes(data: Path, tmp_path: Path, monke
     summary = tiny_run.resume(run).summary
     assert summary["steps"] == 8 and [r["step"] for r in rows(run)] == list(range(1, 9))
     assert (run / "checkpoints/step-000000008/manifest.json").stat().st_mtime_ns == before
+
+
+def test_relative_data_counts_from_where_the_run_was_begun(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    begun.mkdir()
+    elsewhere.mkdir()
+    (begun / "data").symlink_to(data)
+    monkeypatch.chdir(begun)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_run.pretrain.finish, "samples", lambda *a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny_run.train(Path("runs"), tiny_run.config("data", schedule={"length": "2 steps"}))
+    run = begun / "runs" / "run"
+    monkeypatch.chdir(elsewhere)
+    config = RunDirectory.open(run).config()
+    assert config.data.path == str(begun / "data")
+    assert tiny_run.resume(run).summary["steps"] == 2
+    # A tree that was moved: the data is where the person stands.
+    monkeypatch.chdir(begun.rename(tmp_path / "moved"))
+    assert RunDirectory.open(Path("runs/run")).config().data.path == "data"
 
 
 class Killed(BaseException):
