@@ -39,6 +39,7 @@ def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
         answer, reasons = _open(request, found, chosen)
     if chosen is not None:
         reasons += _repeats(request, chosen)
+        notes += _assumed_text(request, chosen)
     shown = chosen.candidate.estimate if chosen else asked
     offered = [] if chosen is None else offers(request, chosen.candidate)
     reasons += [f"{offer['option']} is offered: {offer['told']}" for offer in offered]
@@ -92,6 +93,16 @@ def _repeats(request: Request, chosen: Band) -> list[str]:
     return [
         f"it reads its {count(request.unique_tokens)} tokens of text {number(times)} times; beyond {MOST_READINGS} "
         f"times there is little left to learn: more text would help more than more hours"
+    ]
+
+
+def _assumed_text(request: Request, chosen: Band) -> list[str]:
+    """What a plan that does not know how much text there is takes for granted."""
+    if request.unique_tokens is not None or not request.pretrains:
+        return []
+    return [
+        f"text: {count(chosen.candidate.tokens[1])} tokens of it are assumed, none read twice; say how many there are "
+        f"with --unique-tokens"
     ]
 
 

@@ -262,6 +262,10 @@ def test_text_that_is_read_too_often_is_told(unique: int | None, told: bool, pre
     plan = make_plan(made.request("tokens", 1e9, given=model, unique_tokens=unique))
     assert any("200M tokens of text 5 times" in reason for reason in plan.reasons) == told
     assert any("of text" in reason for reason in plan.reasons) == told
+    assumed = [
+        note for note in plan.notes if note.startswith("text: 1B tokens of it are assumed, none read twice")
+    ]
+    assert len(assumed) == (unique is None)
 
 
 def test_the_spread_of_the_calibration_is_the_range() -> None:
