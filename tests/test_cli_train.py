@@ -137,6 +137,37 @@ def test_resume_of_a_damaged_run(made: MadeRun, here: Path, capsys: pytest.Captu
     assert shown.err.count("\n") == 1 and "run.json: is damaged" in shown.err
 
 
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({}, "schedule.length: the run has no length"),
+        (
+            {"schedule": {"name": "wsd", "length": "2 steps"}, "data": {"path": "gone"}},
+            "data.path: gone is not prepared",
+        ),
+    ],
+)
+def test_resume_of_a_run_without_length_or_data(
+    config: dict[str, Any], line: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run.json").write_text(json.dumps({"schema_version": 1, "config": config}))
+    assert refused(["--resume", "."], capsys).startswith(line)
+    (here / "run.json").write_text("{}")
+    assert cli.main(["train", "--resume", "."]) == 1
+    assert (
+        capsys.readouterr().err == "deskside: run.json: holds no configuration of a run (it has no config)\n"
+    )
+
+
+@pytest.mark.parametrize("runs", ["file", "file/runs"])
+def test_runs_that_are_no_folder(
+    runs: str, made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "file").write_text("")
+    line = refused(["demo", "--data.path", made.config.data.path or "", "--runs", runs], capsys)
+    assert line == f"--runs {runs}: is a file, or lies below one; give a folder"
+
+
 def test_dry_run_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     result = dry(
         ["124m", "--schedule.steps", "200", "--schedule.warmup", "50 steps", "--schedule.decay", "0.25"],

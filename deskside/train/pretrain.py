@@ -117,6 +117,7 @@ def resume(path: Path, watch: Watch | None = None, objective: Objective | None =
         raise UsageError(
             f"{path} is finished; start another run from its weights with: deskside train --init {path}"
         )
+    check_start(config)
     # Replicas may come back in another number, one included; shards may not.
     mode = "shard" if config.parallel.mode == "shard" else "auto"
     world = parallel.join(config.compute.device, mode)

@@ -60,6 +60,8 @@ class RunDirectory:
                 else:
                     (path / "checkpoints").mkdir()
                     return cls(path)
+        except (FileExistsError, NotADirectoryError):
+            raise UsageError(f"--runs {root}: is a file, or lies below one; give a folder") from None
         except OSError as error:
             raise RunError(f"{error.filename or path}: cannot be made: {error.strerror}") from None
 
@@ -117,7 +119,7 @@ class RunDirectory:
         try:
             config = RunConfig.model_validate(run["config"])
         except (KeyError, TypeError, ValueError) as error:
-            reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
+            reason = first_problem(error) if isinstance(error, ValidationError) else "it has no config"
             raise RunError(f"{self.path / 'run.json'}: holds no configuration of a run ({reason})") from None
         if run.get("schema_version") != SCHEMA_VERSION:
             raise RunError(

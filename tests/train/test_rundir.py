@@ -39,8 +39,10 @@ def test_names_that_are_no_folder(name: str, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file: cannot be made: File exists"):
+    with pytest.raises(UsageError, match=r"^--runs .*file: is a file"):
         RunDirectory.create(tmp_path / "file", None, "demo")
+    with pytest.raises(RunError, match=r"cannot be made: File name too long"):
+        RunDirectory.create(tmp_path, "n" * 300, "demo")
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
