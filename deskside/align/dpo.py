@@ -95,6 +95,9 @@ class Dpo:
                 session.run.write_json(REFERENCE, {"key": key})
             keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
 
+    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
+        return 0
+
     def loader(self, dataset: Rows, feed: Feed) -> Batches:
         return _PairLoader(self, cast(PairRows, dataset), feed)
 

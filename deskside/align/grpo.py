@@ -41,8 +41,17 @@ from deskside.align.grpo_data import Question, Questions
 from deskside.align.policy import advantages, policy_terms
 from deskside.align.prepared import SAMPLES_FILE, told
 from deskside.align.rollouts import Rollout, RolloutLog
-from deskside.align.sampler import Left, Sampled, Sampler, copy_of, memory_for_sampling
+from deskside.align.sampler import (
+    SHARE,
+    Left,
+    Sampled,
+    Sampler,
+    answers_bytes,
+    copy_of,
+    memory_for_sampling,
+)
 from deskside.align.samples import keep_before, with_before
+from deskside.budget.shape import num_params
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.parts import ComputeConfig
 from deskside.config.run import RunConfig
@@ -140,6 +149,13 @@ class Grpo:
         if not session.resumed:
             keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
         session.world.barrier()
+
+    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
+        """The copies of the model, and the answers to one question: sampling takes more where more is left."""
+        dtype = model.activation_dtype
+        copies = (2 if self.options.kl else 1) * num_params(config.model) * dtype.itemsize
+        answers = answers_bytes(config.model, dtype, self.options.group, config.batch.sequence_length)
+        return int((copies + answers) / SHARE)
 
     def loader(self, dataset: Rows, feed: Feed) -> Batches:
         return _RolloutLoader(self, cast(Questions, dataset), feed)

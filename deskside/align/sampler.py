@@ -12,9 +12,11 @@ text: an answer is watched, and its request cancelled when such a token comes.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from deskside.budget.shape import Shape, kv_bytes_per_token
 from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
 from deskside.engine.graphs import WARM_UP, bucket
 from deskside.engine.requests import Request
@@ -84,6 +86,17 @@ def _of_graphs() -> int:
     return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))
 
 
+def cached_tokens(row_tokens: int) -> int:
+    """Of the cache, for one answer of so many tokens with its question: whole pages."""
+    return -(-row_tokens // PAGE_SIZE) * PAGE_SIZE
+
+
+def answers_bytes(shape: Shape, dtype: torch.dtype, rows: int, row_tokens: int) -> int:
+    """Of the keys and values of `rows` answers, and of what they are drawn from in a graph of as many lanes."""
+    cached = cached_tokens(row_tokens) * kv_bytes_per_token(shape, dtype.itemsize)
+    return int(rows * cached) + bucket(rows) * DRAWN_BYTES * shape.vocab_size
+
+
 class Sampler:
     """`adapted`: the model has adapters, which are merged into the copy. rows: answers wanted at once, of up to
     `row_tokens` tokens with their question. left: by training and by what else was made; None is without limit. Raises
@@ -101,21 +114,18 @@ class Sampler:
         self.model, self.adapted, self.ends, self.left = model, adapted, ends, left
         self.copy = copy_of(model, adapted)
         rows = min(rows, MOST_ROWS)
-        each = -(-row_tokens // PAGE_SIZE) * PAGE_SIZE  # tokens of the cache
         if left is not None:
             room = SHARE * left.without(self.copy).free
-            cached = each * self.copy.kv_bytes_per_token(self.copy.activation_dtype)
-            drawn = DRAWN_BYTES * model.config.vocab_size
-            possible = (n for n in range(rows, 0, -1) if n * cached + bucket(n) * drawn <= room)
-            rows = next(possible, 0)
+            needed = partial(answers_bytes, model.config, self.copy.activation_dtype, row_tokens=row_tokens)
+            rows = next((n for n in range(rows, 0, -1) if needed(n) <= room), 0)
             if not rows:
                 raise RunError(
                     f"out of memory: training leaves {max(0, room) / 2**20:,.0f} MiB to answers, and one of "
-                    f"{row_tokens} tokens needs {(cached + drawn) / 2**20:,.0f}; give a smaller --batch.micro_tokens, "
+                    f"{row_tokens} tokens needs {needed(1) / 2**20:,.0f}; give a smaller --batch.micro_tokens, "
                     "or a shorter --batch.sequence_length"
                 )
         self.row_tokens = row_tokens
-        self.engine = Engine(self.copy, max_batch=rows, max_tokens=rows * each)
+        self.engine = Engine(self.copy, max_batch=rows, max_tokens=rows * cached_tokens(row_tokens))
 
     def rehearse(self, vocabulary: int) -> None:
         """The most that sampling can need, once: all rows at their longest, first with prompts of their own, then with

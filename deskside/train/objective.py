@@ -140,6 +140,9 @@ class Objective(Protocol):
         A new run's model has the weights that it starts from. Every process calls it at the same time.
         """
 
+    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
+        """What `begin` will make on a GPU and keep beside the steps; the micro-batch is settled so that it has room."""
+
     def loader(self, dataset: Rows, feed: Feed) -> Batches: ...
     def dry_batch(
         self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
@@ -178,6 +181,9 @@ class NextToken:
 
     def begin(self, session: Session) -> None:
         pass
+
+    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
+        return 0
 
     def loader(self, dataset: Rows, feed: Feed) -> Batches:
         return Loader(cast(PackedDataset, dataset), **vars(feed))

@@ -1,7 +1,8 @@
 """Settling the micro-batch of every stage by dry steps, which also compile everything and time a step."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +85,34 @@ class Settler:
             found = Fit(**{**recorded, "attempts": tuple(recorded["attempts"])})
             dry(found.micro_rows)
             return found
-        return fit(dry, rows, self.largest(plan, rows), self.say, lambda: forget(self.world.device))
+
+        def beside(micro_rows: int) -> float:
+            with self.held():
+                return dry(micro_rows)
+
+        return fit(beside, rows, self.largest(plan, rows), self.say, lambda: forget(self.world.device))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Room that the objective will want beside the steps is taken. Raises torch.OutOfMemoryError."""
+        wanted, block = self.kept_bytes(), None
+        if not wanted:
+            yield
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):  # the other processes must hear of it first
+            block = torch.empty(wanted, dtype=torch.uint8, device=self.world.device)
+        if not self.world.smallest(int(block is not None)):
+            raise torch.OutOfMemoryError(f"no room for the {wanted / 2**30:.2f} GiB kept beside training")
+        try:
+            yield
+        finally:
+            del block
+            torch.cuda.empty_cache()
+
+    def kept_bytes(self) -> int:
+        if self.world.device.type == "cpu":
+            return 0
+        return self.stepper.objective.keeps_bytes(self.config, self.stepper.model)
 
     def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
         """Seconds of a step of `rows` rows, which changes nothing. Raises torch.OutOfMemoryError."""
@@ -108,6 +136,7 @@ class Settler:
         if self.world.device.type == "cpu":
             return max(1, CPU_MICRO_TOKENS // length)
         # Sharded processes cannot search, because one that is out of memory leaves the others waiting.
-        limit = machine.free_memory_gib(self.world.device) * (1.0 if self.world.sharded else HOPELESS)
+        free = machine.free_memory_gib(self.world.device) - self.kept_bytes() / 2**30
+        limit = free * (1.0 if self.world.sharded else HOPELESS)
         possible = [n for n in candidates(rows, rows) if self.modelled_memory(n * length) <= limit]
         return self.world.smallest(possible[0] if possible else 1)

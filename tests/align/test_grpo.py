@@ -299,6 +299,17 @@ def test_answers_get_what_training_and_the_copies_leave(
         rows(weights + answer / SHARE)
 
 
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_the_room_that_fitting_leaves_suffices_for_a_question(taught: Path, kl: float) -> None:
+    model = load_model(str(taught)).model
+    config = RunConfig(model=model.config, batch={"sequence_length": 64, "tokens": 64 * 16})
+    objective = Grpo(GrpoConfig(group=8, kl=kl))
+    left = Left(objective.keeps_bytes(config, model), 0)
+    if kl:
+        left = left.without(copy_of(model, False))
+    assert Sampler(model, False, 16, 64, frozenset(), left).engine.max_batch >= 8
+
+
 def test_training_must_have_its_room_beside_the_graphs(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, total=100 << 20, reserved=60 << 20, allocated=20 << 20)
     left = Left.of(torch.device("cuda"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from deskside.config.run import RunConfig
 from deskside.data.loader import Batch
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
+from deskside.train import machine
 from deskside.train.fit import RowShape, candidates, fit, rows_per_rank, worst_case_batch
 from deskside.train.parallel import World
 from deskside.train.settle import Settler, StageRows
@@ -178,3 +180,49 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
     found = settler.fit(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
     assert found.micro_rows == (4 if precision else 8)
     assert switch.active and tried[-1] == (found.micro_rows, True)
+
+
+def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 100 bytes, of which a row takes 10; freed blocks count no more."""
+    config, card = RunConfig(batch={"sequence_length": 32, "tokens": 8 * 32}), weakref.WeakSet[Any]()
+
+    class Block:
+        pass
+
+    def empty(size: int, **_: object) -> Block:
+        if size > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        block = Block()
+        card.add(block)
+        return block
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(machine, "free_memory_gib", lambda device: 100 / 2**30)
+
+    class OnCard(Settler):
+        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+            assert len(card) == (1 if keeps else 0)
+            if 10 * micro_rows + keeps > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 1.0
+
+    monkeypatch.setattr("deskside.train.settle.forget", lambda device: None)
+    stage = SimpleNamespace(stage=SimpleNamespace(sequence_length=32), dataset=None)
+    for keeps, expected in ((0, 8), (30, 4), (70, 2), (85, 1), (200, None)):
+        stepper = SimpleNamespace(
+            world=World(torch.device("cuda")),
+            precision=Switch(),
+            formats=config.precision,
+            model=None,
+            objective=SimpleNamespace(keeps_bytes=lambda config, model, keeps=keeps: keeps),
+        )
+        settler = OnCard(
+            config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None
+        )
+        if expected is None:
+            with pytest.raises(RunError, match="single row"):
+                settler.fit(cast(StageRows, stage), 8, None)
+        else:
+            assert settler.fit(cast(StageRows, stage), 8, None).micro_rows == expected
+        assert not card
