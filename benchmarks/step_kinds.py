@@ -83,7 +83,11 @@ RULES = (
     _rule("loss", "inside", r"cross_?entropy|nll_loss"),
     _rule("loss", "name", r"cross_?entropy|log_?softmax|logsumexp|nll_?loss|^loss_and_grad$"),
     # A quantisation that rides on the kernel that makes the tensor is that kernel's work.
-    _rule("elementwise", "name", rf"^(?!{_COMPILED[1:]}).*(norm|rope|rotary|gated|silu|swiglu|activat)"),
+    _rule(
+        "elementwise",
+        "name",
+        rf"^(?!{_COMPILED[1:]}).*(norm|rope|rotary|gated|silu|swiglu|activat|column_sums)",
+    ),
     _rule(
         "quantisation",
         "name",

@@ -32,6 +32,7 @@ NAMES = [
     ("elementwise", "add_norm_fp8"),
     ("elementwise", "qk_norm_rope_backward"),
     ("elementwise", "gated_backward"),
+    ("elementwise", "column_sums"),
     ("elementwise", "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float"),
     ("loss", "triton_red_fused__log_softmax_nll_loss_forward_7"),
     ("loss", "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, LogSoftMaxForwardEpilogue"),

@@ -146,6 +146,18 @@ def test_add_norm_backward(shape: tuple[int, int], from_above: bool) -> None:
     )
 
 
+@pytest.mark.parametrize(("pieces", "first"), [(1, 1), (5, 4)])
+@pytest.mark.parametrize("shape", [(2112, 768), (1030, 20), (7, 64)])
+def test_sums_of_what_programs_left(shape: tuple[int, int], pieces: int, first: int) -> None:
+    from deskside.kernels.fused import launch
+
+    x = random(shape[0], pieces, shape[1], dtype=torch.float32)
+    truth = [x[:, part].double().sum((0, 1)) for part in (slice(first), slice(first, pieces))]
+    found = launch.column_sums(x, first)
+    compare(tuple(found), tuple(truth[: len(found)]), 1e-6)
+    assert torch.equal(found, launch.column_sums(x, first))
+
+
 @pytest.mark.parametrize("C", [64, 128])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("rope", [True, False])

@@ -72,10 +72,21 @@ def main() -> None:
     ours, truth = (module.cast_both(residual, E4, *scales) for module in (launch, reference))
     for part in ("rows", "columns"):
         found[f"cast_both fp8 {part}"] = error(getattr(ours, part).float(), getattr(truth, part).float())
+    sums(found)
     rope(found)
     gated(found)
     losses(found)
     print(json.dumps(found))
+
+
+def sums(found: dict[str, float]) -> None:
+    """More rows than a program asks for at once, and columns that no power of two divides."""
+    for rows, pieces, columns, first in ((2112, 1, 20, 1), (1030, 5, 8, 4), (3, 2, 16, 1)):
+        x = torch.randn(rows, pieces, columns)
+        truth = [x[:, part].double().sum((0, 1)) for part in (slice(first), slice(first, None))]
+        ours = launch.column_sums(x, first)
+        assert len(ours) == (1 if first == pieces else 2)
+        found[f"sums of {rows} x {pieces} x {columns}"] = error(tuple(ours), tuple(truth[: len(ours)]))
 
 
 def rope(found: dict[str, float]) -> None:

@@ -18,7 +18,14 @@ from deskside.kernels.compile_cases import (
     all_cases,
     compile_case,
 )
-from deskside.kernels.fused import triton_gated, triton_norm, triton_rope, triton_rowwise, triton_turn
+from deskside.kernels.fused import (
+    triton_gated,
+    triton_norm,
+    triton_rope,
+    triton_rowwise,
+    triton_sums,
+    triton_turn,
+)
 
 CASES = all_cases()
 RECORDED = {case.name for case in launch_cases.COMPILE_CASES}
@@ -28,6 +35,7 @@ EVERY_RUN = (89, 120)
 HARDEST = {
     "add_norm to FP8 5120, with delta",
     "add_norm_backward 5120, with delta",
+    "sums of two norms",
     "qk_norm_rope_backward 64, norm, rope",
     "silu backward to FP8",
     "loss and gradient to FP8 of 151936",
@@ -89,7 +97,7 @@ def kernels_of(*modules: ModuleType) -> set[str]:
 
 def test_every_kernel_has_a_case() -> None:
     """Kernels that no other kernel calls are launched, and so must be compiled here."""
-    modules = (triton_norm, triton_rope, triton_gated, triton_rowwise, triton_turn)
+    modules = (triton_norm, triton_rope, triton_gated, triton_rowwise, triton_sums, triton_turn)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(dequantize_triton)
     assert len(launched) > 12

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from deskside.errors import UsageError
-from deskside.kernels.fused import triton_gated, triton_norm, triton_rope, triton_rowwise, triton_turn
+from deskside.kernels.fused import (
+    triton_gated,
+    triton_norm,
+    triton_rope,
+    triton_rowwise,
+    triton_sums,
+    triton_turn,
+)
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
@@ -116,7 +123,7 @@ def add_norm_backward(
         grad_normed, residual_out, rstd, weight, grad_residual, grad, sums, N, each,
         D, rows, block, grad_residual is not None, num_warps=max(1, rows * block // 1024),
     )  # fmt: skip
-    return grad, sums.sum(0)
+    return grad, column_sums(sums[:, None], 1)[0]
 
 
 def qk_norm_rope(
@@ -180,7 +187,19 @@ def qk_norm_rope_backward(
         )
     if q_weight is None:
         return out, None, None
-    return out, sums[:, :of_queries].sum((0, 1)), sums[:, of_queries:].sum((0, 1))
+    of_query_weight, of_key_weight = column_sums(sums, of_queries)
+    return out, of_query_weight, of_key_weight
+
+
+def column_sums(x: Tensor, first: int) -> Tensor:
+    """(N, pieces, C) float32 -> (1 or 2, C): the sums over rows of the first pieces, and of the others."""
+    N, pieces, C = x.shape
+    outputs = 1 if first == pieces else 2
+    out = torch.empty(outputs, C, dtype=torch.float32, device=x.device)
+    triton_sums.column_sums[(_cdiv(C, 8), outputs)](
+        x, out, N, C, first, pieces, min(1024, _power_of_two(N)), 8, num_warps=8,
+    )  # fmt: skip
+    return out
 
 
 def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
