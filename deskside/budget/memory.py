@@ -31,8 +31,8 @@ that stay in BF16 are as above.
 
 What lies beside the halves was read from the step and not fitted. The stream's end is 4 D: the last norm's residual,
 and the hidden states while the loss is computed. A chunk of logits becomes its own gradient in place, so that there are
-two when a chunk is followed by the next; an FP8 head has 16-bit logits, and of this chunk and the one before gradients
-in 8 bits and turned, beside the hidden states in FP8 both ways and a second gradient of its weight. A half recomputes
+two when a chunk is followed by the next; an FP8 head has 16-bit logits, their gradients in 8 bits, and those of
+two chunks turned, beside the hidden states in FP8 both ways and a second gradient of its weight. A half recomputes
 and differentiates itself alone. Its gradients are largest before its first projection, whose W outputs (2 F, or F
 without a gate; Hc + 2 Kc) have theirs beside what they are made of: 2 D + 2 F + 2 W in the MLP, and 2 D + 8 Hc + 4 Kc
 in attention, whose kernels sum d q in float32. Or within that projection: 6 D + 2 W, and 2 W more in FP8 (the first

@@ -51,7 +51,13 @@ def _norms() -> Iterator[CompileCase]:
     yield recorded("cast by row", WITH_FP8, launch.cast_both, x, torch.float8_e4m3fn, *scales)
     yield recorded("sums of a norm", CAPABILITIES, launch.column_sums, _float(2112, 1, 768), 1)
     yield recorded("sums of two norms", CAPABILITIES, launch.column_sums, _float(1024, 5, 64), 4)
-    yield recorded("turn", CAPABILITIES, launch.turn, _new(N, 768, dtype=torch.float8_e4m3fn))
+    yield recorded(
+        "turn",
+        CAPABILITIES,
+        launch.turn,
+        _new(N, 768, dtype=E5M2.dtype),
+        _new(768, 4 * N, dtype=E5M2.dtype)[:, :N],
+    )
 
 
 def _rope() -> Iterator[CompileCase]:

@@ -4,6 +4,9 @@ Hidden states and weight have one scale each, from their own largest value. The 
 1 whatever the data, so its scale is a constant; softmax of a vocabulary of 32,768 entries is 3e-5 on average, and E5M2
 holds 1e-9 under this scale. (A z-loss multiplies the softmax by 1 + 2 z_loss logsumexp; a gradient beyond 3.5
 saturates.) The cross-entropy kernel writes it in FP8 at once; a second one turns it.
+
+FP8 products cannot add to what is there already, and adding the weight's gradients of two chunks is a pass over three
+float32 tables. So the turned gradients of two chunks are kept, a byte for each logit, and multiplied at once.
 """
 
 from typing import Any
@@ -20,6 +23,7 @@ from deskside.precision.plan import ConvertedWeight, Quantizer, Shared
 from deskside.precision.products import product
 
 GRADIENT_SCALE = 2.0**14
+CHUNKS = 2  # whose gradients are kept for one product; more would raise the peak of memory
 IGNORED = -100
 
 
@@ -76,29 +80,38 @@ class _Loss(torch.autograd.Function):
         hidden, inverse = cast_with_own_scale(hidden_ND.contiguous(), torch.float8_e4m3fn)
         d_hidden = torch.empty_like(hidden_ND)
         d_weight: Tensor | None = None
-        total = torch.zeros((), dtype=torch.float32, device=device)
+        losses: list[Tensor] = []
         kernel = (
             elementwise(hidden_ND) if fused.writes_fp8(device) else cross_entropy
         ).chunk_loss_and_fp8_grad
-        for start in range(0, len(hidden_ND), chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            logits = product(
-                "output", Prepared(hidden.rows[part], inverse), weight_rows, hidden_ND.dtype, native
-            )
-            losses, rows = kernel(logits, targets_N[part], softcap, z_loss, IGNORED, GRADIENT_SCALE)
-            total += losses.sum()
-            del logits
-            grad_scale = plan.inverse(device)
-            d_hidden[part] = product(
-                "input_gradient", Prepared(rows, grad_scale), weight_columns, hidden_ND.dtype, native
-            )
-            columns = Prepared(fused.turn(rows), grad_scale, transposed=True)
-            inputs = Prepared(hidden.columns[:, part], inverse, transposed=True)
+        tokens, grad_scale = len(hidden_ND), plan.inverse(device)
+        for first in range(0, tokens, CHUNKS * chunk_tokens):
+            last = min(first + CHUNKS * chunk_tokens, tokens)
+            turned: Tensor | None = None  # (V, last - first)
+            for start in range(first, last, chunk_tokens):
+                part = slice(start, min(start + chunk_tokens, last))
+                logits = product(
+                    "output", Prepared(hidden.rows[part], inverse), weight_rows, hidden_ND.dtype, native
+                )
+                of_chunk, rows = kernel(logits, targets_N[part], softcap, z_loss, IGNORED, GRADIENT_SCALE)
+                losses.append(of_chunk)
+                del logits
+                d_hidden[part] = product(
+                    "input_gradient", Prepared(rows, grad_scale), weight_columns, hidden_ND.dtype, native
+                )
+                if turned is None:
+                    turned = rows.new_empty(rows.shape[1], last - first)
+                fused.turn(rows, turned[:, part.start - first : part.stop - first])
+                del rows
+            assert turned is not None
+            columns = Prepared(turned, grad_scale, transposed=True)
+            inputs = Prepared(hidden.columns[:, first:last], inverse, transposed=True)
             share = product("weight_gradient", columns, inputs, torch.float32, native)
             d_weight = share if d_weight is None else d_weight.add_(share)
+            del columns, turned
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight_VD.dtype
-        return total
+        return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

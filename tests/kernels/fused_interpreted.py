@@ -72,6 +72,10 @@ def main() -> None:
     ours, truth = (module.cast_both(residual, E4, *scales) for module in (launch, reference))
     for part in ("rows", "columns"):
         found[f"cast_both fp8 {part}"] = error(getattr(ours, part).float(), getattr(truth, part).float())
+    wide = torch.zeros(D, N + 24, dtype=torch.uint8).view(E5)
+    truth = torch.nn.functional.pad(ours.rows.view(torch.uint8).T, (8, 16))
+    launch.turn(ours.rows.view(E5), wide[:, 8:-16])
+    found["turn"] = float((wide.view(torch.uint8) != truth).sum())
     sums(found)
     rope(found)
     gated(found)

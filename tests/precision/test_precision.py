@@ -13,7 +13,9 @@ from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import LayerNorm, RMSNorm
 from deskside.precision import head
 from deskside.precision.apply import apply, restore
-from deskside.precision.operands import cast_with_own_scale
+from deskside.precision.operands import Draws, cast_with_own_scale
+from deskside.precision.plan import Shared
+from deskside.precision.scales import DelayedScales
 from deskside.precision.selfcheck import HEAD_TOLERANCE, check, check_gemm, check_head
 
 
@@ -173,6 +175,33 @@ def test_the_heads_selfcheck_sees_each_product(
     monkeypatch.setattr(head, "product", spoiled)
     result = check_head("cpu")
     assert not result.ok and f"{said} {how}" in result.reason
+
+
+@pytest.mark.parametrize(("chunk_tokens", "products"), [(16, 6), (48, 2), (32, 3)])
+def test_the_heads_chunks_are_multiplied_in_groups(
+    chunk_tokens: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """176 tokens: eleven chunks of 16, or others whose last one is shorter."""
+    torch.manual_seed(0)
+    hidden = torch.randn(176, 32).bfloat16().requires_grad_()
+    weight = torch.randn(48, 32, requires_grad=True)
+    targets = torch.randint(48, (176,))
+    plan = head.HeadPlan(Shared(Draws(0), DelayedScales(1), False, cache=False), False)
+
+    def run(chunk_tokens: int) -> tuple[Tensor, ...]:
+        loss = plan(hidden, weight, targets, chunk_tokens=chunk_tokens)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    truth = run(176)
+    seen: list[str] = []
+    right = head.product
+    monkeypatch.setattr(head, "product", lambda kind, *rest: (seen.append(kind), right(kind, *rest))[1])
+    loss, of_hidden, of_weight = run(chunk_tokens)
+    assert seen.count("weight_gradient") == products
+    assert seen.count("output") == -(-176 // chunk_tokens)
+    torch.testing.assert_close(loss, truth[0], rtol=1e-6, atol=0)
+    assert torch.equal(of_hidden, truth[1])
+    torch.testing.assert_close(of_weight, truth[2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-36, 1e-3, float("inf"), float("nan")])

@@ -67,10 +67,12 @@ def cast_both(x_NK: Tensor, dtype: torch.dtype, row_scale_N: Tensor, column_scal
     return out
 
 
-def turn(rows_NK: Tensor) -> Tensor:
-    """The transpose (K, N), contiguous, of an FP8 matrix whose N is a multiple of 4."""
-    out: Tensor = _backend(rows_NK).turn(rows_NK)
-    return out
+def turn(rows_NK: Tensor, out_KN: Tensor) -> None:
+    """Write the transpose of an FP8 matrix, whose N is a multiple of 4.
+
+    out_KN may be some columns of a wider matrix that begin at, and whose rows are, multiples of 4.
+    """
+    _backend(rows_NK).turn(rows_NK, out_KN)
 
 
 def add_norm(

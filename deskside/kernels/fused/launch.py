@@ -236,13 +236,11 @@ def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | N
     return fp8
 
 
-def turn(rows: Tensor) -> Tensor:
-    """The transpose of an FP8 matrix (N, K), contiguous."""
+def turn(rows: Tensor, out: Tensor) -> None:
+    """The transpose of an FP8 matrix (N, K) into (K, N), whose rows may lie apart."""
     N, K = rows.shape
-    out = torch.empty(K, N, dtype=rows.dtype, device=rows.device)
-    grid = (_cdiv(N, 128), _cdiv(K, 128))
-    triton_turn.turn[grid](rows.view(torch.uint8), out.view(torch.int32), N, K, 128, 128, num_warps=8)
-    return out
+    grid, words = (_cdiv(N, 128), _cdiv(K, 128)), out.view(torch.int32)
+    triton_turn.turn[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)
 
 
 def _words(fp8: Fp8) -> Tensor:

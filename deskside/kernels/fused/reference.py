@@ -33,9 +33,9 @@ def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor
     return Fp8(rows, (x * of_columns).clamp(-limit, limit).to(dtype).T.contiguous())
 
 
-def turn(rows: Tensor) -> Tensor:
+def turn(rows: Tensor, out: Tensor) -> None:
     """See `deskside.kernels.fused.turn`."""
-    return rows.T.contiguous()
+    out.copy_(rows.T)
 
 
 def _finish(values: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor | Fp8:

@@ -5,8 +5,8 @@ import triton.language as tl
 
 
 @triton.jit
-def turn(X, WORDS, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """X: (N, K) bytes. WORDS: (K, N / 4) int32."""
+def turn(X, WORDS, N, K, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """X: (N, K) bytes. WORDS: (K, N / 4) int32, `stride` from row to row."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (words < N // 4)[:, None] & (columns < K)[None, :]
@@ -15,5 +15,5 @@ def turn(X, WORDS, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type:
     packed |= tl.load(place + K, mask=mask, other=0).to(tl.int32) << 8
     packed |= tl.load(place + 2 * K, mask=mask, other=0).to(tl.int32) << 16
     packed |= tl.load(place + 3 * K, mask=mask, other=0).to(tl.int32) << 24
-    turned = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
+    turned = WORDS + columns.to(tl.int64)[:, None] * stride + words[None, :]
     tl.store(turned, tl.trans(packed), mask=tl.trans(mask))
