@@ -8,7 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deskside.kernels import adamw_triton, cross_entropy_triton, dequantize_triton, muon_triton
+from deskside.kernels import (
+    adamw_triton,
+    cross_entropy_triton,
+    dequantize_triton,
+    embedding_triton,
+    muon_triton,
+)
 from deskside.kernels.adamw import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks
 from deskside.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 from deskside.kernels.fused import launch
@@ -108,6 +114,27 @@ def _losses() -> Iterator[CompileCase]:
         )
 
 
+def _embeddings() -> Iterator[CompileCase]:
+    tokens = _new(N, dtype=torch.int64)
+    for V, D, narrow in ((32768, 768, torch.int16), (151936, 5120, torch.int32)):
+        table, x, ids = _float(V, D), _new(N, D), _new(N, dtype=narrow)
+        shares = _float(N // embedding_triton.PIECE, D)
+        how = f"of {V}"
+        yield recorded(f"embedding {how}", CAPABILITIES, embedding_triton.rows, tokens, table, torch.bfloat16)
+        yield recorded(
+            f"embedding's gradient {how}", CAPABILITIES, embedding_triton.summed, x, ids, tokens, V
+        )
+        yield recorded(
+            f"embedding's gradient, joined {how}",
+            CAPABILITIES,
+            embedding_triton.joined,
+            table,
+            ids,
+            shares,
+            shares,
+        )
+
+
 def _optimizers() -> Iterator[CompileCase]:
     p, skip, rule = _float(2**20), _float(), Rule(1e-3, (0.9, 0.95), 1e-8, 0.1)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -143,4 +170,4 @@ def _frozen() -> Iterator[CompileCase]:
             )
 
 
-COMPILE_CASES = (*_norms(), *_rope(), *_gated(), *_losses(), *_optimizers(), *_frozen())
+COMPILE_CASES = (*_norms(), *_rope(), *_gated(), *_losses(), *_embeddings(), *_optimizers(), *_frozen())

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deskside.kernels.embedding import embedding
 from deskside.ops.lora import Adapter, TrainedRows
 
 
@@ -82,7 +83,7 @@ class Embedding(nn.Module):
         self.trained: TrainedRows | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, self.weight).to(self.output_dtype or self.weight.dtype)
+        x = embedding(tokens, self.weight, self.output_dtype or self.weight.dtype)
         return x if self.trained is None else self.trained(tokens, x)
 
 

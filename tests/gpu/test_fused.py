@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deskside.kernels import cross_entropy, fused
 from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
+from deskside.kernels.embedding import embedding
 from deskside.kernels.fused import Cast, Fp8, QkvLayout, reference
 from tests.gpu import card
 
@@ -208,6 +209,27 @@ def test_gated(kind: str, two: bool, F: int) -> None:
     ours, theirs = cast(E5), cast(E5)
     low = fused.gated_backward(grad, x, kind, two, ours)
     check_fp8(low, reference.gated_backward(grad, x, kind, two, theirs), ours, theirs)
+
+
+# The embedding
+
+
+@pytest.mark.parametrize("entries", [100, 32768, 50257])
+@pytest.mark.parametrize("D", [768, 80])
+@pytest.mark.parametrize("uneven", [True, False])
+def test_the_embedding(entries: int, D: int, uneven: bool) -> None:
+    tokens = (torch.rand(4, 1030, device=card.DEVICE) ** (6 if uneven else 1) * entries).long()
+    weight = torch.randn(entries, D, device=card.DEVICE, requires_grad=True)
+    x = embedding(tokens, weight, torch.bfloat16)
+    assert torch.equal(x, F.embedding(tokens, weight.detach()).bfloat16())
+    grad = random(4, 1030, D)
+    (found,) = torch.autograd.grad(x, weight, grad, retain_graph=True)
+    truth = torch.zeros(entries, D, dtype=torch.float64, device=card.DEVICE)
+    truth.index_add_(0, tokens.flatten(), grad.double().flatten(0, 1))
+    compare(found, truth, 3e-6)
+    absent = torch.bincount(tokens.flatten(), minlength=entries) == 0
+    assert not bool(found[absent].any())
+    assert torch.equal(found, torch.autograd.grad(x, weight, grad)[0])
 
 
 # The loss

@@ -10,7 +10,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from deskside.kernels import adamw_triton, cross_entropy_triton, dequantize_triton, launch_cases, muon_triton
+from deskside.kernels import (
+    adamw_triton,
+    cross_entropy_triton,
+    dequantize_triton,
+    embedding_triton,
+    launch_cases,
+    muon_triton,
+)
 from deskside.kernels.compile_cases import (
     SHARED_MEMORY,
     CompileCase,
@@ -39,6 +46,7 @@ HARDEST = {
     "qk_norm_rope_backward 64, norm, rope",
     "silu backward to FP8",
     "loss and gradient to FP8 of 151936",
+    "embedding's gradient of 151936",
     "AdamW, uint8 states",
     "Muon's update",
     "1536 x 8960 from INT8 to bfloat16",
@@ -99,7 +107,7 @@ def test_every_kernel_has_a_case() -> None:
     """Kernels that no other kernel calls are launched, and so must be compiled here."""
     modules = (triton_norm, triton_rope, triton_gated, triton_rowwise, triton_sums, triton_turn)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
-    launched |= kernels_of(dequantize_triton)
+    launched |= kernels_of(dequantize_triton) | kernels_of(embedding_triton)
     assert len(launched) > 12
     assert launched <= {case.kernel.fn.__qualname__ for case in CASES}
 
