@@ -1,4 +1,4 @@
-"""AdamW whose two moments are kept in bfloat16 or in 8 bits: one update of one tensor.
+"""AdamW whose two moments are kept in float32, in bfloat16 or in 8 bits: one update of one tensor.
 
 8 bits are Dettmers' block-wise dynamic map (arXiv 2110.02861, 1511.04561): 256 neighbours share their largest
 magnitude as a float32 scale, and a code stands for a value in [-1, 1] (first moment) or [0, 1] (second). The codes
@@ -36,25 +36,33 @@ class Rule:
 
 
 def adamw_update(
-    p: Tensor, g: Tensor, state: dict[str, Tensor], step: Tensor, skip: Tensor, rule: Rule, fused: bool
+    p: Tensor,
+    g: Tensor,
+    state: dict[str, Tensor],
+    step: Tensor,
+    skip: Tensor,
+    rule: Rule,
+    fused: bool,
+    factor: Tensor | None = None,
 ) -> None:
     """Updates the flat weights `p` and their moments in place.
 
     p, g: (n,), contiguous. state: FIRST and SECOND (n,), in the parameter's dtype or bfloat16; or uint8 codes with
     FIRST_MAX and SECOND_MAX (blocks of 256,) float32. step: float32 scalar on the device, this update counted. skip:
-    float32 scalar on the device; where it is 1 nothing changes. fused: run the Triton kernel.
+    float32 scalar on the device; where it is 1 nothing changes. fused: run the Triton kernel. factor: what the gradient
+    is multiplied with first, a float32 scalar on the device; None is 1.
     """
     if fused:
         from deskside.kernels.adamw_triton import launch
 
-        launch(p, g, state, step, skip, rule)
+        launch(p, g, state, step, skip, rule, factor)
         return
     if state[FIRST].dtype != torch.uint8:
         m, v = state[FIRST].to(p.dtype), state[SECOND].to(p.dtype)
     else:
         m = dequantize(state[FIRST], state[FIRST_MAX], signed=True)
         v = dequantize(state[SECOND], state[SECOND_MAX], signed=False)
-    g = g.to(m.dtype)
+    g = g.to(m.dtype) if factor is None else g.to(m.dtype) * factor
     m = torch.lerp(m, g, 1 - rule.betas[0])
     v = torch.lerp(v, g * g, 1 - rule.betas[1])
     b1, b2 = (1 - torch.pow(beta, step.double()) for beta in rule.betas)

@@ -66,7 +66,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]
-    p_ptr, g_ptr, m_ptr, v_ptr, m_max_ptr, v_max_ptr, m_map_ptr, v_map_ptr, step_ptr, skip_ptr,
+    p_ptr, g_ptr, m_ptr, v_ptr, m_max_ptr, v_max_ptr, m_map_ptr, v_map_ptr, step_ptr, skip_ptr, factor_ptr,
     lr, shrink, beta1, beta2, log2_beta1, log2_beta2, eps, n,
     EIGHT_BIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -78,6 +78,8 @@ def _adamw(  # type: ignore[no-untyped-def]
     has_block = row * WIDTH < n
     p = tl.load(p_ptr + at, inside, 0.0).to(tl.float32)
     g = tl.load(g_ptr + at, inside, 0.0).to(tl.float32)
+    if factor_ptr is not None:
+        g *= tl.load(factor_ptr)
     if EIGHT_BIT:
         m = tl.load(m_map_ptr + tl.load(m_ptr + at, inside, 127).to(tl.int32))
         v = tl.load(v_map_ptr + tl.load(v_ptr + at, inside, 0).to(tl.int32))
@@ -88,9 +90,9 @@ def _adamw(  # type: ignore[no-untyped-def]
         v = tl.load(v_ptr + at, inside, 0.0).to(tl.float32)
     m += (g - m) * (1 - beta1)
     v += (g * g - v) * (1 - beta2)
-    step = tl.load(step_ptr)
-    b1 = 1 - tl.exp2(step * log2_beta1)
-    b2 = 1 - tl.exp2(step * log2_beta2)
+    step = tl.load(step_ptr).to(tl.float64)  # 1 - 0.999 has three digits less than float32
+    b1 = (1 - tl.exp2(step * log2_beta1)).to(tl.float32)
+    b2 = (1 - tl.exp2(step * log2_beta2)).to(tl.float32)
     p = p * shrink - lr * (m / b1) / (tl.sqrt(v / b2) + eps)
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), inside)
     if EIGHT_BIT:
@@ -106,13 +108,21 @@ def _adamw(  # type: ignore[no-untyped-def]
         tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), inside)
 
 
-def launch(p: Tensor, g: Tensor, state: dict[str, Tensor], step: Tensor, skip: Tensor, rule: Rule) -> None:
+def launch(
+    p: Tensor,
+    g: Tensor,
+    state: dict[str, Tensor],
+    step: Tensor,
+    skip: Tensor,
+    rule: Rule,
+    factor: Tensor | None,
+) -> None:
     """See `kernels.adamw.adamw_update`."""
     eight = state[FIRST].dtype == torch.uint8
     scales = (state[FIRST_MAX], state[SECOND_MAX]) if eight else (step, step)
     n = p.numel()
     _adamw[(triton.cdiv(n, PROGRAM * BLOCK),)](
-        p, g, state[FIRST], state[SECOND], *scales, *_maps(p.device), step, skip,
+        p, g, state[FIRST], state[SECOND], *scales, *_maps(p.device), step, skip, factor,
         rule.lr, 1 - rule.lr * rule.weight_decay, *rule.betas, *(_log2(beta) for beta in rule.betas), rule.eps, n,
         EIGHT_BIT=eight, ROWS=PROGRAM, WIDTH=BLOCK,
     )  # fmt: skip

@@ -145,7 +145,7 @@ def _optimizers() -> Iterator[CompileCase]:
             f"AdamW, {str(dtype).removeprefix('torch.')} states",
             CAPABILITIES,
             adamw_triton.launch,
-            *(p, p, state, skip, skip, rule),
+            *(p, p, state, skip, skip, rule, skip),
         )
     weights, update = _float(12, 768, 2048), _new(12, 768, 2048)
     for momentum in (weights, update):

@@ -1,10 +1,11 @@
 """AdamW with state that can be named, saved, skipped, made small and put aside.
 
 A checkpoint wants state by parameter name. A training step wants a step that changes nothing when a number on the
-device says so, without asking the host. Float32 state on the device has both from torch's fused kernel, called through
-its functional form `torch.optim.adamw.adamw` with `found_inf`. State in bfloat16 or 8 bits, and state in the host's
-memory, is updated by `kernels/adamw.py` instead. Weights of less than 4,096 elements (norms, biases) keep float32 state
-on the device: small ones save nothing, and are where 8 bits hurt.
+device says so, without asking the host. `kernels/adamw.py` updates one weight at a time so, with state in float32,
+bfloat16 or 8 bits, on the device or in the host's memory, and clips its gradient while it reads it, which saves a pass
+over all of them. Weights of less than 4,096 elements (norms, biases) keep float32 state on the device, because small
+ones save nothing, and are where 8 bits hurt; they are updated all at once by torch's fused kernel, called through its
+functional form `torch.optim.adamw.adamw` with `found_inf`. On a CPU all float32 state is.
 
 A sharded parameter (FSDP2's DTensor) is updated as its local shard: AdamW works on each element alone. Blocks of 256
 would not stay the same blocks on another number of GPUs, so 8-bit and offloaded state is for whole weights.
@@ -53,7 +54,8 @@ class AdamW:
     """AdamW over groups. State is created by the first step, or by `create_state`.
 
     states: the format of the moments; streamer: where given, they lie in the host's memory and are streamed by it;
-    fused: run the Triton kernel rather than its reference, None for CUDA alone.
+    fused: run the Triton kernel rather than its reference, None for CUDA alone. factor: what the next step multiplies
+    those gradients with that it clips itself; None is 1.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class AdamW:
         self.streamer = streamer
         self.fused = fused
         self.state: dict[str, dict[str, Tensor]] = {}
+        self.factor: Tensor | None = None
+        self._names = {info.name for group in groups for info in group.parameters}
 
     def create_state(self) -> None:
         """Zero moments (sharded as the parameter is), and a step counter per parameter on its device."""
@@ -95,9 +99,17 @@ class AdamW:
         for job in jobs:
             job.update(job.held)
 
+    def clips(self, info: ParameterInfo) -> bool:
+        """Whether `step` multiplies its gradient with `factor`."""
+        return info.name in self._names and not self._plain(info.parameter)
+
     def _plain(self, parameter: Tensor) -> bool:
         """Whether torch's own kernel updates it: its state is in the weight's dtype and on its device."""
-        return parameter.numel() < SMALL or (self.states == "float32" and self.streamer is None)
+        here = self.states == "float32" and self.streamer is None
+        return parameter.numel() < SMALL or (here and not self._fused(parameter))
+
+    def _fused(self, parameter: Tensor) -> bool:
+        return local(parameter).is_cuda if self.fused is None else self.fused
 
     def _zero_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         if self._plain(parameter):
@@ -156,7 +168,6 @@ class AdamW:
             shard = local(info.parameter.detach())
             p, g = shard.view(-1), local(gradient_of(info)).reshape(-1)
             state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
-            fused = shard.is_cuda if self.fused is None else self.fused
             for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
                 scales = slice(part.start // BLOCK, blocks(part.stop))
                 jobs.append(
@@ -170,7 +181,8 @@ class AdamW:
                             step=step,
                             skip=skip,
                             rule=rule,
-                            fused=fused,
+                            fused=self._fused(info.parameter),
+                            factor=self.factor,
                         ),
                     )
                 )
@@ -186,5 +198,6 @@ def _update(
     skip: Tensor,
     rule: Rule,
     fused: bool,
+    factor: Tensor | None,
 ) -> None:
-    adamw_update(p, g, dict(zip(keys, held, strict=True)), step, skip, rule, fused)
+    adamw_update(p, g, dict(zip(keys, held, strict=True)), step, skip, rule, fused, factor)

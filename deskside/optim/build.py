@@ -72,9 +72,11 @@ class Optimizer:
             if self.muon is not None:
                 self.muon.step(skip)
             self.adamw.step(skip)
+        self.adamw.factor = None
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
+        self.adamw.factor = None
         for info in self.parameters:
             info.parameter.grad = None
 
@@ -82,8 +84,9 @@ class Optimizer:
     def clip_and_norm(self, max_norm: float = 0.0) -> Tensor:
         """The norm of all gradients together, before clipping, as a float32 scalar on the device.
 
-        With max_norm above 0, gradients are scaled down in place so that their norm is at most that. A norm that is
-        not finite makes the clipped gradients not finite too; pass `skip` to `step` for such a batch.
+        With max_norm above 0, gradients are scaled down so that their norm is at most that: in place, or by the next
+        `step` where it reads them. A norm that is not finite makes the clipped gradients not finite too; pass `skip` to
+        `step` for such a batch.
         """
         gradients = [gradient_of(info) for info in self.parameters]
         squares = []
@@ -99,7 +102,10 @@ class Optimizer:
         norm = torch.stack(squares).sum().sqrt()
         if max_norm > 0:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([local(g) for g in gradients], coefficient)
+            self.adamw.factor = coefficient
+            pairs = zip(self.parameters, gradients, strict=True)
+            if here := [local(g) for info, g in pairs if not self.adamw.clips(info)]:
+                torch._foreach_mul_(here, coefficient)
         return norm
 
     def lr_groups(self) -> dict[str, float]:

@@ -49,6 +49,11 @@ def test_adamw_equals_the_cpu() -> None:
     check(moved(AdamWConfig(), DEVICE), moved(AdamWConfig(), "cpu"), 1e-4)
 
 
+@pytest.mark.usefixtures("small_states")
+def test_our_adamw_equals_torchs_fused_one() -> None:
+    check(moved(AdamWConfig(), DEVICE, fused=None), moved(AdamWConfig(), DEVICE, fused=False), 1e-5)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_muon_in_float32_equals_the_cpu(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "_iteration_dtype", lambda weight: torch.float32)

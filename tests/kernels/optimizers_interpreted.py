@@ -70,8 +70,9 @@ def adamws() -> dict[str, dict[str, float]]:
         ours, own = p.clone(), {key: tensor.clone() for key, tensor in state.items()}
         for step in range(1, 4):
             given = torch.tensor(float(step)), torch.tensor(0.0), RULE
-            adamw_update(p, gradient(n, step, 6), state, *given, fused=False)
-            adamw_triton.launch(ours, gradient(n, step, 6), own, *given)
+            factor = None if step == 1 else torch.tensor(0.3 * step)
+            adamw_update(p, gradient(n, step, 6), state, *given, fused=False, factor=factor)
+            adamw_triton.launch(ours, gradient(n, step, 6), own, *given, factor)
         row = {"weights": largest(ours, p)}
         for key, tensor in state.items():
             if tensor.dtype == torch.uint8:
@@ -83,7 +84,7 @@ def adamws() -> dict[str, dict[str, float]]:
                 )
         before = {key: tensor.clone() for key, tensor in (own | {"p": ours}).items()}
         bad, stop = torch.full((n,), torch.nan), torch.tensor(1.0)
-        adamw_triton.launch(ours, bad, own, torch.tensor(4.0), stop, RULE)
+        adamw_triton.launch(ours, bad, own, torch.tensor(4.0), stop, RULE, None)
         row["changed by a skipped step"] = sum(
             float((tensor != before[key]).sum()) for key, tensor in (own | {"p": ours}).items()
         )

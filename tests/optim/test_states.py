@@ -182,3 +182,26 @@ def test_sharded_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     ):
         with pytest.raises(UsageError, match=f"{named} works on whole weights.*replicate"):
             build(make(), given, NO_SCALING)
+
+
+@pytest.mark.parametrize("given", CONFIGS, ids=IDS)
+def test_clipping_within_the_update_is_clipping_before_it(given: Config) -> None:
+    """To the last bit; and a step that nobody clips is not clipped by the factor of the one before."""
+    made = []
+    for inside in (True, False):
+        model = make()
+        optimizer = build(model, given, NO_SCALING)
+        for step, limit in ((0, 0.1), (1, 0.0), (2, 0.05)):
+            backward(model, step)
+            optimizer.set_progress(1.0, 0.0, step)
+            norm = optimizer.clip_and_norm(limit if inside else 0.0)
+            assert norm > 0.1
+            if limit and not inside:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad *= (limit / (norm + 1e-6)).clamp(max=1.0)
+            optimizer.step(torch.tensor(0.0))
+            optimizer.zero_grad()
+        made.append({**weights(model), **{k: t.clone() for k, t in optimizer.state_dict_flat()[0].items()}})
+    for name, value in made[0].items():
+        assert torch.equal(value, made[1][name]), name
