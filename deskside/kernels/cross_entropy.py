@@ -106,15 +106,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_rows = None if values is None else torch.zeros_like(values, dtype=wide)
         d_hidden = torch.empty_like(hidden_ND) if need_hidden else None
         d_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
-        total = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        losses: list[Tensor] = []
         chunk_loss_and_grad = elementwise(hidden_ND).chunk_loss_and_grad
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             hidden = hidden_ND[part]
-            losses, d_logits = chunk_loss_and_grad(
+            of_chunk, d_logits = chunk_loss_and_grad(
                 _logits(hidden, weight, ids, rows), targets_N[part], softcap, z_loss, ignore_index
             )
-            total += losses.sum()
+            losses.append(of_chunk)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if ids is not None and d_rows is not None and change is not None:
@@ -129,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight, d_rows)
         ctx.weight_dtype = weight_VD.dtype
         ctx.rows_dtype = None if values is None else values.dtype
-        return total
+        return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:

@@ -73,8 +73,7 @@ class DelayedScales:
     def end_step(self, keep: bool = True) -> None:
         """Take this step's magnitudes into the history (`keep`), or forget them."""
         if keep and self._dtypes:
-            fresh = torch.where(self.amax.isfinite(), self.amax, 0.0)
-            self.history[self.steps % self._length].copy_(fresh)
+            torch.nan_to_num(self.amax, nan=0.0, posinf=0.0, out=self.history[self.steps % self._length])
             self.steps += 1
             self._set_scales()
         self.amax.zero_()
@@ -86,10 +85,11 @@ class DelayedScales:
         self.amax.zero_()
 
     def _set_scales(self) -> None:
+        # All of it is a few hundred numbers: what counts is how many launches they take.
         amax = self.history.amax(0)
-        scale = torch.where(amax > 0, self._limit / amax, 1.0)
-        self.scale.copy_(scale.clamp(max=torch.finfo(torch.float32).max))
-        self.inverse.copy_(1 / self.scale)
+        torch.div(self._limit, amax, out=self.scale)
+        self.scale.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)
+        torch.reciprocal(self.scale, out=self.inverse)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The history and how many steps it has seen; nothing where there are no slots."""
