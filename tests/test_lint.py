@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
     [
         ["ruff", "check", "--quiet", "--output-format", "concise", "."],
         ["ruff", "format", "--check", "--quiet", "."],
-        ["mypy"],
+        pytest.param(["mypy"], marks=pytest.mark.full),  # 40 s; `make lint` has it
     ],
     ids=["rules", "formatting", "types"],
 )

@@ -256,6 +256,7 @@ def test_prepared_conversations_are_used_again(place: Path, capsys: pytest.Captu
     assert "render:" not in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     """One of them prepares the conversations, the other waits; the loss is that of one process."""
     more = [

@@ -94,6 +94,7 @@ def test_weights_move_and_vectors_do_not_decay() -> None:
     assert all(p.grad is None for p in peer.parameters)
 
 
+@pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One peer that runs, one that is not there, and deskside: rows, ratio, and JSON."""
     file = tmp_path / "peers.json"

@@ -188,13 +188,15 @@ def track(shape: ModelConfig, work: Work) -> Tracked:
 @pytest.mark.parametrize(
     ("adapter", "options"),
     [
-        (AdapterWork(16, PROJECTIONS, "bf16"), {}),
+        pytest.param(AdapterWork(16, PROJECTIONS, "bf16"), {}, marks=pytest.mark.full),
         (AdapterWork(16, PROJECTIONS, "bf16"), {"passes": 2}),
         (AdapterWork(64, ("q_proj", "v_proj"), "bf16"), {}),
-        (AdapterWork(4, MLP_ONLY, "bf16"), {}),
+        pytest.param(AdapterWork(4, MLP_ONLY, "bf16"), {}, marks=pytest.mark.full),
         (AdapterWork(16, PROJECTIONS, "int8"), {}),
-        (AdapterWork(16, PROJECTIONS, "nf4"), {}),
-        (AdapterWork(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}),
+        pytest.param(AdapterWork(16, PROJECTIONS, "nf4"), {}, marks=pytest.mark.full),
+        pytest.param(
+            AdapterWork(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}, marks=pytest.mark.full
+        ),
     ],
     ids=["all", "two passes", "q and v", "mlp", "int8", "nf4", "recomputed"],
 )  # fmt: skip

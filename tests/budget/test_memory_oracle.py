@@ -155,7 +155,14 @@ def test_every_item_and_the_peak_of_real_shapes(given: dict[str, Any], work: Wor
     check(given, work)
 
 
-@pytest.mark.parametrize(("rung", "above"), [("block", 0.10), ("attention", 0.15), ("mlp", 0.15)])
+@pytest.mark.parametrize(
+    ("rung", "above"),
+    [
+        ("block", 0.10),
+        pytest.param("attention", 0.15, marks=pytest.mark.full),
+        pytest.param("mlp", 0.15, marks=pytest.mark.full),
+    ],
+)
 def test_recomputation_is_not_modelled_too_small(rung: Any, above: float) -> None:
     """The constants of recomputation are the compiled blocks'. Eager ones keep less of a recomputed half's norm."""
     shape, work = ModelConfig(**SMALL), work_of(8, 512, activation_checkpointing=rung)
@@ -164,7 +171,7 @@ def test_recomputation_is_not_modelled_too_small(rung: Any, above: float) -> Non
     assert tracked.peak < 0.8 * modelled_peak(shape, work_of(8, 512))
 
 
-@pytest.mark.parametrize("rung", ["none", "block"])
+@pytest.mark.parametrize("rung", ["none", pytest.param("block", marks=pytest.mark.full)])
 def test_float32_is_modelled_too_large(rung: Any) -> None:
     """Known: twice bfloat16's table is too much, because the norms' float32 copies are then no copies."""
     shape, work = ModelConfig(**SMALL), work_of(8, 512, precision="fp32", activation_checkpointing=rung)

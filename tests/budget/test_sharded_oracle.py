@@ -134,6 +134,7 @@ def modelled(passes: int, tied: bool) -> tuple[ModelConfig, Work]:
     return shape, Work(TOKENS, 2 * passes * TOKENS, TOKENS, gpus=2, sharded=True, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_memory(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int, bool]) -> None:
     shape, work = modelled(*case)
@@ -150,6 +151,7 @@ def test_memory(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int
     assert max(peaks) == pytest.approx(found["peak"], rel=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_traffic(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int, bool]) -> None:
     shape, work = modelled(*case)

@@ -56,6 +56,7 @@ def test_little_is_done_here() -> None:
 
 
 @pytest.mark.usefixtures("several")
+@pytest.mark.full
 def test_what_was_not_read_to_its_end_leaves_no_process() -> None:
     with closing(pool.in_order([(n, n) for n in range(99)], squared, ("", 0), partial(tool, ""))) as made:
         next(made)

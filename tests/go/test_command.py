@@ -210,7 +210,7 @@ def test_it_asks_once(
     assert list((here / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize("seconds", [0.5, 20.0])
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(20.0, marks=pytest.mark.full)])
 def test_a_long_wait_for_the_answer_is_planned_for(
     seconds: float,
     here: Path,
@@ -285,7 +285,7 @@ def test_to_the_end(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) 
     )
 
 
-@pytest.mark.parametrize("slower", [1.0, 2.0])
+@pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.full), 2.0])
 def test_on_time_when_the_throughput_drops_in_the_middle(
     slower: float, here: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +450,7 @@ def without_a_terminal(words: list[str]) -> None:
     go(words)
 
 
+@pytest.mark.full
 def test_nohup_outlives_its_terminal(here: Path, data: Path) -> None:
     run = here / "runs" / "tiny"
     child = tiny_run.call(without_a_terminal, argv(data), log=here / "log")
@@ -534,7 +535,7 @@ def test_another_band_is_trained_with_what_is_left(
     assert refused(["go", "--resume", str(first)], capsys).startswith(f"{second} is done")
 
 
-@pytest.mark.parametrize("stopped", ["before", "between"])
+@pytest.mark.parametrize("stopped", ["before", pytest.param("between", marks=pytest.mark.full)])
 def test_a_decision_for_another_band_outlives_a_kill(
     stopped: str, here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +579,7 @@ def keeping(patch: pytest.MonkeyPatch, killed: Callable[..., Any]) -> Callable[.
     return begun
 
 
+@pytest.mark.full
 def test_a_target_found_out_of_reach_before_a_kill(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

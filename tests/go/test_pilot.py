@@ -137,6 +137,7 @@ def test_a_target_within_the_range_does_not(data: Path, tmp_path: Path) -> None:
     assert outcome.status == "finished" and pilot.found is not None and pilot.found["decision"] == "go on"
 
 
+@pytest.mark.full
 def test_a_pilot_that_was_broken_off_ends_in_the_next_process(data: Path, tmp_path: Path) -> None:
     """The rows of the first process count: the same end, the same numbers."""
 

@@ -58,6 +58,7 @@ def test_five_minutes(run: Path) -> None:
     loaded_with(run, 300)
 
 
+@pytest.mark.full
 def test_the_script(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "load.json"
     assert main([str(run), "--seconds", "2", "--clients", "4", "--json", str(file)]) == 0

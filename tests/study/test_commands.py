@@ -260,6 +260,7 @@ def wait_for(condition: Any, process: "subprocess.Popen[bytes]", log: Path, seco
 
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_trial_that_was_interrupted_goes_on_to_the_same_numbers(
     number: signal.Signals, study: Path, here: Path
 ) -> None:

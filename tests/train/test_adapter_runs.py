@@ -82,6 +82,7 @@ def begin(root: Path, wanted: RunConfig, name: str, pretrained: Path) -> None:
     train(root, wanted, name, initial=given(pretrained))
 
 
+@pytest.mark.full
 def test_two_replicas_train_what_one_does(pretrained: Path, data: Path, tmp_path: Path) -> None:
     """The same passes in both, one after the other or side by side, and so the same to the last bit.
 

@@ -131,7 +131,9 @@ def test_a_batch_that_two_cannot_share_is_one_line(data: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "optim", [{"name": "muon"}, {"name": "adamw", "grad_clip": 0.5}], ids=["muon", "adamw"]
+    "optim",
+    [{"name": "muon"}, pytest.param({"name": "adamw", "grad_clip": 0.5}, marks=pytest.mark.full)],
+    ids=["muon", "adamw"],
 )
 def test_shards_train_like_one_process_and_resume_exactly(
     optim: dict[str, Any], data: Path, tmp_path: Path
@@ -166,6 +168,7 @@ def test_shards_train_like_one_process_and_resume_exactly(
         torch.testing.assert_close(ours(tokens_BT), theirs(tokens_BT).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_a_sharded_run_killed_before_its_first_step(data: Path, tmp_path: Path) -> None:
     """Its checkpoint of step 0 loads, though no step has made an optimizer state yet."""
     config = tiny_run.config(
