@@ -56,6 +56,7 @@ def adamw_update(
         from deskside.kernels.adamw_triton import launch
 
         launch(p, g, state, step, skip, rule, factor)
+        torch.autograd.graph.increment_version(p)  # whoever keeps the weight in another form goes by it
         return
     if state[FIRST].dtype != torch.uint8:
         m, v = state[FIRST].to(p.dtype), state[SECOND].to(p.dtype)

@@ -67,7 +67,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]
     p_ptr, g_ptr, m_ptr, v_ptr, m_max_ptr, v_max_ptr, m_map_ptr, v_map_ptr, step_ptr, skip_ptr, factor_ptr,
-    lr, shrink, beta1, beta2, log2_beta1, log2_beta2, eps, n,
+    lr, decay, fresh1, fresh2, log2_beta1, log2_beta2, eps, n,
     EIGHT_BIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) > 0:
@@ -88,12 +88,12 @@ def _adamw(  # type: ignore[no-untyped-def]
     else:
         m = tl.load(m_ptr + at, inside, 0.0).to(tl.float32)
         v = tl.load(v_ptr + at, inside, 0.0).to(tl.float32)
-    m += (g - m) * (1 - beta1)
-    v += (g * g - v) * (1 - beta2)
+    m += (g - m) * fresh1
+    v += (g * g - v) * fresh2
     step = tl.load(step_ptr).to(tl.float64)  # 1 - 0.999 has three digits less than float32
     b1 = (1 - tl.exp2(step * log2_beta1)).to(tl.float32)
     b2 = (1 - tl.exp2(step * log2_beta2)).to(tl.float32)
-    p = p * shrink - lr * (m / b1) / (tl.sqrt(v / b2) + eps)
+    p -= p * decay + lr * (m / b1) / (tl.sqrt(v / b2) + eps)
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), inside)
     if EIGHT_BIT:
         m_max, v_max = tl.reduce(tl.abs(m), 1, _larger), tl.reduce(v, 1, _larger)
@@ -123,7 +123,8 @@ def launch(
     n = p.numel()
     _adamw[(triton.cdiv(n, PROGRAM * BLOCK),)](
         p, g, state[FIRST], state[SECOND], *scales, *_maps(p.device), step, skip, factor,
-        rule.lr, 1 - rule.lr * rule.weight_decay, *rule.betas, *(_log2(beta) for beta in rule.betas), rule.eps, n,
+        rule.lr, rule.lr * rule.weight_decay, *(1 - beta for beta in rule.betas), *(_log2(beta) for beta in rule.betas),
+        rule.eps, n,
         EIGHT_BIT=eight, ROWS=PROGRAM, WIDTH=BLOCK,
     )  # fmt: skip
 

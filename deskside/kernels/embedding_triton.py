@@ -23,8 +23,8 @@ def gather(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """OUT (N, D): the rows TOKENS (N,) of TABLE (V, D), rounded. NaN for a token that is no row."""
-    rows = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = tl.load(TOKENS + rows, mask=rows < N, other=0)
     known = (token >= 0) & (token < V)
     inside = (columns < D)[None, :]
@@ -45,10 +45,10 @@ def add_runs(  # type: ignore[no-untyped-def]
     FIRST, LAST: (pieces, D), the sum of a piece's first run where it began before, of its last run where it began here
     and goes on.
     """
-    piece = tl.program_id(1)
+    piece = tl.program_id(0)
     at = piece * PIECE + tl.arange(0, PIECE)
     here = at < N
-    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (columns < D)[None, :]
     row = tl.load(ORDER + at, mask=here, other=0)
     grad = tl.load(GRAD + row[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0.0)
@@ -78,9 +78,9 @@ def join_runs(  # type: ignore[no-untyped-def]
     D: tl.constexpr, PIECE: tl.constexpr, SHARES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """OUT (V, D): the sum of the run that begins in this program's piece and goes on, if there is one."""
-    piece = tl.program_id(1)
+    piece = tl.program_id(0)
     start = piece * PIECE
-    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     entry = tl.load(IDS + start + PIECE - 1, mask=start + PIECE < N, other=-1).to(tl.int32)
     after = tl.load(IDS + start + PIECE, mask=start + PIECE < N, other=-2).to(tl.int32)
     before = tl.load(IDS + start - 1, mask=start > 0, other=-1).to(tl.int32)
@@ -102,7 +102,7 @@ def rows(tokens_N: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
     """(N, D): the rows of the table in `dtype`."""
     (N,), (V, D) = tokens_N.shape, weight_VD.shape
     out = torch.empty(N, D, dtype=dtype, device=weight_VD.device)
-    grid = (triton.cdiv(D, 256), triton.cdiv(N, 16))
+    grid = (triton.cdiv(N, 16), triton.cdiv(D, 256))
     gather[grid](weight_VD, tokens_N, out, N, V, D, 16, 256, num_warps=4)
     return out
 
@@ -121,7 +121,7 @@ def summed(grad_ND: Tensor, ids_N: Tensor, order_N: Tensor, entries: int) -> Ten
     out = torch.zeros(entries, D, dtype=torch.float32, device=grad_ND.device)
     pieces = triton.cdiv(N, PIECE)
     first, last = (torch.empty(pieces, D, dtype=torch.float32, device=out.device) for _ in range(2))
-    grid = (triton.cdiv(D, COLUMNS), pieces)
+    grid = (pieces, triton.cdiv(D, COLUMNS))
     add_runs[grid](grad_ND, ids_N, order_N, out, first, last, N, entries, D, PIECE, COLUMNS, num_warps=4)
     joined(out, ids_N, first, last)
     return out
@@ -130,7 +130,7 @@ def summed(grad_ND: Tensor, ids_N: Tensor, order_N: Tensor, entries: int) -> Ten
 def joined(out_VD: Tensor, ids_N: Tensor, first: Tensor, last: Tensor) -> None:
     """Write the sums of the runs that lie in several pieces, from the shares of these."""
     pieces, D = first.shape
-    grid = (triton.cdiv(D, COLUMNS), pieces)
+    grid = (pieces, triton.cdiv(D, COLUMNS))
     join_runs[grid](
         ids_N, out_VD, first, last, len(ids_N), len(out_VD), D, PIECE, SHARES, COLUMNS, num_warps=4
     )

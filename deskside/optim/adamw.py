@@ -5,7 +5,9 @@ device says so, without asking the host. `kernels/adamw.py` updates one weight a
 bfloat16 or 8 bits, on the device or in the host's memory, and clips its gradient while it reads it, which saves a pass
 over all of them. Weights of less than 4,096 elements (norms, biases) keep float32 state on the device, because small
 ones save nothing, and are where 8 bits hurt; they are updated all at once by torch's fused kernel, called through its
-functional form `torch.optim.adamw.adamw` with `found_inf`. On a CPU all float32 state is.
+functional form `torch.optim.adamw.adamw` with `found_inf`. So are weights of less than 262,144 elements whose state is
+float32 on the device: adapters have hundreds, and launching a kernel for each takes the host longer than clipping takes
+the card. On a CPU all with such state are.
 
 A sharded parameter (FSDP2's DTensor) is updated as its local shard: AdamW works on each element alone. Blocks of 256
 would not stay the same blocks on another number of GPUs, so 8-bit and offloaded state is for whole weights.
@@ -36,6 +38,7 @@ from deskside.optim.offload import Job, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, local
 
 SMALL = 4096  # elements; state of smaller weights is float32 and stays on the device
+ALONE = 2**18  # elements; a weight of as many is worth a launch of its own
 STEP = "step"
 
 
@@ -106,7 +109,8 @@ class AdamW:
     def _plain(self, parameter: Tensor) -> bool:
         """Whether torch's own kernel updates it: its state is in the weight's dtype and on its device."""
         here = self.states == "float32" and self.streamer is None
-        return parameter.numel() < SMALL or (here and not self._fused(parameter))
+        alone = self._fused(parameter) and parameter.numel() >= ALONE
+        return parameter.numel() < SMALL or (here and not alone)
 
     def _fused(self, parameter: Tensor) -> bool:
         return local(parameter).is_cuda if self.fused is None else self.fused

@@ -61,21 +61,29 @@ class Settler:
             rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
             self.stepper.set_window(plan.stage.window)
             fits.append(self.fit(plan, rows, recorded[index] if recorded else None))
+            if (
+                self.also_plain and self.kept_bytes()
+            ):  # `held` emptied the cache, and what it held is looked at later
+                with self.stepper.precision.plain():
+                    self.dry_step(fits[-1].micro_rows, plan.dataset, rows)
             times = [self.dry_step(fits[-1].micro_rows, plan.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
             seconds.append(min(times))
         self.stepper.precision.forget()  # what the scales have seen were not the run's data
         return fits, seconds
 
+    @property
+    def also_plain(self) -> bool:
+        """Whether some steps are in BF16 though the recipe is another."""
+        formats = self.stepper.formats
+        return formats.warmup_steps > 0 or formats.bf16_from is not None
+
     def fit(self, plan: StageRows, rows: int, recorded: dict[str, Any] | None) -> Fit:
         """The micro-batch of one stage of `rows` rows per step on this process."""
 
-        formats = self.stepper.formats
-        also_plain = formats.warmup_steps > 0 or formats.bf16_from is not None
-
         def dry(micro_rows: int) -> float:
             if (
-                also_plain
-            ):  # BF16 keeps more bytes for the backward than FP8, and has to fit too when its turn comes
+                self.also_plain
+            ):  # it keeps more bytes for the backward than FP8, and has to fit when its turn comes
                 with self.stepper.precision.plain():
                     self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
             return self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))

@@ -37,6 +37,7 @@ IDS = [f"{c.name} {c.states}{' offload' if c.offload else ''}" for c in CONFIGS]
 def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests have at most 384 weights in a matrix."""
     monkeypatch.setattr(adamw, "SMALL", 64)
+    monkeypatch.setattr(adamw, "ALONE", 64)
     monkeypatch.setattr(offload, "PIECE", 256)
 
 
@@ -205,3 +206,14 @@ def test_clipping_within_the_update_is_clipping_before_it(given: Config) -> None
         made.append({**weights(model), **{k: t.clone() for k, t in optimizer.state_dict_flat()[0].items()}})
     for name, value in made[0].items():
         assert torch.equal(value, made[1][name]), name
+
+
+def test_small_weights_with_plain_states_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch for each weight is for the large ones; small states leave no choice."""
+    monkeypatch.setattr(adamw, "SMALL", 4)
+    monkeypatch.setattr(adamw, "ALONE", 10)
+    weights = {"w4": torch.zeros(4), "w9": torch.zeros(9), "w10": torch.zeros(10)}
+    both: list[tuple[Any, set[str]]] = [("float32", {"w10"}), ("bfloat16", {"w4", "w9", "w10"})]
+    for states, alone in both:
+        made = adamw.AdamW([], (0.9, 0.99), 1e-8, states, fused=True)
+        assert {name for name, weight in weights.items() if not made._plain(weight)} == alone

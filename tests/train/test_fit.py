@@ -18,7 +18,7 @@ from deskside.data.loader import Batch
 from deskside.data.rows import PackedDataset
 from deskside.errors import RunError, UsageError
 from deskside.train import machine
-from deskside.train.fit import RowShape, candidates, fit, rows_per_rank, worst_case_batch
+from deskside.train.fit import Fit, RowShape, candidates, fit, rows_per_rank, worst_case_batch
 from deskside.train.parallel import World
 from deskside.train.settle import Settler, StageRows
 from deskside.train.step import Stepper
@@ -151,6 +151,12 @@ class Switch:
     def __init__(self) -> None:
         self.active = True
 
+    def use(self, active: bool) -> None:
+        self.active = active
+
+    def forget(self) -> None:
+        """No scales to forget."""
+
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         self.active = False
@@ -226,3 +232,35 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
         else:
             assert settler.fit(cast(StageRows, stage), 8, None).micro_rows == expected
         assert not card
+
+
+@pytest.mark.parametrize("keeps, before", [(0, []), (5, [False])])
+def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, before: list[bool]) -> None:
+    """Fitting beside what an objective keeps ends with an empty cache; the timed steps are of the recipe alone."""
+    config = RunConfig(precision={"name": "fp8", "warmup_steps": 5})
+    switch, ran = Switch(), list[bool]()
+
+    class OnCard(Settler):
+        def fit(self, plan: StageRows, rows: int, recorded: Any) -> Fit:
+            return Fit(rows, 1, ())
+
+        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+            ran.append(switch.active)
+            return 1.0
+
+        def kept_bytes(self) -> int:
+            return keeps
+
+    stepper = SimpleNamespace(
+        world=World(CPU),
+        precision=switch,
+        formats=config.precision,
+        optimizer=SimpleNamespace(create_state=nothing, set_progress=lambda *_: None),
+        set_window=lambda window: None,
+    )
+    stage = SimpleNamespace(
+        stage=SimpleNamespace(sequence_length=32, window=None), tokens_per_step=256, dataset=None
+    )
+    settler = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    settler.settle([cast(StageRows, stage)], None)
+    assert ran == [*before, True, True]
