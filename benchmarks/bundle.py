@@ -121,7 +121,7 @@ def pack(folders: dict[str, Path], out: Path, part_bytes: int) -> list[Path]:
             parts[-1].mkdir()
             (parts[-1] / f"{len(parts)}.part").write_bytes(piece)
     whole.unlink()
-    index = {"parts": len(parts), "sha256": digest.hexdigest(), "folders": sorted(folders)}
+    index = {"parts": len(parts), "sha256": digest.hexdigest()}
     for part in parts:
         (part / "index.json").write_text(json.dumps(index, indent=1) + "\n")
     return parts
@@ -147,7 +147,7 @@ def unpack(given: Sequence[Path], to: Path) -> list[int]:
     numbers = range(1, found["parts"] + 1)
     if missing := [number for number in numbers if not (kept / f"{number}.part").exists()]:
         return missing
-    if all((to / name).exists() for name in found["folders"]):
+    if (kept / "unpacked").exists():
         return []
     whole, digest = kept / "whole.tar.xz", hashlib.sha256()
     with whole.open("wb") as target:
@@ -160,6 +160,7 @@ def unpack(given: Sequence[Path], to: Path) -> list[int]:
     with lzma.open(whole) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         archive.extractall(to, filter="data")
     whole.unlink()
+    (kept / "unpacked").touch()
     return []
 
 

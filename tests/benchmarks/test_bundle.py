@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -55,6 +56,20 @@ def test_a_damaged_piece_is_refused(parts: list[Path], tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="damaged"):
         unpack(parts, tmp_path / "there")
     assert not (tmp_path / "there" / "x").exists()
+
+
+def test_unpacking_that_was_broken_off_is_done_again(
+    parts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: tarfile.TarFile, path: Path, filter: str) -> None:
+        (path / "x").mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tarfile.TarFile, "extractall", killed)
+        unpack(parts, tmp_path / "there")
+    assert unpack(parts, tmp_path / "there") == []
+    assert tree(tmp_path / "there" / "x") == tree(tmp_path / "source")
 
 
 def test_pieces_of_two_bundles_are_not_mixed(parts: list[Path], tmp_path: Path) -> None:
