@@ -20,13 +20,12 @@ from deskside.budget.shape import Shape, kv_bytes_per_token
 from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
 from deskside.engine.graphs import WARM_UP, bucket
 from deskside.engine.requests import Request
-from deskside.engine.room import SHARE
+from deskside.engine.room import SHARE, allowed_bytes
 from deskside.engine.sampling import Sampling
 from deskside.engine.weights import for_inference, inference_copy, refresh
 from deskside.errors import RunError
 from deskside.export.merge import merge_into, merged
 from deskside.model.transformer import Transformer
-from deskside.train import machine
 
 MOST_ROWS = 256
 # Of a decoding step, for each row and entry of the vocabulary: its logits, and what drawing from them by
@@ -58,7 +57,7 @@ class Left:
         if device.type != "cuda":
             return None
         reserved = torch.cuda.memory_reserved(device)
-        return cls(_allowed(device) - reserved, reserved - torch.cuda.memory_allocated(device))
+        return cls(allowed_bytes(device) - reserved, reserved - torch.cuda.memory_allocated(device))
 
     def without(self, model: Transformer) -> "Left":
         """Beside a model that was made since and stays."""
@@ -67,17 +66,13 @@ class Left:
     def check(self, device: torch.device) -> None:
         """Raises RunError where what is held now does not leave `again`."""
         held = torch.cuda.memory_allocated(device) + _of_graphs()
-        short = held + self.again - _allowed(device)
+        short = held + self.again - allowed_bytes(device)
         if short > 0:
             raise RunError(
                 f"out of memory: beside what sampling holds a step of training lacks {short / 2**30:.2f} GiB; give a "
                 "smaller --batch.micro_tokens, or a shorter --batch.sequence_length"
             )
         torch.cuda.empty_cache()  # what sampling gave back, in pieces that may not suit training
-
-
-def _allowed(device: torch.device) -> int:
-    return int(machine.free_memory_gib(device) * 2**30)
 
 
 def _of_graphs() -> int:

@@ -8,7 +8,7 @@ from deskside.dashboard.common import nothing
 from deskside.dashboard.literal import literal
 from deskside.dashboard.reading import Study, card_words
 from deskside.report import study_words as words
-from deskside.study.results import INTERRUPTED, Results
+from deskside.study.results import OPEN, Results
 from deskside.study.sentences import GOALS, by_group, unfinished
 
 
@@ -60,11 +60,7 @@ def _one(results: Results, filtered: bool, goal: str) -> None:
         for line in unfinished(results):
             st.caption(literal(line))
     else:
-        waiting = sum(
-            trial.status in ("pending", "running", INTERRUPTED)
-            for arm in results.arms
-            for trial in arm.trials
-        )
+        waiting = sum(trial.status in OPEN for arm in results.arms for trial in arm.trials)
         more = f"; {words.several(waiting, 'trial')} to come" if waiting else ""
         st.write(f"Nothing can be said yet: no two arms have finished trials of the same seed{more}.")
 

@@ -10,7 +10,7 @@ from deskside.dashboard.progress import Progress, progress
 from deskside.dashboard.reading import Brief, Rows
 from deskside.report import study_words, words
 from deskside.report.rundir import number
-from deskside.study.results import INTERRUPTED
+from deskside.study.results import OPEN
 
 EVERY = 5  # seconds
 MOST = 8  # runs that are drawn; more are counted
@@ -51,7 +51,7 @@ def _studies(root: str) -> None:
         if study is None or study.results is None or study.results.complete:
             continue
         trials = [trial for arm in study.results.arms for trial in arm.trials]
-        open_ = sum(trial.status in ("pending", "running", INTERRUPTED) for trial in trials)
+        open_ = sum(trial.status in OPEN for trial in trials)
         if trials:
             st.progress(
                 1 - open_ / len(trials),

@@ -11,13 +11,18 @@ from deskside.model.transformer import Transformer
 SHARE = 0.85  # of the free memory that a cache takes at most; the rest is for workspace and fragmentation
 
 
+def allowed_bytes(device: torch.device) -> int:
+    """What this process may have on its GPU, all that torch holds for it already included."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free + torch.cuda.memory_reserved(device), allowed)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """What this process may still allocate on a GPU, torch's own reserve included; None on a CPU."""
     if device.type != "cuda":
         return None
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return min(free + torch.cuda.memory_reserved(device), allowed) - torch.cuda.memory_allocated(device)
+    return allowed_bytes(device) - torch.cuda.memory_allocated(device)
 
 
 def cache_tokens(model: Transformer, wanted: int, least: int) -> int:

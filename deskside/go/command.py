@@ -19,7 +19,7 @@ import tyro
 
 import deskside
 from deskside.config import overrides, strict_json
-from deskside.config.origin import reached
+from deskside.config.origin import reached, reached_by
 from deskside.errors import RunError, UsageError
 from deskside.go.journal import FILE, Journal, damaged, tail_seconds
 from deskside.go.state import MOST_GIB, MOST_HOURS, PHASES
@@ -217,9 +217,7 @@ class Road:
         if (self.run.path / "summary.json").exists():
             return None
         plan, target = self.journal.result("plan"), self.options["target_loss"]
-        config = phases.final_config(plan["config"], self.journal.hours * 3600)
-        data = config.data.model_copy(update={"path": self._reached(config.data.path)})
-        config = config.model_copy(update={"data": data})
+        config = reached_by(phases.final_config(plan["config"], self.journal.hours * 3600), self.options)
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
         from deskside.go.pilot import RECENTRE, TARGET, Pilot
@@ -290,7 +288,7 @@ class Road:
             data=self._reached(options["data"]),
             given=options["given"],
             memory_gib=options["gpu_budget"],
-            probes=self._reached(options["probes"]) or "",
+            probes=reached(options["probes"], options.get("directory")),
         )
 
     def _reached(self, path: str | None) -> str | None:

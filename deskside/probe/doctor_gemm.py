@@ -48,23 +48,17 @@ def plain(dtype: str, device: str) -> Result:
     errors = {name: _finite(error) for name, error in found.errors.items()}
     verdict = "works" if found.ok else "wrong numbers"
     result = {"verdict": verdict, "reason": found.reason, "errors": errors, "tolerance": tolerance}
-    rate = _plain_rate(kind, torch.device(device))
-    if torch.device(device).type == "cuda" and dtype == "bf16":
-        result["details"] = at_work(torch.device(device), rate)
+    where = torch.device(device)
+
+    def seconds(side: int) -> float:
+        if where.type == "cuda":
+            warm_up(lambda: measure_matmul_peak(where, kind, side), where)
+        return 2 * side**3 / measure_matmul_peak(where, kind, side)
+
+    rate = _square_rate(seconds, where)
+    if where.type == "cuda" and dtype == "bf16":
+        result["details"] = at_work(where, rate)
     return result | {"speed": speed(rate, "FLOP/s")}
-
-
-def _plain_rate(kind: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a large square product; on a CPU of one that does not take long: FP16 is often not optimised there."""
-    if device.type == "cuda":
-        warm_up(lambda: measure_matmul_peak(device, kind), device)
-        return measure_matmul_peak(device, kind)
-    side = SMALLEST_TIMED
-    while True:
-        rate = measure_matmul_peak(device, kind, side)
-        if side >= SIZES["cpu"] or 2 * side**3 / rate > SLOW_SECONDS:
-            return rate
-        side *= 2
 
 
 def at_work(device: torch.device, rate: float) -> dict[str, Any]:
@@ -104,7 +98,8 @@ def check_format(form: Format, device: torch.device) -> Result:
     if kernel["verdict"] != "works":
         result = wrong(result, f"against the rounded operands: {kernel['reason']}")
     result["details"] = {"errors_against_rounded_operands": kernel["errors"]}
-    return result | {"speed": speed(_product_rate(form, device), "FLOP/s")}
+    rate = _square_rate(lambda side: median_seconds(_square_product(form, device, side), device), device)
+    return result | {"speed": speed(rate, "FLOP/s")}
 
 
 def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,11 +114,12 @@ def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return rows((n, k)), rows((m, k)), rows((n, m))
 
 
-def _product_rate(form: Format, device: torch.device) -> float:
-    """FLOP/s of a large square product. On a CPU the matrices grow until one takes long: some are not optimised."""
+def _square_rate(seconds_of: Callable[[int], float], device: torch.device) -> float:
+    """FLOP/s of a large square product, from the seconds that one of a side takes. On a CPU the matrices grow until one
+    takes long: some formats, FP16 among them, are not optimised there."""
     side = SIZES[device.type] if device.type == "cuda" else SMALLEST_TIMED
     while True:
-        seconds = median_seconds(_square_product(form, device, side), device)
+        seconds = seconds_of(side)
         if side >= SIZES[device.type] or seconds > SLOW_SECONDS:
             return 2 * side**3 / seconds
         side *= 2

@@ -26,6 +26,7 @@ SCHEMA_VERSION = 1
 STATUSES = ("finished", "oom", "diverged", "failed", "killed", "refused", "running", "pending")
 # Never written: what study/life.py makes of a trial that is said to run and shows no life.
 INTERRUPTED = "interrupted"
+OPEN = ("pending", "running", INTERRUPTED)  # of trials that have not come to their end
 
 
 @dataclass(frozen=True)

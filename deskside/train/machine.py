@@ -13,6 +13,7 @@ import pynvml
 import torch
 
 import deskside
+from deskside.engine.room import allowed_bytes
 from deskside.facts.cpu import cpu_cores
 
 
@@ -149,10 +150,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def free_memory_gib(device: torch.device) -> float:
     """What this process may still take on its GPU, what it holds in torch's cache included."""
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-    reserved = torch.cuda.memory_reserved(device)
-    return min(free + reserved, allowed) / 2**30
+    return allowed_bytes(device) / 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -61,9 +61,8 @@ class Settler:
             rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
             self.stepper.set_window(plan.stage.window)
             fits.append(self.fit(plan, rows, recorded[index] if recorded else None))
-            if (
-                self.also_plain and self.kept_bytes()
-            ):  # `held` emptied the cache, and what it held is looked at later
+            if self.also_plain and self.kept_bytes():
+                # `held` emptied torch's cache, and who shares out what is left will look at what it has.
                 with self.stepper.precision.plain():
                     self.dry_step(fits[-1].micro_rows, plan.dataset, rows)
             times = [self.dry_step(fits[-1].micro_rows, plan.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
@@ -81,9 +80,8 @@ class Settler:
         """The micro-batch of one stage of `rows` rows per step on this process."""
 
         def dry(micro_rows: int) -> float:
-            if (
-                self.also_plain
-            ):  # it keeps more bytes for the backward than FP8, and has to fit when its turn comes
+            if self.also_plain:
+                # BF16 keeps more bytes for the backward than FP8, and has to fit too when its turn comes.
                 with self.stepper.precision.plain():
                     self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
             return self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
