@@ -15,7 +15,7 @@ VERDICTS = {
     "holds": ("hold", "Shown in the claimed direction, and the interval meets the claimed size"),
     "holds in direction": (
         "hold in direction",
-        "Shown in the claimed direction, but not in the claimed size",
+        "Shown in the claimed direction, but not in the claimed size; a twentieth of it at least",
     ),
     "not shown": (
         "not shown",

@@ -37,7 +37,7 @@ from deskside.train.activation import recompute
 from tests.budget.test_memory_oracle import SMALL
 
 FORMATS: list[Any] = ["bf16", "int8", "nf4"]
-MEASURED = Path(__file__).parents[2] / "docs/data/2026-11-22-h200/memory/adapters.json"
+MEASURED = Path(__file__).parents[2] / "docs/data/2026-11-22-release/memory/adapters.json"
 QWEN = ModelConfig(
     vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
     head_dim=128, intermediate_size=8960, tie_word_embeddings=True,

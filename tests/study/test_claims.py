@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from deskside.errors import UsageError
 from deskside.facts.claims import Claim, claims
 from deskside.study import arithmetic, definition
-from deskside.study.claims import Change, accepted, arms_of, judge, verdict_of_change, verdict_of_value
+from deskside.study.claims import (
+    LEAST_SHARE,
+    Change,
+    accepted,
+    arms_of,
+    judge,
+    verdict_of_change,
+    verdict_of_value,
+)
 from deskside.study.compare import compare
 from deskside.study.expand import expand
 from deskside.study.metrics import BY_KEY
@@ -87,6 +95,8 @@ def judged(results: Results, one: Claim) -> ClaimResult:
         (0.06, {}, "holds"),  # half of it and a little more: within the tolerance
         (0.02, {}, "holds in direction"),
         (0.50, {}, "holds in direction"),
+        (0.02, {"size": (1.0, 1.0)}, "contradicted"),  # shown, and a thirtieth of what was claimed
+        (0.003, {"size": None}, "holds"),
         (-0.10, {}, "contradicted"),
         (0.0, {}, "contradicted"),  # an effect of half the claimed size would have been seen
         (0.0, {"size": None}, "not shown"),
@@ -164,7 +174,7 @@ def test_verdicts_follow_the_interval_and_mirror(
     verdict = verdict_of_change(up, change)
     near = min(
         abs(edge - end)
-        for edge in (0, *accepted(up), *(-a for a in accepted(down)))
+        for edge in (0, LEAST_SHARE * effect, *accepted(up), *(-a for a in accepted(down)))
         for end in (change.low, change.high)
     )
     if near > 1e-9:
@@ -176,10 +186,14 @@ def test_verdicts_follow_the_interval_and_mirror(
         assert verdict == ("not shown" if share + width > 1 - tolerance else "contradicted")
     elif change.high < 0:
         assert verdict == "contradicted"
-    else:
+    elif share + width > LEAST_SHARE or near <= 1e-9:
         assert verdict in ("holds", "holds in direction")
         if share - width <= 1 <= share + width:
             assert verdict == "holds"
+    else:
+        assert verdict == (
+            "holds" if tolerance > 1 - LEAST_SHARE and share + width >= 1 - tolerance else "contradicted"
+        )
 
 
 @given(factor=st.floats(1e-6, 1e6), effect=st.sampled_from([-0.3, 0.0, 0.02, 0.1, 0.4]))
