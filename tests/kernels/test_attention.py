@@ -2,10 +2,7 @@
 
 import importlib
 import math
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -223,28 +220,6 @@ def test_choose_compares_a_part_of_a_large_problem(name: str, monkeypatch: pytes
         assert choice.name == name and choice.errors[name] < 1e-5
     else:
         assert choice.rejected[name].startswith("wrong")
-
-
-def test_choose_does_not_go_on_timing_what_is_far_slower() -> None:
-    calls = {"quick": 0, "slow": 0}
-
-    def sleeping(name: str, seconds: float) -> Callable[..., Tensor]:
-        def function(*inputs: Any) -> Tensor:
-            calls[name] += 1
-            time.sleep(seconds)
-            return BACKENDS["reference"].function(*inputs)
-
-        return function
-
-    for name, seconds in (("quick", 0.01), ("slow", 0.1)):
-        register(replace(BACKENDS["reference"], name=name, function=sleeping(name, seconds)))
-    try:
-        choice = choose(need(), ["quick", "slow"])
-    finally:
-        for name in calls:
-            del BACKENDS[name]
-    assert choice.name == "quick" and choice.seconds["slow"] > 0.1
-    assert calls == {"quick": 4, "slow": 3}  # one run is the check
 
 
 @pytest.mark.parametrize("fault", ["zero gradient", "no mask", "nan", "raises"])
