@@ -96,9 +96,10 @@ def test_a_second_backward_is_refused() -> None:
 def test_cuda_pairs_fit_torchs_signatures_and_copy_nothing(name: str, changes: dict[str, Any]) -> None:
     """On the meta device: this torch takes the arguments, and the strided inputs reach the kernel as they are."""
     q, k, v = fused_views(2, 128, dtype=torch.bfloat16, device="meta")
-    boundaries = changes.get("cu_seqlens")
-    prepared = None if boundaries is None else boundaries.to("meta")
-    context = replace(AttentionContext(backend=name, **changes), prepared=prepared)
+    if "cu_seqlens" in changes:
+        changes = {**changes, "cu_seqlens": changes["cu_seqlens"].to("meta")}
+    context = AttentionContext(backend=name, **changes)
+    context = replace(context, prepared=BACKENDS[name].prepare(context, 2, 128, q.device))
     o, saved = attention_forward(q, k, v, context)
     assert o.shape == (2, 128, HEADS, DIM) and o.is_contiguous() and o.dtype == torch.bfloat16
     assert saved.kept is not None

@@ -4,30 +4,40 @@ The boundaries come padded by empty documents at the end, so that their tensor k
 """
 
 import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from deskside.kernels.attention.context import AttentionContext, Backend, register
+from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, register
 from deskside.kernels.attention.direct import FLASH
 from deskside.kernels.attention.sdpa import HALF
 
 
+class Ragged(NamedTuple):
+    """What is prepared: boundaries, and whether grouped heads are to be named, which is not asked in traced code."""
+
+    boundaries: Tensor
+    names_groups: bool
+
+
 def varlen(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
-    """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C); `context.prepared` holds the boundaries."""
+    """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C); `context.prepared` is a `Ragged`."""
     T = q_BTHC.shape[1]
     longest = T if context.max_seqlen is None else context.max_seqlen
-    options: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa() else {}
+    boundaries, names_groups = context.prepared
+    options: dict[str, Any] = {"enable_gqa": True} if names_groups else {}
     before = -1 if context.window is None else context.window - 1
     o_NHC = varlen_attn(
         q_BTHC.flatten(0, 1),
         k_BTKC.flatten(0, 1),
         v_BTKC.flatten(0, 1),
-        context.prepared,
-        context.prepared,
+        boundaries,
+        boundaries,
         longest,
         longest,
         scale=context.scale,
@@ -39,16 +49,24 @@ def varlen(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionCon
 
 
 @lru_cache(maxsize=1)
-def _asks_for_gqa() -> bool:
+def _asks_for_gqa(function: Callable[..., Any]) -> bool:
     """Newer torch wants grouped heads to be named; before, the kernel took them as they came."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return "enable_gqa" in inspect.signature(function).parameters
 
 
-def boundaries(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Tensor:
+def ragged(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Ragged:
     """int32 document boundaries over the flattened batch; each row is one document where there are none given."""
-    if context.cu_seqlens is not None:
-        return context.cu_seqlens
-    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+    boundaries = context.cu_seqlens
+    if boundaries is None:
+        boundaries = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+    return Ragged(boundaries, _asks_for_gqa(varlen_attn))
+
+
+def _forward(
+    q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
+) -> tuple[Tensor, Kept]:
+    """FlashAttention's own forward wants the boundaries alone."""
+    return FLASH.forward(q_BTHC, k_BTKC, v_BTKC, replace(context, prepared=context.prepared.boundaries))
 
 
 register(
@@ -60,7 +78,7 @@ register(
         window=True,
         documents=True,
         for_masks=True,
-        prepare=boundaries,
-        pair=FLASH,
+        prepare=ragged,
+        pair=Pair(_forward, FLASH.backward),
     )
 )
