@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.errors import UsageError
+from deskside.kernels.autograd_thread import give_context
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.apply import apply, refused
 from deskside.precision.head import HeadPlan
@@ -151,6 +152,8 @@ def check_gemm(
     }
     x.requires_grad_()
     weight.requires_grad_()
+
+    give_context(device)
 
     def run() -> tuple[Tensor, ...]:
         output = gemm(x, weight)

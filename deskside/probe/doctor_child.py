@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deskside.errors import RunError, UsageError
+from deskside.kernels.autograd_thread import give_context
 from deskside.probe.child import is_out_of_memory
 
 Result = dict[str, Any]  # verdict, reason, errors, tolerance, speed, details; plain JSON
@@ -47,6 +48,7 @@ def attempt(target: str, arguments: Mapping[str, Any]) -> Result:
     began = time.perf_counter()
     module, function = target.split(":")
     try:
+        give_context(arguments.get("device", "cpu"))
         result: Result = getattr(import_module(module), function)(**arguments)
     except REFUSALS as error:
         verdict = "out of memory" if is_out_of_memory(error) else "unsupported"

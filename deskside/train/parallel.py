@@ -9,7 +9,6 @@ averaged.
 """
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,10 +79,6 @@ class World:
 
 def join(device: str, mode: str) -> World:
     """The world that torchrun describes in the environment, or one process. Raises UsageError for what cannot be."""
-    # The autograd thread's first GEMM finds no context and makes one; that is not worth a line to anybody.
-    warnings.filterwarnings(
-        "ignore", message="Attempting to run cuBLAS, but there was no current CUDA context"
-    )
     size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen == "cuda" and not torch.cuda.is_available():

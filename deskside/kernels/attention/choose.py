@@ -26,6 +26,7 @@ from deskside.kernels.attention.context import (
     prepare,
 )
 from deskside.kernels.attention.explicit import pair_of
+from deskside.kernels.autograd_thread import give_context
 
 # Relative Frobenius error against float32. Rounding q, k, v, p and o alone gives about 3e-3 in bfloat16 and 2e-3 for
 # the gradients' sums; a wrong mask, scale or head mapping gives more than 1e-1.
@@ -74,6 +75,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
     part = _checked_part(need)
     inputs, context = _problem(need, part.tokens, seed)
     expected: list[Tensor] | None = None
+    give_context(need.device)
 
     for backend in considered:
         reason = backend.why_not(need)
