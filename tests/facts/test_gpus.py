@@ -221,19 +221,13 @@ def test_a_device_that_is_not_surely_in_the_table_is_none(device: str, gib: floa
     assert of_device(device, int(gib * GIB)) is None
 
 
-def test_importing_and_looking_up_takes_milliseconds_and_no_torch() -> None:
-    """Measured inside the child, so that the start of Python does not count."""
+def test_importing_and_looking_up_takes_no_torch() -> None:
+    """They are what takes long to import: seconds, beside milliseconds for the tables."""
     code = (
-        "import sys, time; start = time.perf_counter();"
+        "import sys;"
         "import deskside.facts.measurements, deskside.facts.prices, deskside.facts.power, deskside.facts.plausible;"
-        "from deskside.facts.gpus import find; imported = time.perf_counter() - start;"
-        "find('4090'); deskside.facts.measurements.published(); total = time.perf_counter() - start;"
-        "assert not {'torch', 'numpy', 'pandas', 'pydantic'} & set(sys.modules), sys.modules.keys();"
-        "print(imported, total)"
+        "from deskside.facts.gpus import find;"
+        "find('4090'); deskside.facts.measurements.published();"
+        "assert not {'torch', 'numpy', 'pandas', 'pydantic'} & set(sys.modules), sys.modules.keys()"
     )
-    outputs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        for _ in range(3)
-    ]
-    imported, total = (min(float(line.split()[k]) for line in outputs) for k in (0, 1))
-    assert imported < 0.15 and total < 0.25  # about 0.04 and 0.05 on an idle machine
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

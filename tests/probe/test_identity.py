@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 import types
 from typing import Any
 
@@ -12,11 +11,9 @@ from deskside.errors import RunError, UsageError
 from deskside.probe import identity
 
 QUICK = """
-import sys, time
+import sys
 from deskside.probe.store import this_machine
-began = time.perf_counter()
 this_machine()
-assert time.perf_counter() - began < 1.0
 assert not {"torch", "numpy", "pydantic"} & set(sys.modules), sorted(sys.modules)
 """
 
@@ -163,7 +160,7 @@ def test_it_is_cheap_and_needs_no_torch() -> None:
 
 
 def test_the_code_is_read_once_and_is_what_a_step_runs() -> None:
-    began = time.perf_counter()
+    identity.code.cache_clear()
     assert identity.code() == identity.code()
-    assert time.perf_counter() - began < 1.0
+    assert identity.code.cache_info().misses == 1
     assert identity.code().startswith("0.1.0+")
