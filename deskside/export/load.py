@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -220,6 +219,8 @@ def _read_weights(
     verify(checkpoint, weights_only=True)
     model = allocate(config, device, dtype)
     if checkpoint.sharded:
+        import torch.distributed.checkpoint as dcp
+
         whole = allocate(config, "cpu", torch.float32)
         own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in whole.named_parameters()}
         with warnings.catch_warnings():  # one process reading what many wrote is what is meant here

@@ -11,7 +11,11 @@ from deskside.kernels.plain import at_least_float32
 
 
 def rope_table(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (positions, head_dim / 2), float32."""
+    """cos and sin, each (positions, head_dim / 2), float32. On the meta device shapes alone."""
+    if device.type == "meta":
+        # Arithmetic is carried out in Python there, by rules that import torch._dynamo: more than a second.
+        shapes = torch.empty(2, positions, head_dim // 2, dtype=torch.float32, device=device)
+        return shapes[0], shapes[1]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
     angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * frequencies

@@ -4,11 +4,10 @@ The training step needs four things beyond an update: the learning rate from the
 skip a bad step, and a state that goes into a checkpoint by name. None of them waits for the device.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from deskside.budget.scaling import Scaling
 from deskside.config.optim import AdamWConfig, MuonConfig
@@ -17,7 +16,10 @@ from deskside.optim.adamw import AdamW, AdamWGroup
 from deskside.optim.groups import ParameterInfo, Role, classify
 from deskside.optim.muon import Muon
 from deskside.optim.offload import Streamer
-from deskside.optim.sharded import gradient_of, local, sum_of_squares, sum_over_shards
+from deskside.optim.sharded import gradient_of, is_sharded, local, sum_of_squares, sum_over_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 FUSED_DEVICES = ("cuda", "cpu", "xpu", "mps")
 
@@ -90,12 +92,12 @@ class Optimizer:
         """
         gradients = [gradient_of(info) for info in self.parameters]
         squares = []
-        plain = [g for g in gradients if not isinstance(g, DTensor)]
+        plain = [g for g in gradients if not is_sharded(g)]
         if plain:
             squares.append(sum_of_squares(plain))
         layouts: dict[Any, list[DTensor]] = {}
         for g in gradients:
-            if isinstance(g, DTensor):
+            if is_sharded(g):
                 layouts.setdefault((g.device_mesh, g.placements), []).append(g)
         for sharded in layouts.values():
             squares.append(sum_over_shards(sum_of_squares([g.to_local() for g in sharded]), sharded[0]))
@@ -193,7 +195,7 @@ def build(
             raise UsageError(
                 f"parameter '{info.name}' is on '{device}'; move the model to a CPU or GPU first"
             )
-        if isinstance(info.parameter, DTensor) and (config.offload or config.states == "8bit"):
+        if is_sharded(info.parameter) and (config.offload or config.states == "8bit"):
             option = "optim.offload" if config.offload else "optim.states: 8bit"
             raise UsageError(
                 f"{option} works on whole weights, and parallel.mode shard splits them; use parallel.mode replicate"

@@ -28,18 +28,20 @@ full, every rank does the same iteration, and each writes back its own rows. Mom
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from deskside.config.optim import MuonConfig
 from deskside.kernels.muon import apply, look_ahead
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.newton_schulz import coefficients, orthogonalize
 from deskside.optim.offload import Job, Streamer, host_zeros, pieces
-from deskside.optim.sharded import first_row, full_like, gradient_of, local
+from deskside.optim.sharded import first_row, full_like, gradient_of, is_sharded, local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 STACK_ELEMENTS = 2**26
 """Largest stack. Beyond this a bigger batch is no faster, and its temporaries would decide the peak memory."""
@@ -174,7 +176,7 @@ class Muon:
         whole: dict[str, Tensor] = {}
         for s, place in zip(stack.slices, stack.places(x), strict=True):
             name, parameter = s.info.name, s.info.parameter
-            if isinstance(parameter, DTensor):
+            if is_sharded(parameter):
                 if name not in whole:
                     whole[name] = _gathered(
                         self._sharded_direction(s.info, directions, skip, fused), parameter, x
@@ -278,7 +280,7 @@ def _make_stacks(parameters: list[ParameterInfo]) -> list[_Stack]:
     return stacks
 
 
-def _gathered(shard: Tensor, parameter: DTensor, like: Tensor) -> Tensor:
+def _gathered(shard: Tensor, parameter: "DTensor", like: Tensor) -> Tensor:
     """The full tensor of a direction; gathered in the iteration's dtype, which halves the traffic."""
     return full_like(shard.to(like.dtype), parameter)
 
@@ -291,7 +293,7 @@ def _three(whole: Tensor) -> Tensor:
 def _overlap(s: _Slice, place: Tensor) -> tuple[Tensor, Tensor]:
     """The part of a slice that this rank holds: in the stack, and in the parameter (both views)."""
     parameter = s.info.parameter.detach()
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return place, s.part_of(parameter)
     shard, first = parameter.to_local(), first_row(parameter)
     if shard.ndim == 3:

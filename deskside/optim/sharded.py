@@ -1,16 +1,28 @@
 """The little that optimisers need to know of DTensor, FSDP2's sharded tensor (torch.distributed.tensor)."""
 
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from deskside.errors import RunError
 from deskside.optim.groups import ParameterInfo
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_sharded(tensor: object) -> TypeGuard["DTensor"]:
+    """Whether it is a DTensor. torch.distributed.tensor takes a second to import and is not imported for this: while
+    nobody has done so, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def gradient_of(info: ParameterInfo) -> Tensor:
@@ -22,21 +34,25 @@ def gradient_of(info: ParameterInfo) -> Tensor:
     return info.parameter.grad
 
 
-def sum_over_shards(partial: Tensor, like: DTensor) -> Tensor:
+def sum_over_shards(partial: Tensor, like: "DTensor") -> Tensor:
     """The sum over all ranks of a scalar that each rank computed from its shard of `like`. No host sync."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     placements: list[Placement] = [Partial() if p.is_shard() else Replicate() for p in like.placements]
     return DTensor.from_local(partial, like.device_mesh, placements, run_check=False).full_tensor()
 
 
-def full_like(shard: Tensor, like: DTensor) -> Tensor:
+def full_like(shard: Tensor, like: "DTensor") -> Tensor:
     """The whole tensor from every rank's `shard`, laid out as `like` is."""
+    from torch.distributed.tensor import DTensor
+
     whole = DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return whole.full_tensor()
 
 
-def first_row(like: DTensor) -> int:
+def first_row(like: "DTensor") -> int:
     """Where this rank's shard begins along dimension 0. Raises RunError for a sharding along another dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

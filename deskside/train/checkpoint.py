@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from deskside.errors import RunError
 from deskside.export.checkpoints import (
@@ -59,21 +57,18 @@ def save(
     try:
         _by_writer(sharded, lambda: _prepare(folder, temporary))
         if sharded:
-            dcp.save(
-                {"model": model, "optimizer": optimizer}, checkpoint_id=temporary / SHARDED, no_dist=False
-            )
+            _save_sharded(temporary / SHARDED, model, optimizer)
         else:
             save_file({k: v.contiguous() for k, v in model.items()}, temporary / WEIGHTS)
             save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
         _by_writer(sharded, lambda: _finish(temporary, final, state))
-    except (OSError, SafetensorError, CheckpointException) as error:
-        reason = _reason(error)
+    except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(folder).free / 2**20
         if not sharded or dist.get_rank() == 0:
             with contextlib.suppress(OSError):
                 shutil.rmtree(temporary)
         raise RunError(
-            f"checkpoint of step {step} could not be written to {folder} ({reason}; {free:.0f} MiB free); "
+            f"checkpoint of step {step} could not be written to {folder} ({error}; {free:.0f} MiB free); "
             f"older checkpoints are untouched"
         ) from None
     return Checkpoint(final, step)
@@ -135,6 +130,8 @@ def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Ten
 
 def load_sharded(checkpoint: Checkpoint, model: Tensors, optimizer: Tensors) -> None:
     """Fill the given (sharded) tensors in place. Every rank calls this."""
+    import torch.distributed.checkpoint as dcp
+
     dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint.path / SHARDED)
 
 
@@ -149,6 +146,20 @@ def clean(folder: Path) -> None:
     """Remove what an interrupted save or deletion left."""
     for entry in folder.glob(".tmp-*"):
         shutil.rmtree(entry)
+
+
+def _save_sharded(folder: Path, model: Tensors, optimizer: Tensors) -> None:
+    """Every rank writes its shards. Raises OSError, on every rank, with what was wrong on the first one that failed."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=False)
+    except CheckpointException as error:
+        _, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if not isinstance(first, Exception):
+            raise first from None  # a second Ctrl-C is no failure of the disk: it goes on as it is
+        raise OSError(str(first)) from None
 
 
 def _by_writer(sharded: bool, work: Callable[[], None]) -> None:
@@ -187,16 +198,6 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
         _delete(final)
     os.replace(temporary, final)
     _sync(final.parent)
-
-
-def _reason(error: BaseException) -> BaseException:
-    """What was wrong on the first rank that failed. A second Ctrl-C is no failure of the disk: it goes on as it is."""
-    if not isinstance(error, CheckpointException):
-        return error
-    _, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    if not isinstance(first, Exception):
-        raise first
-    return first
 
 
 def _delete(path: Path) -> None:

@@ -7,6 +7,7 @@ need far more than there is are not tried. The result is recorded, and a resumed
 """
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -91,7 +92,8 @@ def fit(
 def forget(device: torch.device) -> None:
     """Free what a failed attempt left, its compiled code for that shape included."""
     gc.collect()
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:  # it takes seconds to import, and until then nothing is compiled by it
+        torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -444,7 +444,8 @@ class _Run:
         began = time.perf_counter()
         with self.precision.plain():
             measured = self.objective.measure(self.session, max_tokens)
-        parallel.reshard(self.model)
+        if self.world.sharded:
+            parallel.reshard(self.model)
         # What the final one will take, by the newest that there was: the machine may have become slower since.
         share = max(1.0, self.validation.num_tokens / max(1, measured.tokens))
         # One stopwatch for all: it decides how much the final one reads, and every process must run the model as often.

@@ -126,7 +126,8 @@ class Stepper:
         valid, names = micro_batches[0].num_valid_step, self.objective.extras
         sums = torch.zeros(1 + len(names), device=self.world.device)
         for index, batch in enumerate(micro_batches):
-            set_last_micro_batch(self.model, index == len(micro_batches) - 1)
+            if self.world.sharded:
+                set_last_micro_batch(self.model, index == len(micro_batches) - 1)
             found = self.loss(batch)
             loss = found.sum / valid
             sums[0] += loss.detach()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor
 
 from deskside.kernels.attention import BACKENDS, AttentionContext, varlen
@@ -54,7 +55,7 @@ def older(
 def test_it_asks_of_torch_what_this_torch_takes_and_compiles_without_a_warning(
     function: Callable[..., Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", function)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", function)
     context = AttentionContext(backend="varlen", window=5, cu_seqlens=BOUNDARIES, max_seqlen=11)
     context = replace(context, prepared=BACKENDS["varlen"].prepare(context, 2, 11, torch.device("cpu")))
     q, k, v = tensors(2, 11, 4, 2, 8)

@@ -1,6 +1,7 @@
 """torch's variable-length FlashAttention: documents of a packed batch as one ragged row (torch.nn.attention.varlen).
 
 The boundaries come padded by empty documents at the end, so that their tensor keeps its shape under compile.
+torch's module is imported where it is used: from torch 2.13 on it imports torch._dynamo, which takes seconds.
 """
 
 import inspect
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, register
 from deskside.kernels.attention.direct import FLASH
@@ -27,6 +27,8 @@ class Ragged(NamedTuple):
 
 def varlen(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
     """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C); `context.prepared` is a `Ragged`."""
+    from torch.nn.attention.varlen import varlen_attn
+
     T = q_BTHC.shape[1]
     longest = T if context.max_seqlen is None else context.max_seqlen
     boundaries, names_groups = context.prepared
@@ -56,6 +58,8 @@ def _asks_for_gqa(function: Callable[..., Any]) -> bool:
 
 def ragged(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Ragged:
     """int32 document boundaries over the flattened batch; each row is one document where there are none given."""
+    from torch.nn.attention.varlen import varlen_attn
+
     boundaries = context.cu_seqlens
     if boundaries is None:
         boundaries = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)

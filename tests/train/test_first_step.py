@@ -1,0 +1,36 @@
+"""What a run imports until its first step is done. In processes of their own, because imports stay."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Seconds each; only compiled and sharded runs need them.
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint")
+
+STEP = """
+import json, sys
+import deskside.train.pretrain
+from benchmarks.step_config import configuration
+from deskside.probe.point import Timer, make_ready, random_batches
+from deskside.train import machine
+
+keys = {"preset": "demo", "precision": "%s", "tokens": 128, "micro_tokens": 128, "sequence_length": 64}
+ready = make_ready(configuration({**keys, "optimizer": "muon", "device": "cpu"}))
+device = ready.stepper.world.device
+batches = random_batches(ready.rows, ready.fit.micro_rows, ready.rows_per_step, device)
+timer = Timer(ready.stepper, batches, ready.fit.accumulation, machine.Sensors(device))
+timer.read(timer.launch())
+print(json.dumps([timer.losses, sorted(sys.modules)]))
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8-delayed"])
+def test_a_first_step_imports_no_compiler_and_no_sharding(precision: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STEP % precision], capture_output=True, text=True, check=True, timeout=300
+    )
+    losses, modules = json.loads(done.stdout.splitlines()[-1])
+    assert len(losses) == 1 and 0 < losses[0] < 20
+    assert not {*HEAVY} & {*modules}
