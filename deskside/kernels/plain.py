@@ -1,6 +1,7 @@
-"""Plain torch that operators and the references of kernels share: activations, and the dtype they compute in."""
+"""Plain torch that operators and the references of kernels share: activations, the dtype they compute in, gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,3 +39,29 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """
     (product,) = torch._foreach_mul([x], factor.to(x.dtype))
     return product
+
+
+def gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """torch.autograd.grad(outputs, inputs, upstream), to the last bit, without the import of sympy that it begins with.
+
+    Given gradients of outputs, torch compares their sizes by way of its symbolic shapes. A scalar needs none, so here
+    one is put on top of the outputs, whose backward hands `upstream` down.
+    """
+    with torch.enable_grad():
+        top = _Top.apply(len(outputs), *outputs, *upstream)
+    return torch.autograd.grad(top, inputs)
+
+
+class _Top(torch.autograd.Function):
+    """A scalar whose gradients by `outputs` are `upstream`."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
+        ctx.upstream = tensors[count:]
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.upstream, *(None for _ in ctx.upstream)

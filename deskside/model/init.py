@@ -42,7 +42,8 @@ def allocate(
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
-    model.to_empty(device=device)
+    # Not `to_empty`: it asks for a tensor like one on the meta device, which torch does in Python and sympy.
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     return model
 
 

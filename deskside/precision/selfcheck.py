@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.errors import UsageError
 from deskside.kernels.autograd_thread import give_context
+from deskside.kernels.plain import gradients
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.apply import apply, refused
 from deskside.precision.head import HeadPlan
@@ -132,7 +133,7 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         parameters = (ctx.model.embed.weight, ctx.model.projection.weight)
-        return None, *torch.autograd.grad(ctx.output, parameters, grads[0])
+        return None, *gradients([ctx.output], parameters, grads)
 
 
 def check_gemm(
@@ -157,7 +158,7 @@ def check_gemm(
 
     def run() -> tuple[Tensor, ...]:
         output = gemm(x, weight)
-        return output, *torch.autograd.grad(output, (x, weight), grad.to(output.dtype))
+        return output, *gradients([output], (x, weight), [grad.to(output.dtype)])
 
     return _compared(run, expected, tolerance)
 
@@ -170,8 +171,8 @@ def _check_head(device: torch.device, native: bool) -> CheckResult:
     targets = torch.randint(OUT_FEATURES, (ROWS,), generator=generator, device=device)
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     loss = nn.functional.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum")
-    gradients = torch.autograd.grad(loss, exact)
-    expected = {"loss": loss.detach(), "hidden gradient": gradients[0], "weight gradient": gradients[1]}
+    of_hidden, of_weight = torch.autograd.grad(loss, exact)
+    expected = {"loss": loss.detach(), "hidden gradient": of_hidden, "weight gradient": of_weight}
     hidden.requires_grad_()
     weight.requires_grad_()
     plan = HeadPlan(Shared(Draws(0), DelayedScales(1), native, cache=False), native)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext
+from deskside.kernels.plain import gradients
 from deskside.model.block import Block
 from deskside.model.transformer import Transformer
 from deskside.precision.apply import apply, restore
@@ -62,9 +63,9 @@ def _run(block: nn.Module, model: Transformer, generator: torch.Generator) -> di
     context = model._contexts(AttentionContext(), 2, tokens, inputs[0])[block.attn.window]
     outputs = block(*inputs, model._rotation(tokens, None), context)[:2]
     names = ["residual", "delta", *(name for name, _ in block.named_parameters())]
-    gradients = torch.autograd.grad(outputs, [*inputs, *block.parameters()], upstream)
-    found = {"residual's result": outputs[0], "delta's result": outputs[1]}
-    return found | {f"gradient of {name}": g for name, g in zip(names, gradients, strict=True)}
+    found = gradients(outputs, [*inputs, *block.parameters()], upstream)
+    results = {"residual's result": outputs[0], "delta's result": outputs[1]}
+    return results | {f"gradient of {name}": g for name, g in zip(names, found, strict=True)}
 
 
 def _error(truth: Tensor, got: Tensor) -> float:

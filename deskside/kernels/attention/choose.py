@@ -27,6 +27,7 @@ from deskside.kernels.attention.context import (
 )
 from deskside.kernels.attention.explicit import pair_of
 from deskside.kernels.autograd_thread import give_context
+from deskside.kernels.plain import gradients
 
 # Relative Frobenius error against float32. Rounding q, k, v, p and o alone gives about 3e-3 in bfloat16 and 2e-3 for
 # the gradients' sums; a wrong mask, scale or head mapping gives more than 1e-1.
@@ -208,7 +209,7 @@ def _forward_backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> 
     *qkv, grad = inputs
     leaves = [tensor.detach().requires_grad_() for tensor in qkv]
     output = function(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+    return [output.detach(), *gradients([output], leaves, [grad])]
 
 
 def _explicit(pair: Pair, context: AttentionContext, inputs: list[Tensor]) -> list[Tensor]:
