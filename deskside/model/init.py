@@ -5,15 +5,19 @@ same model whether projections are fused or not, on any device, and whatever is 
 """
 
 import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from deskside.config.model import ModelConfig
+from deskside.facts.cpu import cpu_cores
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 
+MOST_THREADS = 8  # that draw at once, each with memory for a tensor
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -67,39 +71,49 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
     """
     options = options or InitOptions()
     model.reset_buffers()
-    for tensor in logical_tensors(model):
-        tensor.view.copy_(_values(tensor, model, seed, options))
+    mine = threading.local()
+
+    def fill(tensor: LogicalTensor) -> None:
+        shape = tensor.view.shape
+        # Drawn into the same memory again and again: half of the time would go into new pages.
+        if not hasattr(mine, "scratch") or len(mine.scratch) < shape.numel():
+            mine.scratch = torch.empty(shape.numel())
+        _fill(tensor, mine.scratch[: shape.numel()].view(shape), model, seed, options)
+
+    # Each draws from a generator of its own, on one core and without the GIL.
+    with ThreadPoolExecutor(min(MOST_THREADS, cpu_cores())) as pool:
+        list(pool.map(fill, logical_tensors(model)))
 
 
-def _values(tensor: LogicalTensor, model: Transformer, seed: int, options: InitOptions) -> torch.Tensor:
-    shape, fan_in = tensor.view.shape, tensor.view.shape[-1]
+def _fill(
+    tensor: LogicalTensor, scratch: torch.Tensor, model: Transformer, seed: int, options: InitOptions
+) -> None:
+    """Set one tensor. scratch: float32 of its shape on the CPU, for what is drawn."""
+    view, fan_in = tensor.view, tensor.view.shape[-1]
     generator = torch.Generator().manual_seed(_seed_of(seed, tensor.name))
     embedding_std = model.config.initializer_range if options.embedding_std is None else options.embedding_std
 
-    def normal(std: float) -> torch.Tensor:
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-    def uniform(std: float) -> torch.Tensor:
-        bound = 3**0.5 * std
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    def normal(std: float) -> None:
+        view.copy_(scratch.normal_(0.0, std, generator=generator))
 
     if tensor.kind == "norm":
-        return torch.ones(shape)
-    if tensor.kind == "bias":
-        return torch.zeros(shape)
-    if tensor.kind in ("embedding", "position"):
-        return normal(embedding_std)
-    if tensor.kind == "head":
-        return normal(options.head_std)
-    if tensor.name.endswith("router.weight"):
-        return normal(model.config.initializer_range)
-    std = options.matrix_gain * fan_in**-0.5
-    if tensor.name.endswith(OUTPUT_PROJECTIONS):
-        if options.output == "zero":
-            return torch.zeros(shape)
-        if options.output == "depth":
+        view.fill_(1.0)
+    elif tensor.kind == "bias":
+        view.zero_()
+    elif tensor.kind in ("embedding", "position"):
+        normal(embedding_std)
+    elif tensor.kind == "head":
+        normal(options.head_std)
+    elif tensor.name.endswith("router.weight"):
+        normal(model.config.initializer_range)
+    elif tensor.name.endswith(OUTPUT_PROJECTIONS) and options.output == "zero":
+        view.zero_()
+    else:
+        std = options.matrix_gain * fan_in**-0.5
+        if tensor.name.endswith(OUTPUT_PROJECTIONS) and options.output == "depth":
             std /= (2 * model.config.num_hidden_layers) ** 0.5
-    return uniform(std)
+        bound = 3**0.5 * std
+        view.copy_(scratch.uniform_(-bound, bound, generator=generator))
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -1,5 +1,7 @@
 """Initialisation does what its text says."""
 
+import hashlib
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,28 @@ def test_initialisation_is_a_function_of_the_seed() -> None:
         t.view.flatten()[:8].tolist() for t in logical_tensors(one) if t.kind == "matrix" and t.view.any()
     ]
     assert len({tuple(v) for v in views}) == len(views)  # no two matrices alike
+
+
+def test_every_tensor_is_drawn_by_a_generator_of_its_own() -> None:
+    """What a seed gives stays, whatever draws at the same time and in which order."""
+    config = ModelConfig(**{**TINY, "hidden_size": 256, "vocab_size": 512})
+    model = Transformer(config)
+    initialize(model, 11)
+    checked = 0
+    for t in logical_tensors(model):
+        digest = hashlib.blake2b(f"11:{t.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
+        expected = torch.empty(t.view.shape)
+        if t.kind == "embedding":
+            expected.normal_(0.0, config.initializer_range, generator=generator)
+        elif t.kind == "matrix" and not t.name.endswith(("o_proj.weight", "down_proj.weight")):
+            bound = 3**0.5 * (1.0 * t.view.shape[-1] ** -0.5)
+            expected.uniform_(-bound, bound, generator=generator)
+        else:
+            continue
+        assert torch.equal(t.view, expected), t.name
+        checked += 1
+    assert checked > 5 * config.num_hidden_layers
 
 
 def test_output_option() -> None:
