@@ -293,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers |= {
             "p50": report.percentile(0.5),
             "p99": report.percentile(0.99),
+            "memory_mib": [report.memory[0], report.memory[-1]],
             "growth_mib": report.growth,
         }
         options.json.write_text(json.dumps({**numbers, "clients": options.clients}, indent=1) + "\n", "utf-8")

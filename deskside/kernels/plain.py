@@ -49,6 +49,9 @@ def gradients(
     Given gradients of outputs, torch compares their sizes by way of its symbolic shapes. A scalar needs none, so here
     one is put on top of the outputs, whose backward hands `upstream` down.
     """
+    assert [one.shape for one in outputs] == [
+        one.shape for one in upstream
+    ]  # autograd would sum what is larger
     with torch.enable_grad():
         top = _Top.apply(len(outputs), *outputs, *upstream)
     return torch.autograd.grad(top, inputs)

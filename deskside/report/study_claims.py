@@ -11,11 +11,15 @@ from deskside.study.results import ClaimResult, Results
 
 # In the order in which a person wants to know them: verdict -> (how several are said to have it, what it means).
 VERDICTS = {
-    "contradicted": ("contradicted", "Shown to go the other way, or to be outside of what the claim allows"),
+    "contradicted": (
+        "contradicted",
+        "Shown to go the other way, to be outside of what the claim allows, or to be less than a twentieth of it "
+        "(in logarithms)",
+    ),
     "holds": ("hold", "Shown in the claimed direction, and the interval meets the claimed size"),
     "holds in direction": (
         "hold in direction",
-        "Shown in the claimed direction, but not in the claimed size; a twentieth of it at least",
+        "Shown in the claimed direction, but not in the claimed size; a twentieth of it at least (in logarithms)",
     ),
     "not shown": (
         "not shown",

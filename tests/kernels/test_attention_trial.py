@@ -90,13 +90,27 @@ def test_a_host_that_is_slower_than_the_device_is_seen(monkeypatch: pytest.Monke
     assert timed(device, device.backend(1.5, 1.0), monkeypatch) == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(("best", "runs"), [(0.66, 2), (0.67, 10)])
+@pytest.mark.parametrize(("best", "runs"), [(0.66, 3), (0.67, 10)])
 def test_on_a_gpu_what_is_far_slower_is_not_timed_on(
     best: float, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
     assert timed(device, device.backend(0.5, 1.0), monkeypatch, best) == pytest.approx(2.0)
     assert device.runs == runs
+
+
+@pytest.mark.parametrize(
+    ("pair", "plain", "name"), [(1.01, 1.0, "pair"), (1.05, 1.0, "plain"), (1.0, 1.01, "pair")]
+)
+def test_of_two_that_are_level_the_one_with_a_pair_is_taken(pair: float, plain: float, name: str) -> None:
+    reference = BACKENDS["reference"]
+    made = Pair(lambda *inputs: (inputs[0], ()), lambda *inputs: inputs[:3])
+    register(replace(reference, name="pair", pair=made))
+    register(replace(reference, name="plain", pair=None))
+    try:
+        assert choosing._fastest({"plain": plain, "pair": pair}) == name
+    finally:
+        del BACKENDS["pair"], BACKENDS["plain"]
 
 
 def test_choose_does_not_go_on_timing_what_is_far_slower(monkeypatch: pytest.MonkeyPatch) -> None:

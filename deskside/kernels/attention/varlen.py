@@ -19,7 +19,10 @@ from deskside.kernels.attention.sdpa import HALF
 
 
 class Ragged(NamedTuple):
-    """What is prepared: boundaries, and whether grouped heads are to be named, which is not asked in traced code."""
+    """What is prepared: boundaries, and whether grouped heads are to be named.
+
+    That is asked outside of traced code, but under compute.compile=model, which traces `prepare` too; torch warns then.
+    """
 
     boundaries: Tensor
     names_groups: bool
