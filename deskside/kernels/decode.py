@@ -15,8 +15,10 @@ pool: (pages, K, S, C), one layer's keys or values, S tokens a page. table_BN: i
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from deskside.kernels.attention.reference import QUERY_CHUNK, decode_attention
+from deskside.kernels.attention.sdpa import UNPLANNED
 from deskside.kernels.fused import QkvLayout
 from deskside.kernels.fused import reference as fused_reference
 
@@ -96,9 +98,10 @@ def _masked(
             allowed_BTL &= key_L > position_BT1 - window
         q_BKGTC = q_BTHC[:, part].unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4)
         allowed_B1ML = allowed_BTL.repeat(1, H // K, 1)[:, None]
-        o_BKMC = F.scaled_dot_product_attention(
-            q_BKGTC.reshape(B, K, -1, C), k_BKLC, v_BKLC, attn_mask=allowed_B1ML, scale=scale
-        )
+        with sdpa_kernel(list(UNPLANNED)):
+            o_BKMC = F.scaled_dot_product_attention(
+                q_BKGTC.reshape(B, K, -1, C), k_BKLC, v_BKLC, attn_mask=allowed_B1ML, scale=scale
+            )
         chunks.append(o_BKMC.view(q_BKGTC.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
     return torch.cat(chunks, dim=1)
 

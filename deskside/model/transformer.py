@@ -321,7 +321,8 @@ class Transformer(nn.Module):
 def _first_tokens(x: Tensor) -> AttentionContext:
     """How a prefill attends that begins at position 0; padding on the right is seen by nothing before it."""
     flash = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-    return AttentionContext(backend="sdpa", window_backend="flash" if flash else "chunked")
+    full = "unplanned" if x.is_cuda else "sdpa"
+    return AttentionContext(backend=full, window_backend="flash" if flash else "chunked")
 
 
 def _group(name: str) -> str:

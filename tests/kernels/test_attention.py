@@ -3,14 +3,18 @@
 import importlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from deskside.errors import RunError, UsageError
+from deskside.kernels import decode
 from deskside.kernels.attention import (
     BACKENDS,
     AttentionContext,
@@ -23,6 +27,7 @@ from deskside.kernels.attention import (
     prepare,
 )
 from deskside.kernels.attention.context import register
+from deskside.model import transformer
 from deskside.ops.attention import attention
 
 
@@ -183,6 +188,25 @@ def test_decode_equals_training_attention(window: int | None) -> None:
     torch.testing.assert_close(got, torch.stack((truth[0, 8:], truth[1, 4:5])))
     several = decode_attention(q, cache_k, cache_v, torch.arange(9).expand(2, 9), window)
     torch.testing.assert_close(several, truth)
+
+
+def test_prompts_on_a_gpu_leave_out_the_kernel_that_plans_for_every_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, allowed = F.scaled_dot_product_attention, []
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        allowed.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return plain(*given, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    q, k, v = tensors(2, 11, 4, 2, 8)
+    prompt: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    name = transformer._first_tokens(prompt).backend
+    got = BACKENDS[name].function(q, k, v, AttentionContext())
+    torch.testing.assert_close(got, brute_force(q, k, v, AttentionContext()))
+    decode._masked(q, k, v, torch.arange(11).expand(2, -1), None, 0.3)
+    assert allowed == [(False, True)] * 2 and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def need(**changes: object) -> Requirements:

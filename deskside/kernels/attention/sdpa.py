@@ -19,6 +19,9 @@ from deskside.kernels.attention.context import (
 from deskside.kernels.attention.direct import CUDNN, FLASH, flash_windowed
 from deskside.kernels.attention.reference import QUERY_CHUNK, allowed_keys, visible_keys
 
+# All but cuDNN, which plans anew for every shape that it meets and keeps each plan for good (pytorch/pytorch 190388). A
+# training step has one shape; prompts have ever new ones.
+UNPLANNED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 HALF = frozenset({torch.bfloat16, torch.float16})
 FLOAT = HALF | {torch.float32}
 
@@ -36,11 +39,11 @@ def sdpa(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionConte
     return o_BHTC.transpose(1, 2)
 
 
-def held_to(kernel: SDPBackend) -> AttentionFunction:
-    """SDPA that may use this kernel alone; torch raises RuntimeError where it cannot."""
+def held_to(*kernels: SDPBackend) -> AttentionFunction:
+    """SDPA that may use these kernels alone; torch raises RuntimeError where it cannot."""
 
     def attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
-        with sdpa_kernel(kernel):
+        with sdpa_kernel(list(kernels)):
             return sdpa(q_BTHC, k_BTKC, v_BTKC, context)
 
     return attention
@@ -96,6 +99,16 @@ CUDA = frozenset({"cuda"})
 
 
 register(Backend("sdpa", sdpa, frozenset({"cpu", "cuda"}), FLOAT | {torch.float64}, not_causal=True))
+register(
+    Backend(
+        "unplanned",
+        held_to(*UNPLANNED),
+        CUDA,
+        FLOAT | {torch.float64},
+        not_causal=True,
+        on_request=CUDA,
+    )
+)
 register(
     Backend(
         "chunked",
