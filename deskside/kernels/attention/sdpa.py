@@ -41,9 +41,10 @@ def sdpa(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionConte
 
 def held_to(*kernels: SDPBackend) -> AttentionFunction:
     """SDPA that may use these kernels alone; torch raises RuntimeError where it cannot."""
+    allowed = kernels[0] if len(kernels) == 1 else list(kernels)
 
     def attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
-        with sdpa_kernel(list(kernels)):
+        with sdpa_kernel(allowed):
             return sdpa(q_BTHC, k_BTKC, v_BTKC, context)
 
     return attention
