@@ -35,7 +35,6 @@ Examples:
   deskside go --hours 8 --data data/english --target-loss 1.05
   deskside go --resume runs/go
 """
-SFT = "SFT: skipped: deskside cannot align models yet"
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
 LONG_WAIT = 0.02  # of the hours, that a person may think before the plan no longer holds
 TOO_SHORT = " is too short: "  # as `train` puts it
@@ -257,7 +256,6 @@ class Road:
         from deskside.report.commands import write_report
 
         self.journal.enter("report")
-        self.say(SFT)
         page = write_report(self.run.path)
         summary = self.run.read_json("summary.json")
         self.journal.enter("done")
@@ -274,6 +272,7 @@ class Road:
         for sample in summary["samples"][:1]:
             print(f"\nsample: {sample['prompt']!r} ->\n  " + "\n  ".join(sample["text"].splitlines()))
         print(f"\nreport: {page}\nnext:   deskside chat {self.run.path}")
+        print(f"        deskside sft {self.run.path} --data CHAT.jsonl    # to have it answer")
 
     # What they need
 

@@ -245,7 +245,6 @@ class Pilot(Watch):
             "predicted": predicted,
             "plan_source": self.plan.get("source"),
             "budget_hours": self.journal.hours,
-            "sft": "skipped: deskside cannot align models yet",
         }
 
 

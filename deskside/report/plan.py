@@ -82,8 +82,6 @@ def _predicted(record: RunRecord) -> list[Block]:
     hours = number(record.summary.get("budget_hours"))
     words_ = [f"Budget: {hours:g} hours, everything included." if hours is not None else ""]
     words_.append(f"The plan was {source}." if source else "No plan was made before training.")
-    sft = text(record.summary.get("sft"))
-    words_.append(f"SFT: {sft}." if sft else "")
     head = ("", "plan (modelled)", "pilot (loss and tokens modelled)", "happened (measured)", "off the plan")
     return [Paragraph(" ".join(word for word in words_ if word)), Table(head, tuple(rows))]
 

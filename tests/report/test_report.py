@@ -203,17 +203,13 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
         },
         "tokens": {"plan": [1.0, "x", 2.0], "pilot": None, "measured": None},
     }
-    told = {"plan_source": "modelled from it", "budget_hours": 0.12, "sft": "skipped: no"}
+    told = {"plan_source": "modelled from it", "budget_hours": 0.12}
     file.write_text(json.dumps({**summary, "predicted": predicted, **told}), "utf-8")
     page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", write_report(folder).read_text("utf-8")))
     assert "speed, tokens/s 500,000 (400,000 to 600,000) 480,000 550,000 +10.0%" in page
     assert "validation loss, bits per byte 1.100 (1.000 to 1.200) 1.120 (1.050 to 1.200) 1.134 +3.1%" in page
     assert "peak memory, GiB 20.50 21.15" in page and "tokens, in all not known" in page
-    assert (
-        "Budget: 0.12 hours" in page
-        and "The plan was modelled from it." in page
-        and "SFT: skipped: no." in page
-    )
+    assert "Budget: 0.12 hours" in page and "The plan was modelled from it." in page
     damages: list[Any] = [{"bpb": 3}, [], "x", {"bpb": {"plan": [1, 2, 3], "measured": "y", "pilot": [1]}}]
     for damaged in damages:
         file.write_text(json.dumps({**summary, "predicted": damaged}), "utf-8")
