@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -25,7 +26,6 @@ from deskside.kernels.attention.context import (
     backend_named,
     prepare,
 )
-from deskside.kernels.attention.explicit import pair_of
 from deskside.kernels.autograd_thread import give_context
 from deskside.kernels.plain import gradients
 
@@ -235,15 +235,17 @@ def _time(backend: Backend, context: AttentionContext, inputs: list[Tensor], bes
 
     One that takes more than `HOPELESS` times the best so far is not timed any further.
     """
-    pair, device = pair_of(backend), inputs[0].device
+    device, run = inputs[0].device, partial(_forward_backward, _callable(backend, context), inputs)
+    if backend.pair is not None:
+        run = partial(_explicit, backend.pair, context, inputs)
     first = 3 if device.type == "cuda" else 2  # two times to go by: one alone may hold a pause of the host
-    times = _spans(pair, context, inputs, first)
+    times = _spans(run, device, first)
     if min(times) <= HOPELESS * best:
-        times += _spans(pair, context, inputs, TIMED_RUNS[device.type] - first)
+        times += _spans(run, device, TIMED_RUNS[device.type] - first)
     return statistics.median(times)
 
 
-def _spans(pair: Pair, context: AttentionContext, inputs: list[Tensor], runs: int) -> list[float]:
+def _spans(run: Callable[[], object], device: torch.device, runs: int) -> list[float]:
     """Seconds of each of so many runs, one behind the other; on a GPU of all but the first of them.
 
     A GPU that waits for its host counts the host's time before the first kernel too. In a step the queue is deep and
@@ -251,15 +253,15 @@ def _spans(pair: Pair, context: AttentionContext, inputs: list[Tensor], runs: in
     for between runs, and the first one only keeps the device at work while the others are queued. What the host takes
     longer to queue than the device to compute shows the host's time nevertheless.
     """
-    if inputs[0].device.type == "cpu":
+    if device.type == "cpu":
         marks = [time.perf_counter()]
         for _ in range(runs):
-            _explicit(pair, context, inputs)
+            run()
             marks.append(time.perf_counter())
         return [end - begin for begin, end in pairwise(marks)]
     events = []
     for _ in range(runs):
-        _explicit(pair, context, inputs)
+        run()
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()
     events[-1].synchronize()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deskside.errors import RunError
 from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, backend_named
-from deskside.kernels.plain import gradients
 
 
 @dataclass
@@ -64,5 +63,5 @@ def _backward_by_autograd(
     kept: Kept, grad_o_BTHC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     o_BTHC, *leaves = kept
-    dq_BTHC, dk_BTKC, dv_BTKC = gradients([o_BTHC], leaves, [grad_o_BTHC])
+    dq_BTHC, dk_BTKC, dv_BTKC = torch.autograd.grad(o_BTHC, leaves, grad_o_BTHC)
     return dq_BTHC, dk_BTKC, dv_BTKC
