@@ -4,19 +4,21 @@
 run (model, batch, schedule, precision ...) is configured as for pretraining.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from deskside.config.align_dpo import DpoConfig
 from deskside.config.align_grpo import GrpoConfig
-from deskside.config.base import Part
+from deskside.config.base import DataKind, Part
 
 Spec = Annotated[str, Field(min_length=1)]
 
 
 class SftConfig(Part):
     """Supervised fine-tuning on conversations: the next token, where an assistant speaks."""
+
+    data_kind: ClassVar[DataKind] = "conversations"
 
     name: Literal["sft"] = Field("sft", description="which objective")
     data: tuple[Spec, ...] = Field(

@@ -1,16 +1,18 @@
 """Options of `deskside dpo` itself; see config/align.py."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from deskside.config.base import Part
+from deskside.config.base import DataKind, Part
 
 Spec = Annotated[str, Field(min_length=1)]
 
 
 class DpoConfig(Part):
     """Direct preference optimisation on pairs of answers."""
+
+    data_kind: ClassVar[DataKind] = "preference"
 
     name: Literal["dpo"] = Field("dpo", description="which objective")
     data: tuple[Spec, ...] = Field((), description="pairs: .jsonl[.gz|.zst], .parquet, hf:owner/name")

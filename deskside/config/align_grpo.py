@@ -1,10 +1,10 @@
 """Options of `deskside grpo` itself; see config/align.py. `align/policy.py` explains those of the objective."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from deskside.config.base import Part
+from deskside.config.base import DataKind, Part
 
 Spec = Annotated[str, Field(min_length=1)]
 
@@ -14,6 +14,8 @@ class GrpoConfig(Part):
 
     A row of the batch is a sampled answer with its question: batch.tokens / batch.sequence_length answers a step.
     """
+
+    data_kind: ClassVar[DataKind] = "questions"
 
     name: Literal["grpo"] = Field("grpo", description="which objective")
     data: tuple[Spec, ...] = Field((), description="questions: .jsonl[.gz|.zst], .parquet, hf:owner/name")

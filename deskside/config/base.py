@@ -1,9 +1,18 @@
 """The parent of every configuration part: frozen, and closed to keys and kinds of values that it does not know."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+# What a prepared folder holds. Only the first two are text, of which bits per byte can be measured.
+DataKind = Literal["text", "conversations", "preference", "questions"]
+DATA_NOUNS: dict[DataKind, str] = {
+    "text": "text",
+    "conversations": "conversations",
+    "preference": "preference pairs",
+    "questions": "questions",
+}
 
 
 class Part(BaseModel):

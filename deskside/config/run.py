@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.align import AlignConfig
-from deskside.config.base import Part
+from deskside.config.base import DataKind, Part
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions, projections
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig, OptimConfig
@@ -54,6 +54,11 @@ class RunConfig(Part):
     track: TrackConfig = TrackConfig()
     align: AlignConfig | None = None
     adapter: AdapterConfig | None = None
+
+    @property
+    def data_kind(self) -> DataKind:
+        """What the folder `data.path` holds."""
+        return "text" if self.align is None else self.align.data_kind
 
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the run; one that covers everything when none are given."""

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from typing_extensions import TypedDict
 
-from deskside.config.base import Part, first_problem
+from deskside.config.base import DATA_NOUNS, Part, first_problem
 from deskside.errors import RunError, UsageError
 
 SCHEMA_VERSION = 1
@@ -290,7 +290,7 @@ def read_index(directory: Path) -> DatasetIndex:
     """Reads and checks index.json.
 
     Raises:
-        UsageError: not a prepared data set, not finished, or of another version.
+        UsageError: not a prepared data set, not finished, of another kind or version.
         RunError: the index is damaged.
     """
     path = directory / INDEX
@@ -304,13 +304,17 @@ def read_index(directory: Path) -> DatasetIndex:
         raise UsageError(f"{directory}: not a prepared data set (no {INDEX}); {remedy}.")
     try:
         data = json.loads(path.read_bytes())
+        if (kind := data.get("kind")) in DATA_NOUNS:  # align/prepared.py writes those
+            raise UsageError(
+                f"{directory}: holds {DATA_NOUNS[kind]}, not text or conversations; give another folder."
+            )
         version = data["schema_version"]
         if version != SCHEMA_VERSION:
             raise UsageError(
                 f"{path}: schema version {version}, wanted {SCHEMA_VERSION}. Prepare the data again."
             )
         return DatasetIndex.model_validate(data)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
         raise RunError(f"{path}: damaged index ({reason}). Prepare the data again.") from error
 

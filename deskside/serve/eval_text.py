@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from deskside.config.base import first_problem
+from deskside.config.base import DATA_NOUNS, DataKind, first_problem
 from deskside.config.origin import reached_by
 from deskside.config.run import RunConfig
 from deskside.data.progress import Progress
@@ -20,6 +20,7 @@ from deskside.export.load import Loaded
 from deskside.kernels.attention import Requirements, choose
 from deskside.serve.machine import say
 
+TEXT: tuple[DataKind, ...] = ("text", "conversations")
 HF_SEQUENCE_LENGTH = 2048  # of a model that comes without a run: the presets' own, so that numbers compare
 
 
@@ -97,9 +98,14 @@ def run_config(loaded: Loaded) -> RunConfig | None:
 
 
 def has_data(config: RunConfig | None) -> bool:
-    """Whether a run's own validation data can be measured besides the tasks; says so where it is gone."""
+    """Return whether a run's own validation data can be measured besides the tasks; say so where it cannot."""
     path = config.data.path if config is not None else None
-    if path is None:
+    if config is None or path is None:
+        return False
+    if config.data_kind not in TEXT:
+        say(
+            f"no bits per byte: the run was trained on {DATA_NOUNS[config.data_kind]}; --text FILE measures a text"
+        )
         return False
     if not Path(path).is_dir():
         say(f"no bits per byte: the run's data is not at {path} any more")
@@ -139,6 +145,11 @@ def _attention(
 def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length: int) -> PackedDataset:
     """The validation split, made by the model's own tokenizer."""
     path = given or (config.data.path if config else None)
+    if given is None and config is not None and config.data_kind not in TEXT:
+        raise UsageError(
+            f"this run was trained on {DATA_NOUNS[config.data_kind]}, which have no bits per byte; give --tasks NAME, "
+            "--text FILE or --data DIR (prepared text)"
+        )
     if path is None:
         raise UsageError("this model brings no validation data; give --text FILE or --data DIR")
     if given is None and not Path(path).is_dir():

@@ -20,6 +20,7 @@ from deskside.data import chat_template
 from deskside.errors import RunError, UsageError
 from deskside.export.load import load_model
 from deskside.kernels.attention import AttentionContext
+from deskside.serve.eval_command import run_eval
 from tests.align import tiny
 
 KEYS = ("step", "loss", "grad_norm", "accuracy", "margin", "kl")
@@ -145,7 +146,9 @@ def test_loss_in_rows_is_that_of_transformers_on_each_text_alone(
     assert float(found.extra["accuracy"]) == right
 
 
-def test_a_run_learns_what_is_preferred(base: Path, tmp_path: Path) -> None:
+def test_a_run_learns_what_is_preferred(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(tmp_path, base, "whole", "--schedule.steps", "25")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["before"]["val_accuracy"] == 0.5
@@ -159,6 +162,12 @@ def test_a_run_learns_what_is_preferred(base: Path, tmp_path: Path) -> None:
     assert last["loss"] < 0.4
     assert "val_bpb" not in first
     assert [s["before"] for s in summary["samples"]]
+    # The run's data are pairs: no bits per byte of them, whichever command asks.
+    found = tiny.evaluated(run, tmp_path, capsys)
+    assert found["bpb"] is None and found["tasks"]["svamp"]["n"] == 4
+    for options in ([], ["--data", str(tmp_path / "whole-data")]):
+        with pytest.raises(UsageError, match="preference pairs"):
+            run_eval([str(run), *options])
 
 
 def test_killed_and_resumed_is_the_same_run(

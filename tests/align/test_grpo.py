@@ -70,7 +70,9 @@ def said(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_the_reward_rises_from_below_a_tenth_to_above_six_tenths(taught: Path, tmp_path: Path) -> None:
+def test_the_reward_rises_from_below_a_tenth_to_above_six_tenths(
+    taught: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(tmp_path, taught, "learns", "--schedule.steps", "40", "--questions", "16")
     summary = json.loads((run / "summary.json").read_text())
     rows = tiny.metrics(run)
@@ -88,6 +90,8 @@ def test_the_reward_rises_from_below_a_tenth_to_above_six_tenths(taught: Path, t
     assert page.count("## Answers from ") == 40
     assert "reward 1: " in page
     assert rows[3]["reward"] == pytest.approx(np.mean([line["reward"] for line in lines[3 * 128 : 4 * 128]]))
+    found = tiny.evaluated(run, tmp_path, capsys)
+    assert found["bpb"] is None and found["tasks"]["svamp"]["n"] == 4
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from deskside.data import tokenizer as bpe
 from deskside.export.hf import save_hf
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
+from deskside.serve.eval_command import run_eval
 from deskside.train.step import Stepper
 
 RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "2 steps")
@@ -79,6 +80,16 @@ def pairs(count: int, seed: int = 1) -> list[dict[str, str]]:
         }
         for _ in range(count)
     ]
+
+
+def evaluated(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What the README's `deskside eval RUN --tasks ... --tasks-dir DIR --chat` prints, as JSON."""
+    jsonl(folder / "svamp.jsonl", ({"prompt": f"{n} and 1", "answer": n} for n in range(4)))
+    arguments = ["--tasks", "svamp", "--tasks-dir", str(folder), "--shots", "0", "--chat", "--json"]
+    capsys.readouterr()
+    assert run_eval([str(run), *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deskside.config.align import AlignConfig
+from deskside.config.base import DATA_NOUNS
 from deskside.data import shards
 from deskside.data.shards import EncodedDocument, open_table, open_tokens, publish, write_shard
 from deskside.errors import RunError, UsageError
@@ -103,6 +106,10 @@ def test_wrong_directories_and_indexes(copy: Path, tmp_path: Path) -> None:
     (copy / "index.json").write_text(json.dumps({**index, "schema_version": 99}))
     with pytest.raises(UsageError, match="schema version 99"):
         shards.read_index(copy)
+    for kind in {c.data_kind for c in get_args(get_args(AlignConfig)[0])} - {"conversations"}:
+        (copy / "index.json").write_text(json.dumps({"schema_version": 1, "kind": kind, "splits": {}}))
+        with pytest.raises(UsageError, match=f"holds {DATA_NOUNS[kind]}, not text"):
+            shards.read_index(copy)
     for text in ("{", "[]", json.dumps({**index, "splits": 3})):
         (copy / "index.json").write_text(text)
         with pytest.raises(RunError, match="damaged index"):
