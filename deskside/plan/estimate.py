@@ -13,7 +13,7 @@ from typing import Any, Literal
 from deskside.budget.formats import LowKind, emulated, quantized
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
-from deskside.budget.speed import step_seconds
+from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.work import (
     AdapterWork,
     Checkpointing,
@@ -190,10 +190,7 @@ class Estimate:
 def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estimate:
     """Memory and speed of a setting. capacity: bytes that the card has for programs."""
     memory = hungriest(setting)
-    step: dict[str, float] = {}
-    for stage, shape, work in setting.works():
-        for item, seconds in step_seconds(shape, work, calibration.rates).items():
-            step[item] = step.get(item, 0.0) + stage.share * seconds
+    step = setting_seconds(setting, calibration.rates)
     speed = setting.tokens_per_step / sum(step.values())
     spread = speed_spread(setting, step, calibration)
     return Estimate(
@@ -204,6 +201,15 @@ def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estim
         step=step,
         tokens_per_second=(speed * (1 - spread), speed, speed * (1 + spread)),
     )
+
+
+def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
+    """Return the seconds of a mean step by item (`budget.speed.ITEMS`), over all stages."""
+    step: dict[str, float] = {}
+    for stage, shape, work in setting.works():
+        for item, seconds in step_seconds(shape, work, rates).items():
+            step[item] = step.get(item, 0.0) + stage.share * seconds
+    return step
 
 
 def speed_spread(setting: Setting, step: dict[str, float], calibration: Calibration) -> float:

@@ -1,0 +1,194 @@
+"""Measured steps of the hand-written execution (since 2026-11-21), read from docs/data, beside what the planner says.
+
+Three kinds: steps of `benchmarks/step.py` and `benchmarks/memory.py`, whole runs of `benchmarks/parity.py`, and the
+arms of the study `claims`. Repetitions of one configuration are one point, with the median of their speeds, so that
+what was repeated often does not decide a fit.
+"""
+
+import io
+import json
+import statistics
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import zstandard
+
+from benchmarks.step_config import configuration
+from deskside.budget.formats import LowKind
+from deskside.budget.speed import Rates
+from deskside.config.run import RunConfig
+from deskside.plan.estimate import Setting, hungriest, of_config, setting_seconds
+
+ROOT = Path(__file__).parents[1] / "docs/data"
+STEPS = ("2026-11-21-step", "2026-11-22-h200/step", "2026-11-22-release/step", "2026-11-22-release/memory")
+RUNS = ("2026-11-21-step/parity", "2026-11-22-h200/parity", "2026-11-22-release/parity")
+STUDY = "2026-11-22-release/study/claims.tar.zst"
+MEMBERS = ("run.json", "plan.json", "summary.json", "metrics.jsonl")
+FIRST_STEPS = 4  # steps of a run that are left out of its median: they compile and warm up
+
+Kind = Literal["steps", "run", "study"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration that was measured.
+
+    speed: tokens per second, the median of `speeds`; gib: peak that torch allocated; sources: files under docs/data.
+    """
+
+    kind: Kind
+    name: str
+    setting: Setting
+    speeds: tuple[float, ...]
+    gib: float
+    sources: tuple[str, ...]
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+    @property
+    def modelled_gib(self) -> float:
+        return hungriest(self.setting).allocated / 2**30
+
+    def step(self, rates: Rates) -> dict[str, float]:
+        """Return the modelled seconds of a mean step by item."""
+        return setting_seconds(self.setting, rates)
+
+    def modelled_speed(self, rates: Rates) -> float:
+        return self.setting.tokens_per_step / sum(self.step(rates).values())
+
+    @property
+    def small_passes(self) -> bool:
+        """Whether passes are so small that launches may take longer than the device's work."""
+        return self.setting.micro_tokens <= 16384
+
+
+@cache
+def points() -> tuple[Point, ...]:
+    """Return every measured configuration, in a fixed order."""
+    found: dict[tuple[Kind, Setting], list[Point]] = {}
+    for point in [*_steps(), *_runs(), *_study()]:
+        found.setdefault((point.kind, point.setting), []).append(point)
+    return tuple(_merged(same) for same in found.values())
+
+
+def _merged(same: list[Point]) -> Point:
+    first = same[0]
+    return Point(
+        first.kind,
+        first.name,
+        first.setting,
+        tuple(speed for point in same for speed in point.speeds),
+        max(point.gib for point in same),
+        tuple(dict.fromkeys(source for point in same for source in point.sources)),
+    )
+
+
+def _setting(config: RunConfig, recipe: str, native: bool, micro_tokens: int) -> Setting:
+    kinds: frozenset[LowKind] = frozenset({"fp8"}) if native else frozenset()
+    config = config.model_copy(
+        update={"batch": config.batch.model_copy(update={"micro_tokens": micro_tokens})}
+    )
+    return of_config(config, 1, recipe, native=kinds)  # type: ignore[arg-type]  # a recipe that ran
+
+
+def _steps() -> Iterator[Point]:
+    for folder in STEPS:
+        for path in sorted((ROOT / folder).glob("*.json")):
+            content = json.loads(path.read_text("utf-8"))
+            for row in content.get("results", content.get("arms", [])):
+                result = row.get("value") or row.get("result")
+                if isinstance(result, dict) and result.get("compile") == "fused" and "phases" in result:
+                    yield _step(row["arm"], result, str(path.relative_to(ROOT)))
+
+
+def _step(arm: str, result: dict[str, Any], source: str) -> Point:
+    # benchmarks/memory.py measures with whole blocks recomputed where it was told so, and its arms name the states.
+    words = arm.split(":")
+    config: dict[str, Any] = {"precision": {}, "optim": {}, "compute": {}}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if equals:
+            config["precision"][key] = value
+        elif word == "offload":
+            config["optim"]["offload"] = True
+        else:
+            config["optim"]["states"] = word
+    if source.endswith("memory_1.5b.json"):
+        config["compute"]["activation_checkpointing"] = "block"
+    taken = ("preset", "optimizer", "tokens", "sequence_length", "precision")
+    run = configuration({**{key: result[key] for key in taken}, "config": config})
+    setting = _setting(run, result["precision"], result["native"], result["micro_tokens"])
+    options = [word for word in words[1:] if word != "float32"]
+    rung = ", block recomputed" if setting.activation_checkpointing == "block" else ""
+    name = ", ".join([result["preset"], ":".join([result["precision"], *options]), result["optimizer"]])
+    speed = result["phases"]["short"]["tokens_per_second"]
+    return Point("steps", name + rung, setting, (speed,), result["peak_allocated_gib"], (source,))
+
+
+def _runs() -> Iterator[Point]:
+    """Whole runs with Muon on real text, evaluation between steps, several at a time on one host."""
+    for folder in RUNS:
+        path = ROOT / folder / "parity.jsonl"
+        for line in path.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            name, _, option = row["arm"].partition(":")
+            setting = row["setting"]
+            precision = dict([option.split("=")]) if option else {}
+            spec = {
+                "preset": setting["preset"], "precision": name, "optimizer": setting["optimizer"],
+                "tokens": int(setting["tokens_per_step"]), "sequence_length": setting["sequence_length"],
+                "config": {"precision": precision},
+            }  # fmt: skip
+            # None: no format below 16 bits was asked for.
+            native = row["native"] is not False
+            told = f"{setting['preset']}, {row['arm']}, {setting['optimizer']}"
+            yield Point(
+                "run",
+                told,
+                _setting(configuration(spec), name, native, spec["tokens"]),
+                (row["tokens_per_second"],),
+                row["peak_memory_gib"],
+                (str(path.relative_to(ROOT)),),
+            )
+
+
+def _study() -> Iterator[Point]:
+    """Return the trials of the study; the median of their steps, because stalls of the shared host are in their means."""
+    for trial, files in _trials().items():
+        plan, summary = json.loads(files["plan.json"]), json.loads(files["summary.json"])
+        if plan["compile"] != "fused":
+            continue
+        config = RunConfig(**json.loads(files["run.json"])["config"])
+        (fit,) = {(fit["micro_rows"]) for fit in plan["fit"][-1:]}
+        recipe, native = plan["precision"]["chosen"], plan["precision"]["native"]
+        setting = _setting(config, recipe, native, fit * config.stages()[-1].sequence_length)
+        if len(setting.stages) > 1:
+            speed = summary["tokens_per_second"]
+        else:
+            steps = [json.loads(line) for line in files["metrics.jsonl"].splitlines()]
+            speeds = [step["tokens_per_second"] for step in steps if "tokens_per_second" in step]
+            speed = statistics.median(speeds[FIRST_STEPS:-1])
+        arm = trial.rpartition("-s")[0]
+        yield Point("study", arm, setting, (speed,), summary["peak_memory_gib"], (STUDY,))
+
+
+@cache
+def _trials() -> dict[str, dict[str, str]]:
+    """Return the text of each trial's files, by the trial's name."""
+    packed = (ROOT / STUDY).read_bytes()
+    found: dict[str, dict[str, str]] = {}
+    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)) as stream:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                parts = Path(member.name).parts
+                if len(parts) == 4 and parts[1] == "runs" and parts[3] in MEMBERS:
+                    file = archive.extractfile(member)
+                    assert file is not None
+                    found.setdefault(parts[2], {})[parts[3]] = file.read().decode("utf-8")
+    return {trial: files for trial, files in sorted(found.items()) if set(files) == set(MEMBERS)}
