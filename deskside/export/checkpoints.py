@@ -18,6 +18,7 @@ from deskside.errors import RunError
 NAME = re.compile(r"step-(\d{9})")
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDED, MANIFEST = "sharded", "manifest.json"
+PICKLED = ".metadata"  # beside the shards of versions before 2026-11-22, in torch.distributed.checkpoint's own format
 SCHEMA_VERSION = 1
 
 
@@ -30,7 +31,7 @@ class Checkpoint:
 
     @property
     def sharded(self) -> bool:
-        """Whether the tensors are in torch.distributed.checkpoint's format."""
+        """Whether the tensors are shards, in a folder of their own (export/shards.py)."""
         return (self.path / SHARDED).is_dir()
 
 
@@ -54,7 +55,11 @@ def find(folder: Path) -> list[Checkpoint]:
 
 
 def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
-    """Raises Damaged unless every file (or every one that holds weights) has the manifest's size and checksum."""
+    """Check size and checksum of every file, or of every one that holds weights, against the manifest.
+
+    Raises Damaged when one differs, and RunError for the old sharded format.
+    """
+    refuse_pickle(checkpoint)
     path = checkpoint.path
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
@@ -80,6 +85,17 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
         for what, is_, should in zip(("bytes", "xxh3_128"), found, expected, strict=True):
             if is_ != should:
                 raise Damaged(f"{path / name} is damaged: {what} {is_}, expected {should}")
+
+
+def refuse_pickle(checkpoint: Checkpoint) -> None:
+    """Raise RunError for a sharded checkpoint in the old format: its metadata is a pickle, which can run any code."""
+    old = checkpoint.path / SHARDED / PICKLED
+    if old.exists():
+        raise RunError(
+            f"{old}: this checkpoint is in the sharded format of deskside before 2026-11-22, a pickle, which can run "
+            f"code when it is read, so it is not read; if you trust it, export it with the version that wrote it "
+            f"(deskside export RUN --to hf --out DIR) and go on from its weights with: deskside train --init DIR"
+        )
 
 
 def files_of(folder: Path) -> list[Path]:

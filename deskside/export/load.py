@@ -5,7 +5,6 @@ next older one is used. A run without checkpoints may still have the exported mo
 """
 
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from deskside.errors import RunError, UsageError
 from deskside.export.checkpoints import (
     MANIFEST,
     NAME,
-    SHARDED,
     WEIGHTS,
     Checkpoint,
     Damaged,
@@ -219,13 +217,11 @@ def _read_weights(
     verify(checkpoint, weights_only=True)
     model = allocate(config, device, dtype)
     if checkpoint.sharded:
-        import torch.distributed.checkpoint as dcp
+        from deskside.export import shards  # importing torch.distributed.checkpoint takes a while
 
         whole = allocate(config, "cpu", torch.float32)
         own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-        with warnings.catch_warnings():  # one process reading what many wrote is what is meant here
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load({"model": own}, checkpoint_id=checkpoint.path / SHARDED, no_dist=True)
+        shards.read(checkpoint, {"model": own}, no_dist=True)
         load_weights(model, own)
         return model
     try:

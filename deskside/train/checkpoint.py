@@ -6,8 +6,8 @@ name, every file and the folder forced to the disk, then renamed: a folder with 
 verifies the manifest; a damaged checkpoint is named and the next older one is used. Where every one is damaged the run
 stops: starting over is for a person to decide.
 
-Sharded runs hold their tensors in torch.distributed.checkpoint's format instead, in the same folder under the same
-manifest. Its metadata file is a pickle, so such a checkpoint must come from a place that you trust.
+Sharded runs write one set of safetensors files per rank instead (export/shards.py), in the same folder under the same
+manifest.
 """
 
 import contextlib
@@ -57,7 +57,9 @@ def save(
     try:
         _by_writer(sharded, lambda: _prepare(folder, temporary))
         if sharded:
-            _save_sharded(temporary / SHARDED, model, optimizer)
+            from deskside.export import shards
+
+            shards.write(temporary / SHARDED, {"model": model, "optimizer": optimizer})
         else:
             save_file({k: v.contiguous() for k, v in model.items()}, temporary / WEIGHTS)
             save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
@@ -130,9 +132,12 @@ def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Ten
 
 def load_sharded(checkpoint: Checkpoint, model: Tensors, optimizer: Tensors) -> None:
     """Fill the given (sharded) tensors in place. Every rank calls this."""
-    import torch.distributed.checkpoint as dcp
+    from deskside.export import shards
 
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint.path / SHARDED)
+    try:
+        shards.read(checkpoint, {"model": model, "optimizer": optimizer})
+    except Damaged as damage:
+        raise RunError(f"{damage}; restore it, or delete {checkpoint.path}") from None
 
 
 def prune(folder: Path, keep: int, permanent: Callable[[Checkpoint], bool]) -> None:
@@ -146,20 +151,6 @@ def clean(folder: Path) -> None:
     """Remove what an interrupted save or deletion left."""
     for entry in folder.glob(".tmp-*"):
         shutil.rmtree(entry)
-
-
-def _save_sharded(folder: Path, model: Tensors, optimizer: Tensors) -> None:
-    """Every rank writes its shards. Raises OSError, on every rank, with what was wrong on the first one that failed."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=False)
-    except CheckpointException as error:
-        _, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if not isinstance(first, Exception):
-            raise first from None  # a second Ctrl-C is no failure of the disk: it goes on as it is
-        raise OSError(str(first)) from None
 
 
 def _by_writer(sharded: bool, work: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from deskside.config.model import ModelConfig
@@ -46,16 +47,23 @@ def save(run: Path, step: int, model: Transformer, sharded: bool = False) -> Pat
     folder.mkdir(parents=True)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if sharded:
-        dcp.save({"model": tensors, "optimizer": {}}, checkpoint_id=folder / "sharded", no_dist=True)
+        writer = dcp.HuggingFaceStorageWriter(str(folder / "sharded"), save_distributed=True)
+        dcp.save({"model": tensors, "optimizer": {}}, storage_writer=writer, no_dist=True)
     else:
         save_file(tensors, folder / "model.safetensors")
     (folder / "state.json").write_text("{}")
+    list_files(folder)
+    return folder
+
+
+def list_files(folder: Path) -> None:
+    """Write the manifest of a checkpoint."""
+    (folder / "manifest.json").unlink(missing_ok=True)
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         digest = xxhash.xxh3_128(path.read_bytes()).hexdigest()
         files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "xxh3_128": digest}
     (folder / "manifest.json").write_text(json.dumps({"schema_version": 1, "files": files}))
-    return folder
 
 
 @pytest.fixture
@@ -95,6 +103,39 @@ def test_one_checkpoint_of_a_run(run: Path, tmp_path: Path) -> None:
 def test_sharded_checkpoint(run: Path) -> None:
     save(run, 10, made(10), sharded=True)
     assert torch.equal(load_model(run).model(TOKENS_BT), made(10)(TOKENS_BT))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("harm", ["offset", "header", "cut", "empty", "other", "pickle"])
+def test_shards_that_are_not_whole(harm: str, run: Path) -> None:
+    """The manifest matches: whoever writes the files can compute their checksums."""
+    save(run, 10, made(10))
+    model = made(20, SHAPE.model_copy(update={"intermediate_size": 64})) if harm == "other" else made(20)
+    folder = save(run, 20, model, sharded=True)
+    (file,) = (folder / "sharded").iterdir()
+    if harm == "pickle":
+        (folder / "sharded" / ".metadata").write_bytes(b"")
+    elif harm in ("empty", "cut"):
+        file.write_bytes(file.read_bytes()[: 0 if harm == "empty" else -100])
+    elif harm != "other":
+        with safe_open(file, "pt") as stored:
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+            info = json.loads(stored.metadata()["DCP_SHARDING_INFO"])
+        name = min(key for key, tensor in tensors.items() if tensor.ndim == 2)
+        if harm == "offset":  # part of a tensor is missing
+            tensors[name], info[name]["saved_offsets"] = tensors[name][1:].clone(), [1, 0]
+        text = json.dumps(info) if harm == "offset" else "[" * 100_000
+        save_file(tensors, file, metadata={"DCP_SHARDING_INFO": text})
+    list_files(folder)
+    warnings: list[str] = []
+    if harm in ("other", "pickle"):
+        remedy = "belong to another architecture" if harm == "other" else "export it with the version"
+        with pytest.raises(RunError, match=remedy):
+            load_model(run, warn=warnings.append)
+        assert not warnings
+    else:
+        assert load_model(run, warn=warnings.append).step == 10
+        assert len(warnings) == 1 and "step 20" in warnings[0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
