@@ -19,11 +19,11 @@ from deskside.data import shards
 from deskside.data import tokenizer as bpe
 from deskside.data.chat import SAMPLE_CHARACTERS, SAMPLES, SAMPLES_FILE, new_folder
 from deskside.data.chat_template import ChatTemplate
+from deskside.data.heldout import is_validation
 from deskside.data.pool import in_order
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
 from deskside.data.renderer import NotRendered
-from deskside.data.scan import is_validation
 from deskside.data.sources import BadInputLog, Source
 from deskside.errors import RunError, UsageError
 

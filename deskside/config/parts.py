@@ -30,7 +30,9 @@ class DataConfig(Part):
     sources: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="prepared into `path` first when that does not exist yet"
     )
-    val_fraction: float = Field(0.005, gt=0, lt=0.5, description="held out when `sources` are prepared")
+    val_fraction: Annotated[float, Field(gt=0, lt=0.5)] | None = Field(
+        None, description="share held out when `sources` are prepared; default: as `deskside data prepare`"
+    )
     document_mask: bool = Field(False, description="attention stops at document borders inside a packed row")
     weights: dict[str, float] = Field({}, description="mixture weights per source or language tag")
     prefetch: PositiveInt = Field(2, le=64, description="optimiser steps prepared ahead by the loader")

@@ -19,8 +19,9 @@ class GzipMeter:
         self._stream = zlib.compressobj(9, wbits=31)
         self._size = 0
 
-    def add(self, text: str) -> None:
-        self._size += len(self._stream.compress(text.encode("utf-8")))
+    def add(self, text: bytes) -> None:
+        """Append a text, given as UTF-8."""
+        self._size += len(self._stream.compress(text))
 
     def bits(self) -> int:
         """Ends the file; nothing can be added after it."""

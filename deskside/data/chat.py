@@ -26,12 +26,12 @@ import xxhash
 from deskside.data import shards
 from deskside.data import tokenizer as bpe
 from deskside.data.chat_template import ChatTemplate, Tokens, Turns
+from deskside.data.heldout import is_validation
 from deskside.data.pool import in_order
 from deskside.data.prepare import sum_up
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
 from deskside.data.renderer import NotRendered, checked_messages
-from deskside.data.scan import is_validation
 from deskside.data.shards import MAX_TAGS, ChatInfo, DatasetIndex, EncodedDocument, TagInfo
 from deskside.data.sources import BadInputLog, Source
 from deskside.errors import UsageError

@@ -30,20 +30,21 @@ import xxhash
 from deskside.data import folder, shards
 from deskside.data import tokenizer as bpe
 from deskside.data.baselines import GzipMeter, token_counts, unigram_bits
+from deskside.data.heldout import warnings
 from deskside.data.pool import processes
 from deskside.data.progress import Progress
 from deskside.data.scan import (
+    Reading,
     Sampler,
     Scan,
     Splitter,
     documents_of,
     note_tag,
     scan,
-    split_fraction,
     validation_texts,
 )
 from deskside.data.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
-from deskside.data.sources import BadInputLog, OnBad, Source
+from deskside.data.sources import BadInputLog, Limits, OnBad, Source
 from deskside.data.state import State, difference, look, refuse_strangers, write_state
 from deskside.data.worker import Job, ShardCutter, make_shard, start_worker
 from deskside.errors import RunError, UsageError
@@ -51,6 +52,7 @@ from deskside.facts.cpu import cpu_cores
 
 SHARD_BYTES = 32 << 20
 SAMPLE_BYTES = 80 << 20
+VALIDATION = 2  # version of the rules that choose it
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Report:
     bad_input: dict[str, Any]
     ignored_files: Mapping[str, Any]
     duplicates_of_validation: int
+    warnings: list[str]
     made: int
     kept: int
     seconds: float
@@ -88,15 +91,16 @@ def prepare(
     workers: int | None = None,
     resume: bool = True,
     seed: int = 0,
+    limits: Limits | None = None,
     shard_bytes: int = SHARD_BYTES,
     sample_bytes: int = SAMPLE_BYTES,
     quiet: bool = False,
 ) -> Report:
     """Prepares a data set in the directory `out`; see the module's docstring.
 
-    `val_fraction` of the documents becomes validation (default 0.005, at least one document; of a single document its
-    last tenth, at most a million characters). `val_sources` are used instead of it where given; a training document
-    whose text stands in them is left out and counted. `workers` are processes (default: one per core).
+    `val_fraction` of the documents becomes validation; `heldout` says which, and how many by default. `val_sources` are
+    used instead of it where given; a training document whose text stands in them is left out and counted. `workers`
+    are processes (default: one per core).
 
     Raises:
         UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else.
@@ -111,6 +115,7 @@ def prepare(
         raise UsageError(f"--val-fraction {val_fraction}: give a number from 0 up to, but not including, 1.")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least 1.")
+    reading = Reading(field, limits or Limits())
     train_list, val_list = [Source.parse(s) for s in sources], [Source.parse(s) for s in val_sources]
     arguments: dict[str, Any] = {
         "sources": [s.identity() for s in train_list],
@@ -120,6 +125,8 @@ def prepare(
         "on_bad": on_bad,
         "seed": seed,
         "shard_bytes": shard_bytes,
+        "max_line_bytes": reading.limits.line,
+        "validation": VALIDATION,
     }
     if tokenizer is None:
         arguments |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes}
@@ -135,13 +142,13 @@ def prepare(
         shards.clear_temporary(out)
     target = out.resolve()  # where it is a link, what it leads to is replaced
     new = target.with_name(f".{target.name}.new")
-    work = _Work(new if replaced else out, arguments, train_list, val_list, field, on_bad, quiet)
+    work = _Work(new if replaced else out, arguments, train_list, val_list, reading, on_bad, quiet)
     work.open(discard=replaced is not None)
     try:
         complete = work.complete()
         if complete is None:
             work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
-            work.second_pass(workers or cpu_cores(), val_fraction, seed, shard_bytes)
+            work.second_pass(workers or cpu_cores(), shard_bytes)
             complete = work.finish()
     except UsageError:
         work.undo()
@@ -166,7 +173,7 @@ class _Work:
     arguments: dict[str, Any]
     sources: list[Source]
     val_sources: list[Source]
-    text_field: str
+    reading: Reading
     on_bad: OnBad
     quiet: bool
     found: Scan | None = None
@@ -241,33 +248,32 @@ class _Work:
         """Scan and tokenizer. The state gets the scan only when the tokenizer lies there, so it stands for both."""
         if self.found is not None and (self.out / "tokenizer.json").is_file():
             return
-        found, filled = scan(
+        sample = sampler if given is None else None
+        found = scan(
             self.sources,
             self.val_sources,
-            text_field=self.text_field,
+            reading=self.reading,
             fraction=fraction,
             seed=seed,
             on_bad=self.on_bad,
-            sampler=sampler if given is None else None,
+            sampler=sample,
             quiet=self.quiet,
         )
         try:
-            if filled is None:
-                assert given is not None
+            if given is not None:
                 bpe.copy(given, self.out)
             else:
-                leave_out = bytes.fromhex(found.forced_val) if found.forced_val else None
                 if not self.quiet:
-                    print(f"train tokenizer: on {filled.held / 1e6:,.1f} MB", file=sys.stderr, flush=True)
+                    print(f"train tokenizer: on {sampler.held / 1e6:,.1f} MB", file=sys.stderr, flush=True)
                 bar = not self.quiet and sys.stderr.isatty()
-                bpe.save(bpe.train(filled.texts(leave_out), vocab_size, progress=bar), self.out)
+                bpe.save(bpe.train(sampler.texts(found.holdout), vocab_size, progress=bar), self.out)
         except OSError as error:
             raise shards.disk_error(self.out / "tokenizer.json", error) from error
         self.found = found
         self.done = {}
         self.save()
 
-    def second_pass(self, workers: int, fraction: float | None, seed: int, shard_bytes: int) -> None:
+    def second_pass(self, workers: int, shard_bytes: int) -> None:
         """Makes every shard that is not there yet."""
         assert self.found is not None
         coder = bpe.load(self.out)
@@ -279,17 +285,18 @@ class _Work:
         several: AbstractContextManager[ProcessPoolExecutor | None] = contextlib.nullcontext()
         if workers > 1 and not small:
             several = processes(workers, start_worker, settings)
-        else:
-            start_worker(*settings)
+        start_worker(*settings)
         running: dict[Future[ShardInfo], Job] = {}
         try:
             with several as pool, Progress("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
-                for job in self._jobs(fraction, seed, shard_bytes):
+                for job in self._jobs(shard_bytes):
                     if self._is_made(job):
                         self.kept += 1
                         bar.advance(job.text_bytes / 1e6)
-                    elif pool is None:
+                    elif pool is None or job.text_bytes > 2 * shard_bytes:
+                        # A long document stays here: a worker would take its memory again, and the pipe a third time.
                         self._record(job, make_shard(job), bar)
+                        job.texts.clear()
                     else:
                         running[pool.submit(make_shard, job)] = job
                         if len(running) > workers:  # one waits, so that no worker does
@@ -302,23 +309,21 @@ class _Work:
                 "--workers; it goes on with the next shard."
             ) from error
 
-    def _jobs(self, fraction: float | None, seed: int, shard_bytes: int) -> Iterator[Job]:
+    def _jobs(self, shard_bytes: int) -> Iterator[Job]:
         """Both splits, cut into shards; always the same for the same text. Validation comes first."""
         assert self.found is not None
         log = BadInputLog()  # counted by the scan already
-        forced = bytes.fromhex(self.found.forced_val) if self.found.forced_val else None
-        held_out, _ = validation_texts(self.val_sources, log, self.text_field)
-        share = split_fraction(fraction, held_out)
-        splitter = Splitter(seed, share, self.found.tail_chars, forced, held_out)
+        held_out, _ = validation_texts(self.val_sources, log, self.reading)
+        splitter = Splitter(self.found.holdout, held_out)
         tags = {pair: i for i, pair in enumerate(self.found.tags)}
         gzip = GzipMeter()
         groups = {split: ShardCutter(split, shard_bytes) for split in ("val", "train")}
-        for document in documents_of(self.val_sources, log, self.text_field):
-            gzip.add(document.text)
-            yield from groups["val"].add(document.text, note_tag(tags, document))
-        for document in documents_of(self.sources, log, self.text_field):
+        for document in documents_of(self.val_sources, log, self.reading):
+            gzip.add(document.data)
+            yield from groups["val"].add(document.data, note_tag(tags, document))
+        for document in documents_of(self.sources, log, self.reading):
             tag = note_tag(tags, document)
-            for split, text in zip(("train", "val"), splitter.divide(document.text), strict=True):
+            for split, text in zip(("train", "val"), splitter.divide(document.data), strict=True):
                 if text and split == "val":
                     gzip.add(text)
                 if text:
@@ -423,6 +428,7 @@ def _report(out: Path, work: _Work, index: DatasetIndex, seconds: float) -> Repo
         bad_input=index.bad_input,
         ignored_files=index.ignored_files,
         duplicates_of_validation=index.duplicates_of_validation,
+        warnings=warnings(index),
         made=work.made,
         kept=work.kept,
         seconds=seconds,

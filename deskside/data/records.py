@@ -17,6 +17,7 @@ from deskside.data.sources import (
     MISSING,
     NO_COLUMN,
     NO_FIELD,
+    TEXT_KINDS,
     TRUNCATED,
     BadInputLog,
     Source,
@@ -51,12 +52,12 @@ def iter_records(source: Source, fields: Sequence[str], bad: BadInputLog) -> Ite
         bad.add(MISSING, place, reason)
     for path in source.paths:
         kind = kind_of(path)
-        if kind == ".txt":
+        if kind in TEXT_KINDS:
             raise UsageError(f"{path}: is plain text; records with {fields[0]!r} come as .jsonl or .parquet.")
         try:
             yield from (_parquet if kind == ".parquet" else _jsonl)(path, source.tag, fields, bad)
-        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            bad.add(MISSING, str(path), error.strerror or "")
+        except OSError as error:  # missing, forbidden, a folder, a loop of links, an unreadable disk
+            bad.add(MISSING, str(path), error.strerror or str(error))
 
 
 def content_key(sources: Sequence[Source]) -> str:

@@ -1,9 +1,4 @@
-"""The first pass over the sources: count, tag, decide the validation split, and sample text for the tokenizer.
-
-Which documents are validation is decided by a keyed hash of their text, so the answer does not depend on the order of
-the sources, stays the same when sources are added, and sends copies of one document to the same side. A corpus of one
-document gives its tail instead.
-"""
+"""The first pass over the sources: count, tag, choose the validation split, and sample text for the tokenizer."""
 
 from __future__ import annotations
 
@@ -15,19 +10,35 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from deskside.data.heldout import Holdout, HoldoutPlanner, few_cut, long_cut, text_hash
 from deskside.data.progress import Progress
 from deskside.data.shards import MAX_TAGS, LeftOut
-from deskside.data.sources import BadInputLog, Document, OnBad, Source, iter_documents
-from deskside.data.tokenizer import split_long
+from deskside.data.sources import BadInputLog, Document, Limits, OnBad, Source, iter_documents
+from deskside.data.tokenizer import spans
 from deskside.errors import UsageError
 
-DEFAULT_FRACTION = 0.005
-_TAIL_SHARE, _TAIL_LIMIT = 0.1, 1_000_000  # of one document: its last tenth, at most a million characters
+_OTHER = ("other", "")  # the tags of documents beyond MAX_TAGS
 
 
-def text_hash(text: str) -> bytes:
-    """128 bits that stand for a document's text; white space at its ends does not count."""
-    return xxhash.xxh3_128_digest(text.strip().encode("utf-8"))
+@dataclass(frozen=True)
+class Reading:
+    """How sources are read: the field that holds the text, and how long a line may be."""
+
+    text_field: str = "text"
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, order=True)
+class _Piece:
+    """A piece of a document in a sample, by falling rank. `few` and `long` are the document's cuts, see `heldout`."""
+
+    rank: int
+    number: int
+    key: bytes
+    data: bytes = field(compare=False)
+    end: int = field(compare=False)
+    few: int = field(compare=False)
+    long: int = field(compare=False)
 
 
 @dataclass
@@ -39,29 +50,30 @@ class Sampler:
 
     limit: int
     seed: int
-    _heap: list[tuple[int, int, bytes, str, int]] = field(default_factory=list)
     held: int = 0
+    _heap: list[_Piece] = field(default_factory=list)
     _ceiling: int = 1 << 64
 
-    def add(self, text: str, key: bytes) -> None:
-        for i, piece in enumerate(split_long(text, 1 << 13)):
+    def add(self, text: bytes, key: bytes, few: int, long: int) -> None:
+        """Take pieces of a document. `few` and `long` are where validation would begin in it, see `heldout`."""
+        for i, (start, end) in enumerate(spans(text, 1 << 13)):
             rank = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
             if rank >= self._ceiling:
                 continue
-            size = len(piece.encode("utf-8"))
-            heapq.heappush(self._heap, (-rank, i, key, piece, size))
-            self.held += size
+            heapq.heappush(self._heap, _Piece(-rank, i, key, text[start:end], end, few, long))
+            self.held += end - start
             while self.held > self.limit and len(self._heap) > 1:
                 dropped = heapq.heappop(self._heap)
-                self.held -= dropped[4]
+                self.held -= len(dropped.data)
                 # Nothing above it comes in later, so that the order of arrival does not matter.
-                self._ceiling = -dropped[0]
+                self._ceiling = -dropped.rank
 
-    def texts(self, leave_out: bytes | None = None) -> Iterator[str]:
-        """The sample in a fixed order, without the pieces of one document."""
-        for _, _, key, piece, _ in sorted(self._heap, reverse=True):
-            if key != leave_out:
-                yield piece
+    def texts(self, holdout: Holdout) -> Iterator[str]:
+        """Yield the sample in a fixed order, without text of validation."""
+        for piece in sorted(self._heap, reverse=True):
+            cut = piece.few if holdout.tails else piece.long
+            if piece.end <= cut or not (holdout.tails or holdout.chosen(piece.key)):
+                yield piece.data.decode("utf-8")
 
 
 @dataclass
@@ -69,176 +81,113 @@ class Scan:
     """What the first pass found. Kept in prepare.json, so that a resumed preparation need not look again.
 
     `text_bytes` is of the training sources with what becomes validation, `val_text_bytes` of the validation sources.
-    `tail_chars` is above 0 where a single document gives its tail. `forced_val` is the document (its hash) that is
-    validation because the fraction caught none.
     """
 
     documents: PositiveInt
     text_bytes: PositiveInt
     val_text_bytes: NonNegativeInt
-    tail_chars: NonNegativeInt
-    forced_val: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
     tags: list[tuple[str, str]]
     bad_input: dict[str, dict[str, LeftOut]]
     ignored_files: LeftOut | Annotated[dict[str, Any], Field(max_length=0)]
+    holdout: Holdout = field(default_factory=Holdout)
 
 
 @dataclass
 class Splitter:
     """Says for each document of the training sources which part is trained on and which is validation."""
 
-    seed: int
-    fraction: float
-    tail_chars: int = 0
-    forced: bytes | None = None
+    holdout: Holdout
     held_out: frozenset[bytes] = frozenset()  # texts of the validation sources
     duplicates: int = 0
 
-    def divide(self, text: str) -> tuple[str, str]:
-        """(training text, validation text), either may be "". Counts training copies of validation sources."""
-        if self.tail_chars:
-            cut = tail_cut(text, self.tail_chars)
-            return text[:cut], text[cut:]
+    def divide(self, text: bytes) -> tuple[bytes, bytes]:
+        """Return (training text, validation text), either may be b"". Counts training copies of validation sources."""
         key = text_hash(text)
         if key in self.held_out:
             self.duplicates += 1
-            return "", ""
-        if key == self.forced or is_validation(key, self.seed, self.fraction):
-            return "", text
-        return text, ""
-
-
-def split_fraction(fraction: float | None, held_out: frozenset[bytes]) -> float:
-    """The share of documents that becomes validation: none where there are validation sources."""
-    if held_out:
-        return 0.0
-    return DEFAULT_FRACTION if fraction is None else fraction
-
-
-def is_validation(key: bytes, seed: int, fraction: float) -> bool:
-    return xxhash.xxh3_64_intdigest(key, seed=seed) < fraction * 2.0**64
-
-
-def tail_cut(text: str, tail_chars: int) -> int:
-    """Where the tail of about `tail_chars` begins: after a line's end, else after a space, else right there."""
-    at = max(0, len(text) - tail_chars)
-    for mark in ("\n", " "):
-        found = text.find(mark, at, at + max(1, tail_chars // 2))
-        if found >= 0:
-            return found + 1
-    return at
+            return b"", b""
+        cut = self.holdout.cut(text, key)
+        return text[:cut], text[cut:]
 
 
 def scan(
     sources: list[Source],
     val_sources: list[Source],
     *,
-    text_field: str,
+    reading: Reading,
     fraction: float | None,
     seed: int,
     on_bad: OnBad,
     sampler: Sampler | None,
     quiet: bool,
-) -> tuple[Scan, Sampler | None]:
-    """Reads everything once. Returns what it found, and the sampler filled with training text only.
+) -> Scan:
+    """Read everything once, fill the sampler, and return what was found.
 
     Raises:
         UsageError: nothing to train on, or bad input while `on_bad` is "refuse".
     """
     logs = {"train": BadInputLog(on_bad), "val": BadInputLog(on_bad)}
     tags: dict[tuple[str, str], int] = {}
-    held_out, val_text_bytes = validation_texts(val_sources, logs["val"], text_field, tags)
+    held_out, val_text_bytes = validation_texts(val_sources, logs["val"], reading, tags)
     if val_sources and not held_out:
         raise UsageError(f"the validation sources hold no document {_reasons(logs['val'])}.")
-    share = split_fraction(fraction, held_out)
-    documents = text_bytes = chosen = 0
-    smallest: tuple[int, bytes] | None = None
-    first: tuple[str, bytes] | None = None
+    documents = text_bytes = 0
+    planner = HoldoutPlanner(seed, 0 if held_out else fraction)
     with Progress("read", None, "MB", quiet=quiet) as bar:
-        for document in documents_of(sources, logs["train"], text_field):
+        for document in documents_of(sources, logs["train"], reading):
             note_tag(tags, document)
-            key = text_hash(document.text)
-            size = len(document.text.encode("utf-8"))
+            pair = (document.source, document.lang)
+            source, lang = pair if pair in tags else _OTHER
+            key, text = text_hash(document.data), document.data
             documents += 1
-            text_bytes += size
-            bar.advance(size / 1e6)
-            first = (document.text, key) if documents == 1 else None
+            text_bytes += len(text)
+            bar.advance(len(text) / 1e6)
             if key in held_out:
                 continue
-            if is_validation(key, seed, share):
-                chosen += 1
-                continue
-            rank = xxhash.xxh3_64_intdigest(key, seed=seed)
-            if smallest is None or rank < smallest[0]:
-                smallest = (rank, key)
+            planner.add(text, key, (("lang", lang), ("source", source), ("file", document.group)))
             if sampler is not None:
-                sampler.add(document.text, key)
+                sampler.add(text, key, few_cut(text, fraction) if planner.few else len(text), long_cut(text))
     if documents == 0:
         raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
-    tail, forced = 0, None
-    wants_validation = not held_out and share > 0
-    if first is not None:
-        if first[1] in held_out:
-            raise UsageError("the only training document also stands in the validation sources.")
-        train_text = first[0]
-        if wants_validation:
-            tail = _tail_length(train_text, fraction)
-            train_text = train_text[: tail_cut(train_text, tail)]
-        if sampler is not None:
-            sampler = Sampler(sampler.limit, sampler.seed)
-            sampler.add(train_text, first[1])
-    elif wants_validation and chosen == 0 and smallest is not None:
-        forced = smallest[1]
-    found = Scan(
+    if planner.documents == 0:
+        raise UsageError("every training document also stands in the validation sources.")
+    return Scan(
         documents=documents,
         text_bytes=text_bytes,
         val_text_bytes=val_text_bytes,
-        tail_chars=tail,
-        forced_val=forced.hex() if forced else None,
         tags=list(tags),
         bad_input={split: log.as_dict() for split, log in logs.items() if log.total},
         ignored_files=_ignored([*sources, *val_sources]),
+        holdout=planner.plan(),
     )
-    return found, sampler
-
-
-def _tail_length(text: str, fraction: float | None) -> int:
-    length = min(_TAIL_SHARE * len(text), _TAIL_LIMIT) if fraction is None else fraction * len(text)
-    cut = tail_cut(text, int(length))
-    if not text[cut:].strip() or not text[:cut].strip():
-        raise UsageError(
-            f"the only document ({len(text)} characters) is too short to cut a validation tail from it. "
-            "Give more text, a larger --val-fraction, or --val SOURCE."
-        )
-    return int(length)
 
 
 def validation_texts(
     val_sources: list[Source],
     log: BadInputLog,
-    text_field: str,
+    reading: Reading,
     tags: dict[tuple[str, str], int] | None = None,
 ) -> tuple[frozenset[bytes], int]:
     """Hashes of all texts of the validation sources, and their bytes together. With `tags`, their tags are added."""
     keys, size = set(), 0
-    for document in documents_of(val_sources, log, text_field):
-        keys.add(text_hash(document.text))
-        size += len(document.text.encode("utf-8"))
+    for document in documents_of(val_sources, log, reading):
+        keys.add(text_hash(document.data))
+        size += len(document.data)
         if tags is not None:
             note_tag(tags, document)
     return frozenset(keys), size
 
 
-def documents_of(sources: Iterable[Source], log: BadInputLog, text_field: str) -> Iterator[Document]:
+def documents_of(sources: Iterable[Source], log: BadInputLog, reading: Reading) -> Iterator[Document]:
     for source in sources:
-        yield from iter_documents(source, log, text_field=text_field)
+        yield from iter_documents(source, log, text_field=reading.text_field, limits=reading.limits)
 
 
 def note_tag(tags: dict[tuple[str, str], int], document: Document) -> int:
     """The number of a document's (source, lang) pair; pairs beyond the limit share one."""
     pair = (document.source, document.lang)
     if pair not in tags and len(tags) >= MAX_TAGS:
-        pair = ("other", "")
+        pair = _OTHER
     return tags.setdefault(pair, len(tags))
 
 

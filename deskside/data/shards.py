@@ -151,7 +151,7 @@ class DatasetIndex(Part):
 class EncodedDocument:
     """`mask` (1 where a token is learnt) has every document of a shard of conversations, and no other."""
 
-    tokens: NDArray[np.uint32]
+    tokens: NDArray[Any]
     tag: int
     mask: NDArray[np.uint8] | None = None
 

@@ -11,8 +11,9 @@ There is no normaliser: the tokens of a text give back its bytes, so bits per by
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,32 +205,53 @@ def _mentions_byte_level(part: Any) -> bool:
     )
 
 
-def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
-    """Token ids of a text, shape [tokens], without special tokens. Long texts go in parts (see `split_long`)."""
-    ids = [tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids for part in split_long(text)]
-    return np.concatenate([np.array(i, dtype=np.uint32) for i in ids])
+def encode(tokenizer: Tokenizer, text: str | bytes, dtype: Any = np.uint32) -> NDArray[Any]:
+    """Return the token ids of a text (or of its UTF-8), shape [tokens], without special tokens.
 
-
-def split_long(text: str, limit: int = 1 << 16) -> list[str]:
-    """Cuts a text into parts of about `limit` characters where the tokens do not change by it.
-
-    The encoder's memory is a large multiple of the text, so a book cannot go through it in one part. After a newline
-    that is followed by something other than white space the split pattern always begins a new word, so a cut there is
-    exact. A text without such a place for 16 limits is cut anyway: the text stays the same, one token may differ.
+    Long texts are encoded piece by piece, with the same result (see `spans`): the encoder's memory is a large multiple
+    of the text.
     """
-    parts, start = [], 0
-    while len(text) - start > 2 * limit:
-        at = start + limit
-        end = min(len(text), start + 16 * limit)
-        while True:
-            at = text.find("\n", at, end - 1) + 1
-            if at == 0:
-                at = end
-                break
-            if not text[at].isspace():
-                break
-        parts.append(text[start:at])
-        start = at
-    if start < len(text) or not parts:
-        parts.append(text[start:])
-    return parts
+    data = text.encode("utf-8") if isinstance(text, str) else text
+    found = [
+        np.array(
+            tokenizer.encode_batch_fast([data[a:b].decode("utf-8")], add_special_tokens=False)[0].ids,
+            dtype=dtype,
+        )
+        for a, b in spans(data)
+    ]
+    return np.concatenate(found)
+
+
+def spans(data: bytes, limit: int = 1 << 16) -> Iterator[tuple[int, int]]:
+    """Cut the UTF-8 of a text into spans of about `limit` bytes, between which every split pattern begins a new word.
+
+    A cut is before a single space, or after a single newline, that has no white space before it and a letter after it.
+    The patterns of the published byte-level tokenizers and SPLIT_PATTERN all begin a word there, and none of them looks
+    behind, so the pieces together have the tokens of the whole. Where 16 limits of text have no such place it is cut
+    between two characters: it stays the same text, and one token may differ.
+    """
+    start = 0
+    while len(data) - start > 2 * limit:
+        end = min(len(data), start + 16 * limit)
+        cut = next(_cuts(data, start + limit, end), None)
+        if cut is None:
+            cut = end
+            while cut < len(data) and data[cut] & 0xC0 == 0x80:
+                cut += 1
+        yield start, cut
+        start = cut
+    if start < len(data) or not data:
+        yield start, len(data)
+
+
+_SPACE = re.compile(rb"[ \n]")
+
+
+def _cuts(data: bytes, start: int, end: int) -> Iterator[int]:
+    """Yield the places from `start` to `end` where a word begins in every split pattern."""
+    for match in _SPACE.finditer(data, start, end - 4):
+        at = match.start()
+        before = data[max(0, at - 4) : at].decode("utf-8", "ignore")[-1:]
+        after = data[at + 1 : at + 5].decode("utf-8", "ignore")[:1]
+        if before and not before.isspace() and after.isalpha():
+            yield at if match.group() == b" " else at + 1

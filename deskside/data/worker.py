@@ -13,8 +13,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from deskside.data import shards, tokenizer
+from deskside.data.heldout import text_hash
 from deskside.data.pool import become_worker
-from deskside.data.scan import text_hash
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """The texts of one shard, with a tag each. `key` is a checksum of them, `text_bytes` their size in UTF-8."""
+    """The texts of one shard in UTF-8, with a tag each. `key` is a checksum of them, `text_bytes` their size."""
 
     split: str
     name: str
-    texts: list[str]
+    texts: list[bytes]
     tags: list[int]
     text_bytes: int
     key: str
@@ -41,15 +41,15 @@ class ShardCutter:
         self._clear()
 
     def _clear(self) -> None:
-        self.texts: list[str] = []
+        self.texts: list[bytes] = []
         self.tags: list[int] = []
         self.size = 0
         self.digest = xxhash.xxh3_128()
 
-    def add(self, text: str, tag: int) -> Iterator[Job]:
+    def add(self, text: bytes, tag: int) -> Iterator[Job]:
         self.texts.append(text)
         self.tags.append(tag)
-        self.size += len(text.encode("utf-8"))
+        self.size += len(text)
         self.digest.update(text_hash(text))
         if self.size >= self.limit:
             yield from self.rest()
@@ -92,7 +92,7 @@ def make_shard(job: Job) -> shards.ShardInfo:
     if _tools is None:
         raise RuntimeError("start_worker has not been called in this process")
     documents = [
-        shards.EncodedDocument(tokenizer.encode(_tools.tokenizer, text), tag)
+        shards.EncodedDocument(tokenizer.encode(_tools.tokenizer, text, _tools.dtype), tag)
         for text, tag in zip(job.texts, job.tags, strict=True)
     ]
     return shards.write_shard(

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from deskside.data import shards, worker
 from deskside.data import tokenizer as bpe
+from deskside.data.heldout import Holdout, tail_cut, text_hash
 from deskside.data.prepare import Report, prepare
-from deskside.data.scan import Sampler, is_validation, tail_cut, text_hash
+from deskside.data.scan import Sampler
 from deskside.errors import RunError, UsageError
 from tests.data.data_corpus import make_corpus
 
@@ -114,15 +115,20 @@ def test_one_document_gives_its_tail(tmp_path: Path) -> None:
 @given(st.text(alphabet="ab \n", min_size=1, max_size=100), st.integers(1, 100))
 @settings(deadline=None)
 def test_tail_cut_stays_inside(text: str, tail: int) -> None:
-    assert 0 <= tail_cut(text, tail) <= len(text)
+    assert 0 <= tail_cut(text.encode(), tail) <= len(text)
 
 
-def test_a_few_documents_give_at_least_one(tmp_path: Path) -> None:
-    make_corpus(tmp_path / "few.jsonl", 5)
+def test_few_documents_give_their_tails(tmp_path: Path) -> None:
+    records = make_corpus(tmp_path / "few.jsonl", 8)
     prepare([str(tmp_path / "few.jsonl")], tmp_path / "out", **SMALL)
-    assert len(texts_of(tmp_path / "out", "val")) == 1 and len(texts_of(tmp_path / "out", "train")) == 4
+    train, val = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "val")
+    assert len(train) == 8 and {r["text"] for r in records} <= {a + b for a in train for b in ["", *val]}
+    assert len(val) >= 4 and 0.05 < sum(map(len, val)) / sum(map(len, train)) < 0.2
+    (tmp_path / "short.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
+    prepare([str(tmp_path / "short.jsonl")], tmp_path / "short", **SMALL)
+    assert sorted(texts_of(tmp_path / "short", "val") + texts_of(tmp_path / "short", "train")) == ["x", "y"]
     (tmp_path / "same.jsonl").write_text('{"text": "x"}\n' * 3)
-    with pytest.raises(UsageError, match="left to train on"):
+    with pytest.raises(UsageError, match="too short"):
         prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", **SMALL)
 
 
@@ -309,7 +315,7 @@ def test_other_arguments_for_a_broken_off_replacement(
 def test_a_mistake_does_not_stand_in_the_way_of_the_next_try(corpus: Path, tmp_path: Path) -> None:
     bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
     bad.write_text('{"text": "x"}\n' * 3)
-    with pytest.raises(UsageError, match="left to train on"):
+    with pytest.raises(UsageError, match="too short"):
         prepare([str(bad)], out, **SMALL)
     assert not out.exists()
     out.mkdir()
@@ -469,8 +475,9 @@ def test_sample_does_not_depend_on_order(order: list[int]) -> None:
     def sample(numbers: list[int]) -> list[str]:
         sampler = Sampler(1500, 0)  # bytes
         for i in numbers:
-            sampler.add(documents[i], text_hash(documents[i]))
-        return list(sampler.texts())
+            text = documents[i].encode()
+            sampler.add(text, text_hash(text), len(text), 0)
+        return list(sampler.texts(Holdout()))
 
     chosen = sample(order)
     assert chosen == sample(list(range(40)))
@@ -478,11 +485,11 @@ def test_sample_does_not_depend_on_order(order: list[int]) -> None:
 
 
 def test_fractions_nest() -> None:
-    keys = [text_hash(f"{i}") for i in range(4000)]
-    small = {k for k in keys if is_validation(k, 0, 0.01)}
-    large = {k for k in keys if is_validation(k, 0, 0.05)}
+    keys = [text_hash(b"%d" % i) for i in range(4000)]
+    small = {k for k in keys if Holdout(0, 0.01).chosen(k)}
+    large = {k for k in keys if Holdout(0, 0.05).chosen(k)}
     assert small < large and 120 < len(large) < 280
-    assert {k for k in keys if is_validation(k, 1, 0.05)} != large
+    assert {k for k in keys if Holdout(1, 0.05).chosen(k)} != large
 
 
 def test_preparing_does_not_import_torch() -> None:

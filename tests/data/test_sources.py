@@ -3,6 +3,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.data import sources
-from deskside.data.sources import BadInputLog, Document, Source, iter_documents
+from deskside.data.records import iter_records
+from deskside.data.sources import BadInputLog, Document, Limits, Source, iter_documents
 from deskside.errors import UsageError
 
 
@@ -138,13 +141,20 @@ def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwith a mark\n")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_bytes(b" \n")
-    (tmp_path / "notes.md").write_text("not read")
+    (tmp_path / "zeros.txt").write_bytes(bytes(100_000))
+    (tmp_path / "utf16.txt").write_bytes("some words".encode("utf-16-le"))
+    (tmp_path / "notes.md").write_text("# read")
+    (tmp_path / "README.md").write_text("not read: it describes the data")
     source = Source.parse(str(tmp_path))
     found, log = read(tmp_path)
-    assert [(d.text, d.source) for d in found] == [("with a mark\n", tmp_path.name)]
-    assert log.counts == {sources.NOT_UTF8: 1, sources.EMPTY: 1}
-    assert source.ignored == (str(tmp_path / "notes.md"),)
+    assert [(d.text, d.source) for d in found] == [
+        ("with a mark\n", tmp_path.name),
+        ("# read", tmp_path.name),
+    ]
+    assert log.counts == {sources.NOT_UTF8: 1, sources.EMPTY: 1, sources.BINARY: 2}
+    assert source.ignored == (str(tmp_path / "README.md"),)
     assert len(read(tmp_path / "*.txt")[0]) == 1
+    assert len(read(tmp_path / "README.md")[0]) == 1
 
 
 def test_missing_files_are_bad_input(tmp_path: Path) -> None:
@@ -155,10 +165,114 @@ def test_missing_files_are_bad_input(tmp_path: Path) -> None:
         list(iter_documents(Source.parse(str(tmp_path / "no.txt")), BadInputLog("refuse")))
 
 
+def test_a_link_to_itself_is_bad_input(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"):
+        (tmp_path / name).symlink_to(tmp_path / name)
+        found, log = read(tmp_path / name)
+        assert found == [] and log.counts == {sources.MISSING: 1}
+        bad = BadInputLog()
+        if name != "a.txt":
+            assert list(iter_records(Source.parse(str(tmp_path / name)), ["text"], bad)) == []
+            assert bad.counts == {sources.MISSING: 1}
+
+
+def test_dictionary_encoded_text_in_parquet(tmp_path: Path) -> None:
+    texts = ["one", None, "two", "one"]
+    for name, kind in (("a", pa.string()), ("b", pa.large_string()), ("c", pa.int64())):
+        column = pa.array(texts if name != "c" else [1, 2, 3, 1]).dictionary_encode()
+        if name != "c":
+            column = column.cast(pa.dictionary(pa.int32(), kind))
+        pq.write_table(pa.table({"text": column}), tmp_path / f"{name}.parquet")
+        found, log = read(tmp_path / f"{name}.parquet")
+        assert [d.text for d in found] == (["one", "two", "one"] if name != "c" else [])
+        assert log.counts == {sources.NOT_TEXT: 1}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_what_is_too_long_is_named_and_the_rest_is_read(tmp_path: Path, name: str) -> None:
+    texts = ["one", "x" * 4000, "two", "y" * 3_000_000, "é" * 100]
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.table({"text": texts}), path)
+    else:
+        data = lines(*({"text": t} for t in texts))[:-1]
+        pack = {"z": gzip.compress, "t": zstandard.ZstdCompressor().compress}.get(name[-1], bytes)
+        path.write_bytes(pack(data))
+    log = BadInputLog()
+    found = list(iter_documents(Source.parse(str(path)), log, limits=Limits(1000)))
+    assert [d.text for d in found] == ["one", "two", "é" * 100]
+    assert log.counts == {sources.TOO_LONG: 2}
+    assert [place.split(" ")[0][-2:] for place in log.examples[sources.TOO_LONG]] == [":2", ":4"]
+    with pytest.raises(UsageError, match=r":2 .*--max-line-mb"):
+        list(iter_documents(Source.parse(str(path)), BadInputLog("refuse"), limits=Limits(1000)))
+
+
+@given(st.text(alphabet="ab \né", max_size=200), st.integers(4, 50))
+@settings(max_examples=100, deadline=None)
+def test_a_text_file_over_the_limit_is_several_documents(
+    tmp_path_factory: pytest.TempPathFactory, text: str, limit: int
+) -> None:
+    path = tmp_path_factory.mktemp("parts") / "a.txt"
+    path.write_bytes(text.encode())
+    log = BadInputLog()
+    found = list(iter_documents(Source.parse(str(path)), log, limits=Limits(limit)))
+    assert "".join("".join(d.text for d in found).split()) == "".join(text.split())
+    assert all(len(d.data) <= limit for d in found) and set(log.counts) <= {sources.EMPTY}
+    for document in found[:-1]:
+        assert document.data.endswith(b"\n") or b"\n" not in document.data
+
+
+PEAK = """
+import resource, sys
+from deskside.data.sources import BadInputLog, Source, iter_documents
+log = BadInputLog()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = sum(len(d.data) for d in iter_documents(Source.parse(sys.argv[1]), log))
+print(found, log.total, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def peak(path: Path) -> tuple[int, int, int]:
+    """Bytes of text, bad input, and MiB that reading a source takes above what the imports take."""
+    run = subprocess.run([sys.executable, "-c", PEAK, str(path)], check=True, capture_output=True, text=True)
+    text, bad, mebibytes = map(int, run.stdout.split())
+    return text, bad, mebibytes
+
+
+def test_an_archive_of_one_endless_line_takes_bounded_memory(tmp_path: Path) -> None:
+    """Half a GiB from some kB; before there was a limit, all of it was held, and more than once."""
+    packer = zstandard.ZstdCompressor().compressobj()
+    packed = [packer.compress(b'{"text": "')] + [packer.compress(bytes(1 << 20)) for _ in range(512)]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join([*packed, packer.flush()]))
+    text, bad, mebibytes = peak(tmp_path / "a.jsonl.zst")
+    assert (text, bad) == (0, 1) and mebibytes < 350
+
+
+def test_a_long_document_takes_little_more_than_its_size(tmp_path: Path) -> None:
+    """Emoji in it, for which `str` takes four times as much; as JSON escapes, too."""
+    text = ("words of a long document 🎉 \n" * 100 + "\\") * 5000
+    size = len(text.encode()) / 2**20
+    for name, ascii_only in (("a", True), ("b", False)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=ascii_only) + "\n")
+        found, bad, mebibytes = peak(tmp_path / f"{name}.jsonl")
+        line = (tmp_path / f"{name}.jsonl").stat().st_size / 2**20
+        assert (found, bad) == (len(text.encode()), 0) and mebibytes < line + 2.3 * size + 20
+
+
 @pytest.mark.parametrize("spec", ["a.docx", "hf:name", "hf:a/b:c:d:e", "bundled:no.txt", "nowhere/*.jsonl"])
 def test_specs_that_name_nothing(spec: str) -> None:
     with pytest.raises(UsageError):
         Source.parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("a.pdf", "pdftotext"), ("a.DOCX", "pandoc"), ("a.json", "jsonl")]
+)
+def test_other_kinds_say_what_to_convert_with(tmp_path: Path, name: str, hint: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    for spec in (tmp_path / name, tmp_path):
+        with pytest.raises(UsageError, match=hint):
+            Source.parse(str(spec))
 
 
 def test_bundled_texts() -> None:

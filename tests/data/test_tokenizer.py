@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import regex
 from hypothesis import given, settings
@@ -70,9 +70,14 @@ def test_words_keep_marks_and_digits_are_single() -> None:
     assert words == ["नमस्ते", " ", "2", "0", "2", "4", " it", "'s"]
 
 
+def pieces(text: str, limit: int) -> list[str]:
+    data = text.encode()
+    return [data[a:b].decode() for a, b in bpe.spans(data, limit)]
+
+
 @pytest.mark.parametrize("text", ["one\ntwo\n\nthree  \n four" * 40, "a b" * 50, "\n" * 100, "x" * 333, ""])
 def test_cutting_long_texts_keeps_every_character_and_every_word(text: str) -> None:
-    parts = bpe.split_long(text, limit=16)
+    parts = pieces(text, 16)
     assert "".join(parts) == text
     if "one" in text:
         assert len(parts) > 5
@@ -80,15 +85,47 @@ def test_cutting_long_texts_keeps_every_character_and_every_word(text: str) -> N
         assert [w for part in parts for w in regex.findall(bpe.SPLIT_PATTERN, part)] == whole
 
 
-@given(st.text(alphabet="ab \n\r\t.1é", max_size=300))
-@settings(max_examples=300, deadline=None)
-def test_a_cut_at_a_newline_never_changes_the_words(text: str) -> None:
-    parts = bpe.split_long(text, limit=8)
-    assert "".join(parts) == text
-    for left, right in itertools.pairwise(parts):
-        if left.endswith("\n") and not right[0].isspace():
-            joined = regex.findall(bpe.SPLIT_PATTERN, left + right)
-            assert joined == regex.findall(bpe.SPLIT_PATTERN, left) + regex.findall(bpe.SPLIT_PATTERN, right)
+PATTERNS = {
+    "deskside": bpe.SPLIT_PATTERN,
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.fixture(scope="module")
+def coders() -> dict[str, Tokenizer]:
+    """Tokenizers with the split patterns of published ones, trained on words whose merges cross what a bad cut cuts."""
+    found = {}
+    for name, pattern in PATTERNS.items():
+        spec = json.loads(bpe.train([*TEXTS, "ab a\n\nab 1é ab.\n ab दीa\r\n ab" * 30], 500).to_str())
+        spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
+        found[name] = Tokenizer.from_str(json.dumps(spec))
+    return found
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@given(text=st.text(alphabet="ab' \n\r\t.1éदी🎉\u2028", max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(
+    coders: dict[str, Tokenizer], name: str, text: str
+) -> None:
+    data, start = text.encode(), 0
+    coder = coders[name]
+    for start, end in bpe.spans(data, limit=8):
+        left, right = data[:end].decode(), data[end:].decode()
+        if end - start < 16 * 8:  # no cut for want of a place
+            ids = coder.encode(left).ids + coder.encode(right).ids
+            assert ids == coder.encode(text).ids
+    assert b"".join(data[a:b] for a, b in bpe.spans(data, limit=8)) == data
+
+
+def test_long_texts_are_encoded_as_a_whole_would_be(directory: Path) -> None:
+    coder = bpe.load(directory)
+    text = "".join(TEXTS) * 700
+    assert len(text.encode()) > 3 << 16
+    ids = coder.encode(text, add_special_tokens=False).ids
+    assert bpe.encode(coder, text).tolist() == ids == bpe.encode(coder, text.encode(), np.uint16).tolist()
 
 
 def test_training_is_deterministic() -> None:
