@@ -1,6 +1,9 @@
 """The command line: find the command, import its package then and not before, turn errors into exit codes.
 
-Exit codes: 0 done, 1 the work failed, 2 wrong usage. No traceback reaches a person unless --debug is given.
+Exit codes: 0 done, 1 the work failed, 2 wrong usage; 130, 143 and 129 stopped by SIGINT (Ctrl-C), SIGTERM or SIGHUP
+before it was done, although what was saved can be resumed. A run that ends at its deadline is done. `serve` has no end
+of its own, so Ctrl-C or SIGTERM ends it with 0, and so does leaving `chat`. torchrun reports any of its processes'
+failures as 1. No traceback reaches a person unless --debug is given.
 
 Standard error only tells what goes on, so losing it (`2>&1 | head`, a full disk, a terminal that was closed) stops no
 work: what cannot be written there is dropped. Losing standard output, which carries results, is an error.
@@ -9,12 +12,13 @@ work: what cannot be written there is dropped. Losing standard output, which car
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, TextIO, cast
 
-from deskside import __version__
+from deskside import __version__, signals
 from deskside.errors import RunError, UsageError
 
 # command -> (module, function, what it does)
@@ -89,6 +93,9 @@ examples:
 
 deskside COMMAND --help tells about a command;
 deskside --debug COMMAND ... shows tracebacks.
+
+exit codes: 0 done, 1 failed, 2 wrong usage; stopped before it was done:
+130 by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (serve: 0, a stop is its end)
 """
 
 
@@ -101,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = bool(arguments) and arguments[0] == "--debug"
     if debug:
         arguments.pop(0)
-    with _streams():
+    with _streams(), signals.raised():
         try:
             try:
                 return _run(arguments)
@@ -111,9 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _failed(error, 2, debug)
         except RunError as error:
             return _failed(error, 1, debug)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
+        except KeyboardInterrupt as error:
+            number = signals.number_of(error)
+            by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+            print(f"interrupted{by}", file=sys.stderr)
+            return 128 + number
         except BrokenPipeError:  # the reader of our output went away, as `head` does
             return 1
         except OSError as error:
@@ -123,19 +132,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = [str(name) for name in (error.filename2 or error.filename,) if name is not None]
             print(": ".join(["deskside", *names, error.strerror or str(error)]), file=sys.stderr)
             return 1
-        except Exception as error:  # the last line of defence: a bug is one line, and a traceback on demand
+        except (SystemExit, GeneratorExit):
+            raise
+        # The last line of defence: a bug is one line, and a traceback on demand. A panic of a library in Rust and a
+        # failure in torch.distributed.checkpoint are no `Exception`.
+        except BaseException as error:
             if debug:
                 raise
-            if (
-                isinstance(error, MemoryError)
-                or "allocate memory" in str(error)
-                or "out of memory" in str(error)
-            ):
-                print(f"deskside: out of memory: {str(error).splitlines()[0][:200]}", file=sys.stderr)
-                return 1
-            print(f"deskside: unexpected {type(error).__name__}: {error}", file=sys.stderr)
-            print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
-            return 1
+            return _unexpected(error)
+
+
+def _unexpected(error: BaseException) -> int:
+    """Print what nobody foresaw in one line; returns the exit code."""
+    try:
+        said = next(iter(str(error).splitlines()), "")[:500]
+    except Exception as broken:  # noqa: BLE001 - __str__ of a library's exception can do anything
+        said = f"its message cannot be shown ({type(broken).__name__})"
+    colon = ": " if said else ""
+    if isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said:
+        print(f"deskside: out of memory{colon}{said}", file=sys.stderr)
+        return 1
+    print(f"deskside: unexpected {type(error).__name__}{colon}{said}", file=sys.stderr)
+    print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
+    return 1
 
 
 def _run(arguments: list[str]) -> int:

@@ -310,7 +310,7 @@ def finish(outcome: Any, as_json: bool, gained: Callable[[dict[str, Any]], str] 
         from deskside.cli_train import stopped
 
         print(strict_json.dumps(stopped(outcome.run, outcome.status)))
-    return 0
+    return int(outcome.exit_code)
 
 
 # The parts of `sft`

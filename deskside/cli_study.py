@@ -15,6 +15,7 @@ import tyro
 import deskside
 from deskside.config import overrides, strict_json
 from deskside.errors import RunError, UsageError
+from deskside.signals import exit_code
 from deskside.study import definition
 from deskside.study.definition import check_seeds
 from deskside.study.devices import choose
@@ -266,7 +267,8 @@ def _run(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str
         _print(folder, results, page)
     if stopped is not None:
         _say(f"{stopped}: stopped; go on with: deskside study {folder.path} --resume")
-    elif not any(arm.finished() for arm in results.arms):
+        return exit_code(stopped)
+    if not any(arm.finished() for arm in results.arms):
         reason = next((trial.reason for arm in results.arms for trial in arm.trials if trial.reason), "")
         raise RunError(f"{folder.path}: no trial finished; of the first one: {reason}")
     return 0

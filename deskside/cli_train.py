@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
             _print_outcome(outcome.run.path, outcome.summary, page)
     elif outcome.first and options.json:
         print(strict_json.dumps(stopped(outcome.run, outcome.status)))
-    return 0
+    return outcome.exit_code
 
 
 def stopped(run: Any, signal: str) -> dict[str, Any]:

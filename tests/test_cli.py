@@ -1,6 +1,8 @@
 """The command line as a person meets it: help that fits, mistakes as one line, exit codes, --debug."""
 
 import io
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ import pytest
 
 from deskside import __version__, cli
 from deskside.errors import RunError, UsageError
+from deskside.signals import Interrupted
 
 HELPED = [[name] for name in cli.COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "show"]]
 
@@ -81,6 +84,20 @@ def test_wrong_usage_is_one_line_and_2(
     assert err.startswith("deskside: ") and err.count("\n") == 1 and message in err
 
 
+BUG = "deskside: this is a bug; deskside --debug ... shows where"
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RecursionError
+
+
 class Fails:
     """A command that raises what it was given."""
 
@@ -99,12 +116,17 @@ class Fails:
         (
             KeyError("x"),
             1,
-            [
-                "deskside: unexpected KeyError: 'x'",
-                "deskside: this is a bug; deskside --debug ... shows where",
-            ],
+            ["deskside: unexpected KeyError: 'x'", BUG],
         ),
         (KeyboardInterrupt(), 130, ["interrupted"]),
+        (MemoryError(), 1, ["deskside: out of memory"]),
+        (RuntimeError("CUDA out of memory.\nTried"), 1, ["deskside: out of memory: CUDA out of memory."]),
+        (ZeroDivisionError(), 1, ["deskside: unexpected ZeroDivisionError", BUG]),
+        (ValueError("one\ntwo"), 1, ["deskside: unexpected ValueError: one", BUG]),
+        (Panic("at the core"), 1, ["deskside: unexpected Panic: at the core", BUG]),
+        (Mute(), 1, ["deskside: unexpected Mute: its message cannot be shown (RecursionError)", BUG]),
+        (Interrupted(signal.SIGTERM), 143, ["interrupted by SIGTERM"]),
+        (Interrupted(signal.SIGHUP), 129, ["interrupted by SIGHUP"]),
     ],
 )
 def test_exit_codes(
@@ -119,8 +141,26 @@ def test_exit_codes(
     monkeypatch.setitem(sys.modules, "made_up_command", module)
     monkeypatch.setitem(cli.COMMANDS, "fail", ("made_up_command", "run", "fail"))
     assert call(["fail"], capsys) == (code, "", "\n".join(lines) + "\n")
-    with pytest.raises(type(error)) if isinstance(error, Exception) else pytest.raises(AssertionError):
+    shown = isinstance(error, (Exception, Panic))
+    with pytest.raises(type(error)) if shown else pytest.raises(AssertionError):
         assert cli.main(["--debug", "fail"]) == 0
+
+
+def waiting(argv: Sequence[str]) -> int:
+    """A command that a signal reaches while it works."""
+    number = int(argv[0])
+    os.kill(os.getpid(), number)
+    return 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_any_command_with_its_own_code(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setitem(cli.COMMANDS, "wait", (__name__, "waiting", "wait"))
+    assert call(["wait", str(int(number))], capsys)[0] == 128 + number
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_as_a_process() -> None:

@@ -19,6 +19,7 @@ from deskside.data import shards
 from deskside.data.heldout import warnings
 from deskside.data.sources import Limits
 from deskside.errors import UsageError
+from deskside.signals import number_of
 
 _SEQUENCES = (512, 1024, 2048)
 
@@ -121,9 +122,9 @@ def _prepare(options: Prepare) -> int:
             seed=options.seed,
             limits=_limits(options.max_line_mb),
         )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
-        return 130
+        return 128 + number_of(error)
     if options.json:
         print(strict_json.dumps(report.as_dict()))
         return 0

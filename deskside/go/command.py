@@ -6,13 +6,11 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import tyro
@@ -23,6 +21,7 @@ from deskside.config.origin import reached, reached_by
 from deskside.errors import RunError, UsageError
 from deskside.go.journal import FILE, Journal, damaged, tail_seconds
 from deskside.go.state import MOST_GIB, MOST_HOURS, PHASES
+from deskside.signals import exit_code
 from deskside.train.rundir import RunDirectory
 
 DESCRIPTION = """The whole road in a number of hours: doctor, probe, plan, pretraining, evaluation, export, report.
@@ -89,30 +88,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _travel(journal: Journal, options: GoOptions) -> int:
-    """On the road until its end, or until someone stops it."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    # Training saves at a step when it is told to stop. Before it, children must not outlive this process.
-    previous = {
-        number: signal.signal(number, stop)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN  # under nohup a lost terminal stops nothing
-    }
+    """Run every phase that is left; returns the exit code, which tells whether a signal stopped the training."""
     try:
         following: Journal | None = journal
         while following is not None:
             journal = following
             with journal.kept():
-                following = Road(journal, options.yes, options.json).travel()
-        return 0
+                road = Road(journal, options.yes, options.json)
+                following = road.travel()
+        return 0 if road.stopped is None else exit_code(road.stopped)
     except KeyboardInterrupt:
         print(f"stopped; go on with: deskside go --resume {journal.run.path}", file=sys.stderr)
         raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class Road:
@@ -120,6 +107,7 @@ class Road:
 
     def __init__(self, journal: Journal, yes: bool, as_json: bool):
         self.journal, self.yes, self.as_json = journal, yes, as_json
+        self.stopped: str | None = None  # the signal that stopped the training
 
     def travel(self) -> Journal | None:
         """Every phase that is left, or until it is stopped. Returns the journal with which the road goes on, if it goes
@@ -250,6 +238,7 @@ class Road:
         if status == RECENTRE:
             _forget()
             return self._start_anew(plan, pilot.chosen)
+        self.stopped = status if status != "finished" else None
         return None
 
     def report(self) -> None:

@@ -23,6 +23,7 @@ from deskside.probe.identity import Machine
 from deskside.probe.map import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.store import Busy, Row, Store
 from deskside.probe.survey import Finding, Surveyor
+from deskside.signals import Interrupted
 
 SHARE = 0.1  # of the hours, that doctor and probe may take together
 DOCTOR_SHARE = 0.5  # of that
@@ -105,7 +106,7 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     except Busy:
         return skipped("another probe is measuring")
     if survey.interrupted:
-        raise KeyboardInterrupt
+        raise Interrupted(survey.interrupted)
     origins = [finding.origin for finding in survey.findings if finding.status == "ok"]
     failed = [
         f"{f.point.title()}: {f.row['error']}" for f in survey.findings if f.row and f.status == "failed"

@@ -1,19 +1,17 @@
 """`deskside probe`: measures speed and memory of training on this machine, and stores it for the planner."""
 
 import json
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, get_args
 
 from pydantic import PositiveFloat
 from rich.console import Console
 
+from deskside import signals
 from deskside.budget.shape import num_params
 from deskside.budget.work import Checkpointing, OptimizerName
 from deskside.config import merge, presets
@@ -81,7 +79,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
         minutes = CALIBRATION_MINUTES
     for note in store.notes(machine):
         print(note, file=sys.stderr)
-    with watcher(len(points)) as watch, _terminated_like_interrupted():
+    with watcher(len(points)) as watch, signals.raised():
         surveyor = Surveyor(
             store,
             machine,
@@ -96,7 +94,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     if survey.interrupted:
         kept = sum(finding.origin == "measured" for finding in survey.findings)
         print(f"interrupted: {kept} points measured and stored; the same command goes on", file=sys.stderr)
-        return 130
+        return 128 + survey.interrupted
     _check(survey, options)
     return 0
 
@@ -227,17 +225,3 @@ def _check(survey: Survey, options: ProbeOptions) -> None:
         )
     failed = next(f.row for f in survey.findings if f.row is not None)
     raise RunError(f"no point could be measured: {failed['error']}")
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the survey as Ctrl-C does, so that the process that measures ends too."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

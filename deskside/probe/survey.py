@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from deskside import signals
 from deskside.probe import child
 from deskside.probe.identity import Machine
 from deskside.probe.map import (
@@ -60,7 +61,7 @@ class Survey:
 
     card: Row | None = None
     findings: list[Finding] = field(default_factory=list)
-    interrupted: bool = False
+    interrupted: int = 0  # the number of the signal that ended it early
 
     def rows(self) -> list[tuple[Point, Row]]:
         return [(finding.point, finding.row) for finding in self.findings if finding.row is not None]
@@ -128,8 +129,8 @@ class Surveyor:
                 self.watcher.end(finding)
                 if finding.row is not None:
                     pending = self._without_too_large(pending, done, [(chosen, finding.row)], stored)
-        except KeyboardInterrupt:
-            done.interrupted = True
+        except KeyboardInterrupt as error:
+            done.interrupted = signals.number_of(error)
         known = {id(finding.point) for finding in done.findings}
         done.findings += [Finding(point, None, "no time") for point in points if id(point) not in known]
         return done

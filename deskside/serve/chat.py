@@ -20,6 +20,7 @@ from deskside.engine.sampling import Sampling
 from deskside.errors import UsageError
 from deskside.export.load import Loaded
 from deskside.serve.prompts import Prompts
+from deskside.signals import Interrupted
 
 HELP = """/reset       forget the conversation
 /save FILE   write the conversation to a new file
@@ -192,6 +193,8 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
             if terminal:
                 print()
             return 0
+        except Interrupted:
+            raise
         except KeyboardInterrupt:
             print()
             if interrupted or not terminal:
@@ -222,6 +225,8 @@ def _answer(conversation: Conversation, said: str) -> bool:
         for piece in reply:
             sys.stdout.write(piece)
             sys.stdout.flush()
+    except Interrupted:
+        raise
     except KeyboardInterrupt:
         stopped = True
     except UsageError as error:  # a message that is too long is no reason to leave

@@ -1,6 +1,7 @@
 """A run, whatever its objective: set up, settle the micro-batch, plan, train, measure, export."""
 
 import shutil
+import signal
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import deskside
+from deskside import signals
 from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
@@ -52,6 +54,11 @@ class Outcome:
     status: str
     summary: dict[str, Any]
     first: bool
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that did nothing but this run."""
+        return 0 if self.status == "finished" else signals.exit_code(self.status)
 
 
 def start(
@@ -318,6 +325,9 @@ class _Run:
             for hook in hooks:
                 hook.close()
         if status != "finished":
+            if self.world.size > 1:
+                # The launcher sends SIGTERM to all processes as soon as one has exited; this one has work left.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             go_on = self.watch.go_on or f"{self.objective.command} --resume"
             self.say(f"{status}: saved at step {trainer.progress.step}; go on with: {go_on} {self.run.path}")
             return Outcome(self.run, status, {}, self.world.first)

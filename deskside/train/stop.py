@@ -14,6 +14,18 @@ class StopSignal:
         self.requested: str | None = None
         self._previous: dict[int, object] = {}
 
+    @property
+    def number(self) -> int:
+        """The signal's number; -1 where the run itself asked for the stop, 0 where nothing did."""
+        if self.requested is None:
+            return 0
+        return int(signal.Signals.__members__.get(self.requested, -1))
+
+    def adopt(self, number: int) -> None:
+        """Take over the signal that another process got, so that all processes end with the same exit code."""
+        if number > 0:
+            self.requested = signal.Signals(number).name
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -278,13 +278,14 @@ class Trainer:
         """(stop, evaluate, save, newly planned remaining steps or -1), the same on every rank."""
         now = self.position()
         decision = [
-            float(stop.requested is not None),
+            float(stop.number),
             float(self.evaluate_every.due(now)),
             float(self.save_every.due(now)),
             float(self._replan()),
         ]
         if self.stepper.world.size > 1:
             decision = self.stepper.world.agreed(decision)
+            stop.adopt(int(decision[0]))
         return bool(decision[0]), bool(decision[1]), bool(decision[2]), int(decision[3])
 
     def _replan(self) -> int:

@@ -421,7 +421,7 @@ def test_a_stop_before_training_leaves_no_child_behind(here: Path, data: Path) -
     child = tiny_run.call(measuring, argv(data), str(mark), log=here / "log")
     wait_for(lambda: mark.exists() and mark.read_text("utf-8") != "", child)
     child.kill(signal.SIGTERM)
-    assert child.wait() == 130, child.text()
+    assert child.wait() == 143, child.text()
     assert "stopped; go on with: deskside go --resume runs/tiny" in child.text()
     stat = Path("/proc", mark.read_text("utf-8").strip(), "stat")
     assert (
@@ -432,12 +432,13 @@ def test_a_stop_before_training_leaves_no_child_behind(here: Path, data: Path) -
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 
 
-def test_a_stop_by_a_signal_is_no_failure(here: Path, data: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def test_a_stop_by_a_signal_shows_in_the_exit_code(number: int, here: Path, data: Path) -> None:
     run = here / "runs" / "tiny"
     child = tiny_run.call(go, argv(data), log=here / "log")
     wait_for(lambda: len(rows(run)) >= 20, child)
-    child.kill(signal.SIGTERM)
-    assert child.wait() == 0, child.text()
+    child.kill(number)
+    assert child.wait() == 128 + number, child.text()
     assert "go on with: deskside go --resume runs/tiny" in child.text()
     again = tiny_run.call(go, ["go", "--resume", str(run)], log=here / "log")
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()

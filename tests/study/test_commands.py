@@ -270,7 +270,7 @@ def test_a_trial_that_was_interrupted_goes_on_to_the_same_numbers(
     run = here / "studies" / "tiny" / "runs" / "depth_one-s1"
     wait_for(lambda: len(tiny_run.rows(run)) >= 6, process, log)
     process.send_signal(number)
-    assert process.wait(60) == (0 if number == signal.SIGINT else -9), log.read_text()
+    assert process.wait(60) == (130 if number == signal.SIGINT else -9), log.read_text()
     if number == signal.SIGINT:
         assert "SIGINT: stopped; go on with: deskside study studies/tiny --resume" in log.read_text()
     assert cli.main(["study", "studies/tiny", "--resume"]) == 0

@@ -110,7 +110,7 @@ def test_kill_and_resume(changes: dict[str, Any], at: int, data: Path, tmp_path:
         (signal.SIGTERM, 2),
     ],
 )
-def test_a_signal_saves_at_the_next_step_and_ends_well(
+def test_a_signal_saves_at_the_next_step_and_shows_in_the_exit_code(
     number: signal.Signals, ranks: int, data: Path, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"batch": SLOWER, "checkpoint": {"every": "1000 steps"}}
@@ -118,7 +118,8 @@ def test_a_signal_saves_at_the_next_step_and_ends_well(
     child = tiny_run.command([*arguments(tmp_path, "stopped", file), "--json"], tmp_path / "log", ranks)
     run = tmp_path / "stopped"
     seen = kill_at_step(run, 20, lambda: child.kill(number), child.alive)
-    assert child.wait() == 0, child.text()
+    assert child.wait() == 128 + number, child.text()
+    assert {process.exitcode for process in child.processes} == {128 + number}
     at = rows(run)[-1]["step"]
     # One step may be in flight when the signal comes, and one may end before it is looked at.
     assert seen <= at <= seen + 4 and tiny_run.checkpoints(run)[-1] == f"step-{at:09d}"
