@@ -159,7 +159,7 @@ def _runs() -> Iterator[Point]:
 
 
 def _study() -> Iterator[Point]:
-    """Return the trials of the study; the median of their steps, because stalls of the shared host are in their means."""
+    """Yield the trials of the study, with the median of their steps: stalls of the shared host distort the mean."""
     for trial, files in _trials().items():
         plan, summary = json.loads(files["plan.json"]), json.loads(files["summary.json"])
         if plan["compile"] != "fused":
@@ -183,12 +183,14 @@ def _trials() -> dict[str, dict[str, str]]:
     """Return the text of each trial's files, by the trial's name."""
     packed = (ROOT / STUDY).read_bytes()
     found: dict[str, dict[str, str]] = {}
-    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)) as stream:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
-            for member in archive:
-                parts = Path(member.name).parts
-                if len(parts) == 4 and parts[1] == "runs" and parts[3] in MEMBERS:
-                    file = archive.extractfile(member)
-                    assert file is not None
-                    found.setdefault(parts[2], {})[parts[3]] = file.read().decode("utf-8")
+    with (
+        zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)) as stream,
+        tarfile.open(fileobj=stream, mode="r|") as archive,
+    ):
+        for member in archive:
+            parts = Path(member.name).parts
+            if len(parts) == 4 and parts[1] == "runs" and parts[3] in MEMBERS:
+                file = archive.extractfile(member)
+                assert file is not None
+                found.setdefault(parts[2], {})[parts[3]] = file.read().decode("utf-8")
     return {trial: files for trial, files in sorted(found.items()) if set(files) == set(MEMBERS)}

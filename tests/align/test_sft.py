@@ -232,6 +232,7 @@ def test_a_run_in_time_ends_on_time(place: Path, monkeypatch: pytest.MonkeyPatch
     assert lrs[-1] < 0.05 * max(lrs)
 
 
+@pytest.mark.full
 def test_muon_and_fp8_are_only_options(place: Path) -> None:
     more = [
         "--schedule.steps",

@@ -192,7 +192,7 @@ def track(shape: ModelConfig, work: Work) -> Tracked:
         (AdapterWork(16, PROJECTIONS, "bf16"), {"passes": 2}),
         (AdapterWork(64, ("q_proj", "v_proj"), "bf16"), {}),
         pytest.param(AdapterWork(4, MLP_ONLY, "bf16"), {}, marks=pytest.mark.full),
-        (AdapterWork(16, PROJECTIONS, "int8"), {}),
+        pytest.param(AdapterWork(16, PROJECTIONS, "int8"), {}, marks=pytest.mark.full),
         pytest.param(AdapterWork(16, PROJECTIONS, "nf4"), {}, marks=pytest.mark.full),
         pytest.param(
             AdapterWork(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}, marks=pytest.mark.full

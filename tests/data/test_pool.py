@@ -77,6 +77,7 @@ def made(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".verified.json"}
 
 
+@pytest.mark.full  # preference pairs, which take the same path, are compared in tests/align/test_prepared.py
 def test_conversations_are_the_same_from_one_process_and_from_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,7 @@ def test_blocks_compile_whole_and_share_their_code() -> None:
         assert off(parameter.grad, eager[name]) < 2e-2, name
 
 
+@pytest.mark.full
 @needs_torchao
 def test_a_run_trains_as_with_our_own_layers(data: Path, tmp_path: Path) -> None:
     curves = {}
