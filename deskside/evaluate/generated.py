@@ -66,7 +66,7 @@ def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bo
     """Whether each text is right, and what it was taken for. Raises RunError where code cannot be locked in."""
     if isinstance(task, Code):
         return check_many(
-            [(program(item, text, chat), item.tests) for item, text in zip(items, texts, strict=True)]
+            [(program(item, text, chat), *item.check) for item, text in zip(items, texts, strict=True)]
         )
     verdicts = []
     for item, text in zip(items, texts, strict=True):

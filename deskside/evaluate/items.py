@@ -37,7 +37,7 @@ class Item:
 
     contexts: one, or one per option of a schema. answers: what is compared, without the delimiter; for generated text
     the references. gold: the right one's number. example: question and answer together, as an example for others.
-    same: what examples must have in common with it. tests: of code.
+    same: what examples must have in common with it. check: of code, the tests, the function under test, and helpers.
     """
 
     origin: str
@@ -46,7 +46,7 @@ class Item:
     gold: int
     example: str
     same: object = None
-    tests: str = ""
+    check: tuple[str, str, str] = ("", "", "")
 
     def pairs(self, task: Task, before: str) -> list[tuple[str, str]]:
         """(context, continuation) of each answer, after the examples `before`."""
@@ -147,7 +147,10 @@ def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
     example = prompt + answer
     if isinstance(task, Code):
         asked = _text(task.chat_prompt, record) if chat else prompt
-        return Item(origin, (asked,), (prompt,), 0, example, same, _text(task.tests, record))
+        tests, entry_point, helpers = (
+            _text(template, record) for template in (task.tests, task.entry_point, task.helpers)
+        )
+        return Item(origin, (asked,), (prompt,), 0, example, same, (tests, entry_point, helpers))
     references = (
         (_text(task.reference, record),) if isinstance(task, Number) else _strings(record, task.references)
     )
@@ -192,7 +195,7 @@ def _fields(task: Task) -> tuple[str, ...]:
     elif isinstance(task, Match):
         names.append(task.references)
     elif isinstance(task, Code):
-        templates += [task.tests, task.chat_prompt]
+        templates += [task.tests, task.chat_prompt, task.entry_point, task.helpers]
     for template in templates:
         for _, name, _, _ in Formatter().parse(template):
             if name:

@@ -23,7 +23,7 @@ from deskside.evaluate.hub import READERS
 
 HUB = "hf:"
 DEPTH = 3  # folders below the one that is given
-TEMPLATES = {"prompt", "choices", "answer", "reference", "tests", "chat_prompt"}
+TEMPLATES = {"prompt", "choices", "answer", "reference", "tests", "chat_prompt", "entry_point", "helpers"}
 WHERE = (
     "give --tasks-dir DIR, a folder with llm-foundry's scripts/eval/local_data or files like them, "
     "or --tasks-dir hf: to read from the Hugging Face hub"
@@ -128,10 +128,16 @@ class Match(Generated):
 
 
 class Code(Generated):
-    """The written code passes the tests in the sandbox. chat_prompt: what a chat model is asked."""
+    """The written code passes the tests in the sandbox.
+
+    chat_prompt: what a chat model is asked. entry_point: the function under test. helpers: trusted source whose other
+    definitions the tests use; without it they use those of the written code.
+    """
 
     kind: Literal["code"]
     tests: str
+    entry_point: str = ""
+    helpers: str = ""
     chat_prompt: str
 
 

@@ -81,7 +81,7 @@ def test_a_long_prompt_loses_its_beginning(made: Made) -> None:
 
 
 def item(answers: tuple[str, ...], tests: str = "") -> Item:
-    return Item("here:1", ("question",), answers, 0, "", tests=tests)
+    return Item("here:1", ("question",), answers, 0, "", check=(tests, "", ""))
 
 
 def test_numbers_and_words_are_judged() -> None:

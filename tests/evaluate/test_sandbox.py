@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from deskside.errors import RunError
-from deskside.evaluate import sandbox, sandbox_child
+from deskside.evaluate import sandbox
 from deskside.evaluate.sandbox import check, check_many
-from deskside.evaluate.sandbox_child import decode, encode
 
 RIGHT = "def double(x):\n    return 2 * x\n"
 TESTS = "assert double(2) == 4\nassert double(-3) == -6\n"
@@ -30,7 +29,7 @@ def test_right_code_passes_and_wrong_code_does_not() -> None:
     assert check(RIGHT.replace("2", "3"), TESTS).reason.startswith("AssertionError")
     assert "SyntaxError" in check("def double(x) return", TESTS).reason
     assert "ZeroDivisionError" in check("1 / 0\n" + RIGHT, TESTS).reason
-    assert "NameError" in check("", TESTS).reason
+    assert "NameError" in check("", TESTS, "double").reason
 
 
 def test_order_is_kept() -> None:
@@ -60,7 +59,6 @@ def test_values_of_all_plain_types_cross_unchanged() -> None:
         "assert same(10**5000) == 10**5000\n"
     )
     assert check(code, tests.replace(", inf,", ", float('inf'),")) == sandbox.Verdict(True, "")
-    assert list(decode(encode(iter([1, 2])))) == [1, 2]
 
 
 def test_changes_in_place_and_exceptions_reach_the_tests() -> None:
@@ -140,15 +138,15 @@ def test_raw_system_calls_are_refused() -> None:
 def test_endless_loop_is_ended_in_time() -> None:
     began = time.perf_counter()
     assert "longer than 1 s" in check("while True: pass", TESTS, seconds=1).reason
-    assert time.perf_counter() - began < 4
+    assert time.perf_counter() - began < 20
 
 
 def test_sleep_is_ended_in_time() -> None:
-    assert "longer than 1 s" in check("import time\ntime.sleep(60)", TESTS, seconds=1).reason
+    assert "longer than 0.9 s" in check("import time\ntime.sleep(60)", TESTS, seconds=0.3).reason
 
 
 def test_endless_tests_are_ended_in_time() -> None:
-    assert "longer than 1 s" in check(RIGHT, "while True: pass", seconds=1).reason
+    assert "longer than 1 s" in check(RIGHT, "while double: pass", seconds=1).reason
 
 
 def test_memory_is_bounded() -> None:
@@ -231,13 +229,21 @@ def test_the_solution_does_not_see_the_tests() -> None:
     assert check(code, "word = 'FORTY' + 'TWO'\nassert double(2) is False").passed
 
 
-def test_a_system_without_the_lock_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    unlocked = tmp_path / "child.py"
-    text = Path(sandbox_child.__file__).read_text()
-    unlocked.write_text(text.replace('"x86_64": (', '"vax": (').replace('"aarch64": (', '"pdp11": ('))
-    monkeypatch.setattr(sandbox, "CHILD", unlocked)
+@pytest.mark.parametrize(
+    "change",
+    [
+        "lock.SYSTEM_CALLS.clear()",  # a processor that is not known
+        "lock._filter = lambda *_: None",  # a kernel that says yes and does nothing
+        "server.lock = lambda *_: server.os._exit(0)",  # a process that ends before it is locked
+    ],
+)
+def test_a_system_without_the_lock_runs_nothing(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"from deskside.evaluate.sandboxed import lock, server; {change}; server.main()"
+    monkeypatch.setattr(sandbox, "SERVER", ("-c", program))
+    monkeypatch.setattr(sandbox, "_server", sandbox._Server())
     with pytest.raises(RunError, match="no code of a model is run here"):
         check(RIGHT, TESTS)
+    sandbox._server.stop()
 
 
 def test_many_threads_may_check_at_once() -> None:

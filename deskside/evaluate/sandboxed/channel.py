@@ -1,0 +1,202 @@
+"""Messages between the judge and the solution: plain data as JSON, everything else as a numbered reference.
+
+Nothing that arrives can execute: there is no pickle, and a type is only ever picked from a fixed list.
+"""
+
+import builtins
+import collections
+import datetime
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+MESSAGE_BYTES = 1 << 22
+REASON_CHARACTERS = 300
+CHUNK = 256  # items of an iterator that travel in one message, at most
+ENDED = "the code ended its process"
+NOT_A_MESSAGE = "the code sent something that is not a message"
+
+
+class ProtocolError(Exception):
+    """The other process ended, or sent something that is not a message."""
+
+
+class Channel:
+    """A stream of messages over a socket: four bytes of length, then JSON."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def send(self, message: Any) -> None:
+        """Raises ValueError for a message above MESSAGE_BYTES, and ProtocolError if nobody receives."""
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE_BYTES:
+            raise ValueError(f"a value of {len(data)} bytes is too large (at most {MESSAGE_BYTES})")
+        view = memoryview(struct.pack("<I", len(data)) + data)
+        while view:
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except OSError as error:
+                raise ProtocolError(ENDED) from error
+
+    def receive(self) -> dict[str, Any]:
+        """Raises ProtocolError for the end of the stream and for anything that is not a JSON object."""
+        (length,) = struct.unpack("<I", self._exactly(4))
+        if length > MESSAGE_BYTES:
+            raise ProtocolError(NOT_A_MESSAGE)
+        data = self._exactly(length)
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(NOT_A_MESSAGE) from error
+        if not isinstance(message, dict):
+            raise ProtocolError(NOT_A_MESSAGE)
+        return message
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            try:
+                part = os.read(self._descriptor, count - len(data))
+            except OSError as error:
+                raise ProtocolError(ENDED) from error
+            if not part:
+                raise ProtocolError(ENDED)
+            data += part
+        return bytes(data)
+
+
+_SCALARS = (int, float, str)
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_DATES = (datetime.datetime, datetime.date, datetime.time)  # a datetime is a date, too: it comes first
+_SEQUENCE_NAMED: dict[str, Any] = {kind.__name__: kind for kind in _SEQUENCES}
+_DATE_NAMED: dict[str, Any] = {kind.__name__: kind for kind in _DATES}
+_BUILTIN_TYPES = {kind: name for name, kind in vars(builtins).items() if isinstance(kind, type)}
+
+
+def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
+    """Return `value` as JSON data. An instance of a subclass becomes its plain base; `refer` encodes other objects."""
+    if value is None or isinstance(value, bool):
+        return value
+    for scalar in _SCALARS:
+        if isinstance(value, scalar):
+            return scalar(value)
+    for kind in _SEQUENCES:
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(v, refer) for v in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(k, refer), encode(v, refer)] for k, v in dict.items(value)]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, Decimal):
+        return {"decimal": str(value)}
+    if isinstance(value, Fraction):
+        return {"fraction": [value.numerator, value.denominator]}
+    for date in _DATES:
+        if isinstance(value, date):
+            return {date.__name__: value.isoformat()}
+    if isinstance(value, datetime.timedelta):
+        return {"timedelta": [value.days, value.seconds, value.microseconds]}
+    if isinstance(value, type) and value in _BUILTIN_TYPES:
+        return {"type": _BUILTIN_TYPES[value]}
+    return refer(value)
+
+
+def decode(value: Any, resolve: Callable[[str, Any], Any]) -> Any:
+    """Return what `encode` was given; `resolve` gets the tag and the content of a reference.
+
+    Raises ProtocolError for anything that `encode` does not produce.
+    """
+    try:
+        return _decode(value, resolve)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ProtocolError(f"the code sent a value that is not one: {type(error).__name__}") from error
+
+
+def _decode(value: Any, resolve: Callable[[str, Any], Any]) -> Any:
+    if not isinstance(value, dict):
+        if isinstance(value, list):
+            raise ValueError("a list without a tag")
+        return value
+    ((tag, inner),) = value.items()
+    if tag in _SEQUENCE_NAMED:
+        return _SEQUENCE_NAMED[tag]([_decode(v, resolve) for v in inner])
+    if tag == "dict":
+        return {_decode(k, resolve): _decode(v, resolve) for k, v in inner}
+    if tag == "bytes":
+        return bytes.fromhex(inner)
+    if tag == "complex":
+        real, imaginary = inner
+        return complex(real, imaginary)
+    if tag == "range":
+        start, stop, step = inner
+        return range(start, stop, step)
+    if tag == "decimal":
+        return Decimal(inner)
+    if tag == "fraction":
+        top, bottom = inner
+        return Fraction(top, bottom)
+    if tag in _DATE_NAMED:
+        return _DATE_NAMED[tag].fromisoformat(inner)
+    if tag == "timedelta":
+        days, seconds, microseconds = inner
+        return datetime.timedelta(days, seconds, microseconds)
+    if tag == "type":
+        found = getattr(builtins, inner)
+        if not isinstance(found, type):
+            raise ValueError(f"{inner} is not a type")
+        return found
+    if tag == "iterator":
+        return iter([_decode(v, resolve) for v in inner])
+    return resolve(tag, inner)
+
+
+def consumed(value: Iterator[Any], refer: Callable[[Any], Any]) -> Any:
+    """Return an iterator of the tests as data: it is read to its end here, because nothing may call back into it."""
+    return {"iterator": [encode(v, refer) for v in value]}
+
+
+def error_message(error: BaseException) -> dict[str, Any]:
+    """Return the message for an exception: the names of its classes, most derived first, and its text."""
+    return {"error": [kind.__name__ for kind in type(error).__mro__], "text": described(error)}
+
+
+# Iteration, generators and asyncio give these a meaning of their own. One that leaves a called function must not end a
+# loop of the tests, so it becomes a RuntimeError, as PEP 479 does for a StopIteration that leaves a generator.
+_CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit)
+
+
+def exception_from(message: dict[str, Any], known: dict[str, type[BaseException]]) -> BaseException:
+    """Return the exception to raise for an error message: the first class that is in `known` or built in."""
+    text = str(message.get("text", ""))[:REASON_CHARACTERS]
+    names = message["error"]
+    if not isinstance(names, list):
+        raise ProtocolError(NOT_A_MESSAGE)
+    for name in names:
+        kind: Any = known.get(str(name)) or getattr(builtins, str(name), None)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            continue
+        if issubclass(kind, _CONTROL_FLOW) or kind is BaseException:
+            break
+        try:
+            return kind(text)
+        except TypeError:  # it takes more arguments: use the class that it derives from
+            continue
+    return RuntimeError(text)
+
+
+def described(error: BaseException) -> str:
+    """Return the name and the text of an exception, which may be of a class that cannot even be printed."""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - __str__ of an exception that a model wrote
+        text = ""
+    return f"{type(error).__name__}: {text}"[:REASON_CHARACTERS]
