@@ -269,14 +269,10 @@ def start(
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
     from deskside.align.registry import objective_of
-    from deskside.data.tokenizer import load as load_tokenizer
     from deskside.train import pretrain
-    from deskside.train.initial import Initial, grown
+    from deskside.train.initial import Initial
 
-    assert config.data.path is not None
-    weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
-    tokens = load_tokenizer(config.data.path).get_vocab(with_added_tokens=True)
-    initial = Initial(source, grown(weights, config.model.vocab_size, fresh), tokens, tuple(fresh))
+    initial = Initial.of_chat(loaded, source, config, fresh)
     return pretrain.start(config, root, name, default_name, command, initial, objective=objective_of(config))
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
+from deskside.config.origin import reached
+from deskside.config.run import RunConfig
 from deskside.data.chat_template import CHAT_FILES
 from deskside.data.renderer import TEMPLATE
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.errors import UsageError
-from deskside.export.load import Loaded
+from deskside.errors import RunError, UsageError
+from deskside.export.load import Loaded, load_model
 from deskside.train.rundir import RunDirectory, write_atomically
 
 
@@ -27,6 +29,41 @@ class Initial:
     def of(cls, loaded: Loaded, source: str) -> "Initial":
         weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
         return cls(source, weights, loaded.tokenizer.get_vocab(with_added_tokens=True))
+
+    @classmethod
+    def recorded(cls, run: RunDirectory, config: RunConfig) -> "Initial | None":
+        """Return what run.json says that a run was started from; None for random weights.
+
+        Raises RunError where that cannot be read any more.
+        """
+        facts = run.read_json("run.json")
+        source = facts.get("init")
+        if source is None:
+            return None
+        try:
+            loaded = load_model(reached(str(source), facts.get("directory")))
+        except (UsageError, RunError) as error:
+            raise RunError(
+                f"{run.path}: was stopped before its first checkpoint, and what it was started from cannot be read "
+                f"({error}); put that back, or delete {run.path} and start again with: {facts.get('command')}"
+            ) from None
+        if config.align is None:
+            return cls.of(loaded, str(source))
+        fresh = facts.get("fresh")
+        if not isinstance(fresh, list) or not all(type(token) is int for token in fresh):
+            raise RunError(
+                f"{run.path}: was stopped before its first checkpoint by an older deskside, which did not record which "
+                f"tokens are new; delete {run.path} and start again with: {facts.get('command')}"
+            )
+        return cls.of_chat(loaded, str(source), config, fresh)
+
+    @classmethod
+    def of_chat(cls, loaded: Loaded, source: str, config: RunConfig, fresh: Sequence[int]) -> "Initial":
+        """Return a model's weights with the vocabulary of the run's chat data. fresh: tokens that the model lacks."""
+        assert config.data.path is not None
+        weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+        tokens = load_tokenizer(Path(config.data.path)).get_vocab(with_added_tokens=True)
+        return cls(source, grown(weights, config.model.vocab_size, fresh), tokens, tuple(fresh))
 
     def check_tokenizer(self, data: Path) -> None:
         """Raises UsageError unless the prepared data has the tokens of these weights."""

@@ -93,6 +93,7 @@ def start(
                     "directory": str(Path.cwd()),
                     "deskside": deskside.__version__,
                     "init": initial.source if initial else None,
+                    "fresh": list(initial.fresh) if initial else [],
                     "config": config.model_dump(mode="json"),
                 },
             )
@@ -113,9 +114,10 @@ def start(
 
 
 def resume(path: Path, watch: Watch | None = None, objective: Objective | None = None) -> Outcome:
-    """Continue a run from its newest good checkpoint, exactly. Raises UsageError when it is finished already.
+    """Continue a run from its newest good checkpoint, exactly.
 
-    objective: as in `start`.
+    A run that was stopped before its first checkpoint starts over, from the weights that it was started from. Raises
+    UsageError when the run is finished already. objective: as in `start`.
     """
     run = RunDirectory.open(path)
     config = run.config()
@@ -130,7 +132,12 @@ def resume(path: Path, watch: Watch | None = None, objective: Objective | None =
     world = parallel.join(config.compute.device, mode)
     try:
         with run.held(world.first):
-            return _Run(run, config, world, objective, None, True, watch or Watch()).train()
+            begun = world.shared(run.has_begun)
+            initial = None if begun else Initial.recorded(run, config)
+            if not begun and world.first:
+                run.event("there is no checkpoint: starting from the beginning")
+                Terminal.say("there is no checkpoint: starting from the beginning")
+            return _Run(run, config, world, objective, initial, begun, watch or Watch()).train()
     finally:
         parallel.leave(world)
 
@@ -375,13 +382,10 @@ class _Run:
             return None
         progress = keeper.load_newest()
         if progress is None:
-            init = self.run.read_json("run.json").get("init")
-            if init is not None:
-                raise RunError(
-                    f"{self.run.path}: was stopped before its first checkpoint; start it again with --init {init}"
-                )
-            self.say("there is no checkpoint: starting from the beginning")
-        step = progress.step if progress else 0
+            raise RunError(
+                f"{self.run.checkpoints}: the checkpoints have gone while the run was being resumed"
+            )
+        step = progress.step
         dropped = self.run.cut_metrics(step) if self.world.first else 0
         self.decided_until = step + dropped
         self.world.barrier()

@@ -177,6 +177,11 @@ class RunDirectory:
             )
         return row
 
+    def has_begun(self) -> bool:
+        """Return whether there is a checkpoint, perhaps damaged, or a logged step, which had a checkpoint before it."""
+        entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return any(not entry.name.startswith(".tmp-") for entry in entries) or any(self.read_metrics())
+
     def cut_metrics(self, step: int) -> int:
         """Drop rows after `step`, so that a repeated step stands there once. Returns how many rows were dropped."""
         rows = list(self.read_metrics())

@@ -173,13 +173,16 @@ def test_a_run_learns_what_is_preferred(
 def test_killed_and_resumed_is_the_same_run(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the middle, and before the first checkpoint."""
     straight = train(tmp_path, base, "straight", "--schedule.steps", "8")
-    with monkeypatch.context() as patch:
-        tiny.kill_at(patch, 6)
-        with pytest.raises(tiny.Killed):
-            train(tmp_path, base, "killed", "--schedule.steps", "8")
-    assert cli_align_dpo.run(["--resume", str(tmp_path / "killed")]) == 0
-    tiny.same(tmp_path / "killed", straight, KEYS)
+    for step in (6, 0):
+        run = f"killed-{step}"
+        with monkeypatch.context() as patch:
+            tiny.kill_at(patch, step)
+            with pytest.raises(tiny.Killed):
+                train(tmp_path, base, run, "--schedule.steps", "8")
+        assert cli_align_dpo.run(["--resume", str(tmp_path / run)]) == 0
+        tiny.same(tmp_path / run, straight, KEYS)
 
 
 def test_the_reference_is_computed_once_for_the_same_weights(base: Path, tmp_path: Path) -> None:

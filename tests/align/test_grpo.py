@@ -108,10 +108,13 @@ def test_killed_and_resumed_is_the_same_run(
     """Checkpoints after each second step; with four steps to a round of sampling, that is in the middle of a round."""
     more = ("--schedule.steps", "10", "--questions", "4", "--align.group", "4", *options)
     straight = train(tmp_path, taught, "straight", *more)
-    with monkeypatch.context() as patch:
-        tiny.kill_at(patch, 8)
-        with pytest.raises(tiny.Killed):
-            train(tmp_path, taught, "killed", *more)
+    for step in (8, 0):
+        with monkeypatch.context() as patch:
+            tiny.kill_at(patch, step)
+            with pytest.raises(tiny.Killed):
+                train(tmp_path, taught, "killed" if step else "early", *more)
+    assert cli_align_grpo.run(["--resume", str(tmp_path / "early")]) == 0
+    tiny.same(tmp_path / "early", straight, KEYS)
     assert cli_align_grpo.run(["--resume", str(tmp_path / "killed")]) == 0
     tiny.same(tmp_path / "killed", straight, KEYS)
     assert said(tmp_path / "killed") == said(straight)

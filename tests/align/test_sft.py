@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+from deskside import cli_align
 from deskside.align.sft import Sft
 from deskside.cli import main
 from deskside.data import tokenizer
@@ -26,6 +28,8 @@ from deskside.export.load import load_model
 from deskside.kernels.attention import AttentionContext
 from deskside.serve.chat import ChatOptions, Conversation
 from deskside.train import pretrain
+from deskside.train.settle import Settler
+from tests.align import tiny
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows
 
@@ -211,6 +215,36 @@ def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
     assert curve(run) == curve(whole)
     a, b = (json.loads((r / "summary.json").read_text()) for r in (run, whole))
     assert a["val_loss"] == b["val_loss"] and a["before"] == b["before"] and a["samples"] == b["samples"]
+
+
+@pytest.mark.parametrize("adapter", [(), ("--adapter.rank", "4")], ids=["weights", "adapters"])
+def test_killed_before_the_first_checkpoint_it_starts_over(
+    adapter: tuple[str, ...], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has a plan, and between the plan and the checkpoint; new chat tokens begin as they did."""
+    more = ["--schedule.steps", "3", "--batch.tokens", "512", "--evaluate.every", "none", *adapter]
+    kind = f"early{len(adapter)}"
+    whole = sft(place, f"{kind}-straight", *more)
+
+    def killed(*_: object) -> None:
+        raise tiny.Killed
+
+    for when in ("planning", "saving"):
+        with monkeypatch.context() as patch, within(place), pytest.raises(tiny.Killed):
+            if when == "planning":
+                patch.setattr(Settler, "settle", killed)
+                # A killed process removes nothing.
+                patch.setattr(pretrain, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+            else:
+                tiny.kill_at(patch, 0)
+            cli_align.run(arguments(f"{kind}-{when}", *more)[1:])
+        run = place / "runs" / f"{kind}-{when}"
+        assert (run / "plan.json").exists() == (when == "saving")
+        with within(place):
+            assert main(["sft", "--resume", str(run)]) == 0
+        assert curve(run) == curve(whole)
+        weights = "model/model.safetensors"
+        assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
 
 def test_epochs_are_times_through_the_data(place: Path) -> None:

@@ -14,6 +14,7 @@ from deskside.export.hf import save_hf
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.serve.eval_command import run_eval
+from deskside.train.keeper import CheckpointKeeper
 from deskside.train.step import Stepper
 
 RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "2 steps")
@@ -97,7 +98,14 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """Let this process's next run end as if it was killed in this step."""
+    """Let this process's next run end as if it was killed in this step; in step 0 before its first checkpoint."""
+    if last == 0:
+
+        def killed(*_: Any) -> None:
+            raise Killed
+
+        monkeypatch.setattr(CheckpointKeeper, "save", killed)
+        return
     run = Stepper.run
 
     def until(self: Stepper, batches: Any, step: int, dry: bool = False) -> Any:

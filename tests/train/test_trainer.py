@@ -381,16 +381,28 @@ def test_given_weights_of_another_shape_are_refused(data: Path, tmp_path: Path) 
         tiny_run.train(tmp_path, config, initial=foreign(data))
 
 
-def test_a_run_from_given_weights_without_a_checkpoint_does_not_start_from_others(
-    data: Path, tmp_path: Path
+@pytest.mark.parametrize("source", ["hf", "gone"])
+def test_a_run_from_given_weights_that_has_no_checkpoint_starts_over(
+    source: str, data: Path, tmp_path: Path
 ) -> None:
-    run = tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "3 steps"})).run
-    run.write_json("run.json", {**run.read_json("run.json"), "init": "runs/base"})
+    config = tiny_run.config(data, schedule={"length": "3 steps"})
+    loaded = load_model(tiny_run.train(tmp_path, config, "base").run.path)
+    straight = tiny_run.train(tmp_path, config, "straight", initial=Initial.of(loaded, "base"))
+    run = tiny_run.train(tmp_path, config, "run").run
+    init = str(tmp_path / ("base" if source == "hf" else "gone"))
+    run.write_json(
+        "run.json", {**run.read_json("run.json"), "init": init, "command": "deskside train --init x"}
+    )
     (run.path / "summary.json").unlink()
     shutil.rmtree(run.checkpoints)
+    run.checkpoints.mkdir()
     run.metrics.unlink()
-    with pytest.raises(RunError, match=r"before its first checkpoint; start it again with --init runs/base"):
-        tiny_run.resume(tmp_path / "run")
+    if source == "gone":
+        with pytest.raises(RunError, match=r"gone.* start again with: deskside train --init x"):
+            tiny_run.resume(run.path)
+    else:
+        tiny_run.resume(run.path)
+        assert tiny_run.curve(run.path) == tiny_run.curve(straight.run.path)
 
 
 def test_what_fails_before_its_plan_leaves_no_run(data: Path, tmp_path: Path) -> None:
