@@ -154,7 +154,7 @@ def compare(files: list[Path], gpu_name: str, probes: Path | None) -> Comparison
 
 def without_host(rates: Rates) -> Rates:
     """The rates as they were before draws 7 and 8."""
-    return replace(rates, efficiency=replace(rates.efficiency, host_attention_seconds=0.0))
+    return replace(rates, host=replace(rates.host, attention=0.0))
 
 
 def _stored(probes: Path | None) -> list[Mapping[str, Any]]:

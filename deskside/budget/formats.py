@@ -5,10 +5,13 @@
 - A product whose format the tensor cores have runs at that format's rate. Emulated, the same numbers are multiplied in
   BF16 (every code x block scale is a BF16 number), at EMULATED of BF16's rate: what that kernel was written to reach
   against the vendor's, not measured yet.
-- FP8 is converted by the kernels that produce a tensor. What that costs in traffic is what published llmq runs in FP8
-  and BF16 need per element, 12.3 against 8.39 (facts/measurements.csv). Nothing of deskside's own is measured yet.
-- NVFP4 needs the largest value of a tensor first: it is read twice and written once for each product it enters. Its
-  recipes are priced alike: what four over six and MS-EDEN compute beyond that is not modelled.
+- FP8 with delayed scales is converted by the kernels that produce a tensor. What that costs in traffic is what
+  published llmq runs in FP8 and BF16 need per element, 12.3 against 8.39 (facts/measurements.csv).
+- FP8 with a scale of the tensor's own, or one per row, needs the largest values first: a tensor is read twice and
+  written in both layouts by kernels of its own, OWN_SCALE_BYTES per value, counted.
+- NVFP4 needs the largest value of a tensor first: it is read twice and written once for each product it enters. What a
+  recipe computes beyond that multiplies the time: NVFP4_WORK, fitted to one run of each, emulated on an H200
+  (`benchmarks/planner_fit.py`).
 
 Copies of the weights are made once per optimiser step and stay until the next (`precision.weight_cache`).
 """
@@ -27,10 +30,20 @@ SQUARE_TILES = ("nvfp4", "nvfp4-4o6", "nvfp4-unbiased")  # a weight and its tran
 ALL_NATIVE: frozenset[LowKind] = frozenset({"fp8", "nvfp4"})
 EMULATED = 0.8  # of BF16's rate
 FP8_TRAFFIC = 1.47  # element-wise traffic against BF16's
+OWN_SCALE = ("fp8-tensorwise", "fp8-rowwise")  # scales that only a pass over the tensor itself gives
+OWN_SCALE_BYTES = 6.0  # per value: read for the largest, read again, written in two layouts
 NVFP4_READ, NVFP4_WRITTEN = (
     4.0,
     {True: 0.5625, False: 2.0},
 )  # bytes per value and product; written: native, emulated
+# Time of quantising against that of its bytes, by recipe.
+NVFP4_WORK: dict[Precision, float] = {
+    "nvfp4": 1.18,
+    "nvfp4-unbiased": 1.18,
+    "nvfp4-4o6": 1.28,
+    "nvfp4-eden": 1.69,
+    "fp8-nvfp4": 1.97,
+}
 SAVED_BF16, SAVED_FP8 = 2.0, 1.0  # bytes per value that a weight gradient needs again
 
 

@@ -26,7 +26,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deskside.budget.adapters import adapter_params, matrix_bytes, projection_sizes
-from deskside.budget.formats import FP8_TRAFFIC, Kind, RunsAs, kinds, nvfp4_bytes, quantized, runs_as
+from deskside.budget.formats import (
+    FP8_TRAFFIC,
+    NVFP4_WORK,
+    OWN_SCALE,
+    OWN_SCALE_BYTES,
+    Kind,
+    RunsAs,
+    kinds,
+    nvfp4_bytes,
+    quantized,
+    runs_as,
+)
 from deskside.budget.shape import (
     Shape,
     attention_matrix,
@@ -75,8 +86,9 @@ class Operator:
     """Work of one kind in one optimiser step on one GPU.
 
     flops, or bytes moved, or a count of layers, each with its fixed delay; recompute: it exists because of activation
-    checkpointing; width: head_dim for attention; runs_as: the format whose rate a product runs at; share: the part of
-    all FLOPs under this name that do.
+    checkpointing; width: head_dim for attention, the hidden size for Newton-Schulz; windowed: attention whose kernel
+    masks a sliding window; runs_as: the format whose rate a product runs at; share: the part of all FLOPs under this
+    name that do.
     """
 
     name: str
@@ -86,6 +98,7 @@ class Operator:
     width: int = 0
     runs_as: RunsAs = "bf16"
     share: float = 1.0
+    windowed: bool = False
 
 
 def step_operators(shape: Shape, work: Work) -> list[Operator]:
@@ -96,8 +109,7 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
     attention_weights, mlp_weights = attention_matrix(shape), mlp_matrix(shape, shape.num_experts_per_tok)
     again_attention = work.activation_checkpointing in ("attention", "block")
     again_mlp = work.activation_checkpointing in ("mlp", "block")
-    span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
-    scores = 4.0 * q * span * tokens  # of the forward pass
+    scores = 4.0 * q * tokens  # of the forward pass, for each token seen
     unit = 4 if work.precision == "fp32" else 2
 
     inside = shape.intermediate_size
@@ -119,7 +131,7 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
             each * tokens * D * shape.vocab_size,
             runs_as=runs_as("fp8", work.native) if work.fp8_head else _plain(work),
         ),
-        Operator("attention", "attention", 3 * scores, width=shape.head_dim),
+        *_attention(3 * scores, shape, work),
         Operator("norms and residuals", "traffic", norm),
         Operator("QK-norm and RoPE", "traffic", rope),
         Operator("activation", "traffic", activation),
@@ -132,7 +144,7 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
     if again_attention:
         found += [
             *_products("attention projections", 2.0 * tokens * layers * attention_weights, shape, work, True),
-            Operator("attention", "attention", scores, True, shape.head_dim),
+            *_attention(scores, shape, work, recompute=True),
             Operator("QK-norm and RoPE", "traffic", RECOMPUTED * (rope + norm / 2), True),
             *_quantizing(
                 RECOMPUTED * (rope + norm / 2), (tokens * layers * (D + q), 0.0), work, layers, True
@@ -156,6 +168,25 @@ def step_operators(shape: Shape, work: Work) -> list[Operator]:
 def units_of(work: Work) -> Units:
     """Of the step that does this work."""
     return BY_HAND if work.by_hand else COMPILED
+
+
+def attention_spans(shape: Shape, work: Work) -> dict[bool, float]:
+    """Return the tokens that a token sees, summed over the layers, of those without and with a window (False, True)."""
+    spans = {False: 0.0, True: 0.0}
+    for layer in range(shape.num_hidden_layers):
+        window = shape.layer_window(layer)
+        # A window as long as the rows masks nothing.
+        masked = window is not None and window < work.sequence_length
+        spans[masked] += attention_span(work.sequence_length, window)
+    return spans
+
+
+def _attention(scores: float, shape: Shape, work: Work, recompute: bool = False) -> Iterator[Operator]:
+    """scores: FLOPs for each token seen."""
+    for windowed, span in attention_spans(shape, work).items():
+        if span:
+            name = "attention, windowed" if windowed else "attention"
+            yield Operator(name, "attention", scores * span, recompute, shape.head_dim, windowed=windowed)
 
 
 def loss_units(work: Work) -> float:
@@ -245,7 +276,11 @@ def _quantizing(
         return
     blocks = work.quantized_share(layers)
     forward, backward = kinds(work.precision)
-    if forward == "fp8":
+    if work.precision in OWN_SCALE:
+        entering, gradients = values
+        amount = blocks * OWN_SCALE_BYTES * (entering if recompute else entering + gradients)
+        yield Operator("quantising with own scales", "quantize", amount, recompute, share=blocks)
+    elif forward == "fp8":
         share = 1.0 if backward == "fp8" or recompute else 0.5  # of both passes, or of the forward alone
         yield Operator(
             "quantising to FP8",
@@ -258,7 +293,7 @@ def _quantizing(
         entering, gradients = values
         both = entering * ((forward == "nvfp4") + (not recompute)) + 2 * gradients
         if both:
-            amount = blocks * nvfp4_bytes(work.native) * both
+            amount = blocks * nvfp4_bytes(work.native) * NVFP4_WORK[work.precision] * both
             yield Operator("quantising to NVFP4", "quantize", amount, recompute, share=blocks)
 
 
@@ -287,7 +322,9 @@ def _optimizer(shape: Shape, work: Work) -> list[Operator]:
     if work.optimizer == "adamw":
         return [Operator("AdamW", "optimizer_traffic", adamw * parameters / shards)]
     return [
-        Operator("Muon, Newton-Schulz", "optimizer_matmul", newton_schulz_flops(shape)),
+        Operator(
+            "Muon, Newton-Schulz", "optimizer_matmul", newton_schulz_flops(shape), width=shape.hidden_size
+        ),
         Operator("Muon", "optimizer_traffic", muon * matrices),
         Operator("AdamW", "optimizer_traffic", adamw * (parameters - matrices) / shards),
     ]

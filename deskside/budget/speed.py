@@ -6,21 +6,22 @@ Every operator is priced alone and the times add up, because a GPU does one afte
     attention   FLOPs / (large matmul rate x efficiency at this head_dim)
     traffic     bytes / (bandwidth x efficiency)
     quantize    bytes / (bandwidth x efficiency of traffic)
-    layers      a fixed delay for each in each pass: launches, and the tails of many small kernels
+    layers      a fixed delay for each in each pass: the tails of many small kernels
 
-Meanwhile the host prepares what comes next. A step of small passes ends when the host is done, not the device; the
-item `host` is what the device waits for.
+Meanwhile the host prepares what comes next (`budget/host.py`). A step of small passes ends when the host is done, not
+the device; the item `host` is what the device waits for.
 
 The large matmul rate is the one that a card sustains, measured, not the data sheet's: data-center cards hold half to
 four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and what they are worth
-was fitted to whole steps of this project (`benchmarks/planner_accuracy.py fit`, on an H200), those of the hand-written
-halves to the kernels of one step; a probe of a card corrects them there (`plan/calibrate.py`). They are not the
-kernels' own utilisation: overlap, caches and power limits are in them too.
+was fitted to whole steps of this project on an H200: of compiled blocks by `benchmarks/planner_accuracy.py fit`, of the
+hand-written halves by `benchmarks/planner_fit.py`. A probe of a card corrects them there (`plan/calibrate.py`). They are
+not the kernels' own utilisation: overlap, caches and power limits are in them too.
 """
 
 from dataclasses import dataclass, field, replace
 
 from deskside.budget.formats import EMULATED
+from deskside.budget.host import HostTimes, host_seconds, together
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import Shape
 from deskside.budget.work import Work
@@ -50,9 +51,9 @@ class Efficiency:
     """Shares of the large matmul rate and of the data sheet's bandwidth, and the delay of a layer in seconds.
 
     Fitted to 32 runs of this project on an H200, torch 2.11, with compiled blocks; they predict 31 others with a median
-    error of 2 %. low_precision: share of matmul and head that FP8 and NVFP4 products reach of their own rate.
-    host_attention_seconds: of the host, for a layer in a pass whose attention is recomputed (seen where the card drew
-    half of its power); without recomputation the host was never what a measured step waited for.
+    error of 2 %. low_precision: share of matmul and head that FP8 and NVFP4 products reach of their own rate; rowwise:
+    share of that which FP8 products with a scale per row reach. windowed: share of the same attention's efficiency that
+    kernels with a sliding window reach. muon_width: hidden size at which Newton-Schulz runs at half of optimizer_matmul.
     """
 
     matmul: float = 0.867
@@ -66,7 +67,9 @@ class Efficiency:
     loss_traffic: float = 0.788
     low_precision: float = 1.0
     layer_seconds: float = 268e-6
-    host_attention_seconds: float = 2.3e-3
+    rowwise: float = 0.619
+    windowed: float = 0.476
+    muon_width: float = 0.0
 
     def attention(self, head_dim: int) -> float:
         """Interpolated between head_dim 64 and 128, in proportion to head_dim below 64."""
@@ -76,12 +79,13 @@ class Efficiency:
         return self.attention_64 + share * (self.attention_128 - self.attention_64)
 
 
-# Of the hand-written halves, by arithmetic from the kernels of a step of `124m` on an H200, BF16 and FP8 (docs/log.md,
-# 2026-11-21). Not measured: attention_128 (the ratio to 64 is the compiled step's), and what the host needs.
+# Of the hand-written halves: by arithmetic from the kernels of a step of `124m` on an H200, BF16 and FP8 (docs/log.md,
+# 2026-11-21), then fitted to whole steps with a pull towards that. attention_128 was not measured: its ratio to 64 is
+# the compiled step's.
 BY_HAND = Efficiency(
-    matmul=0.892, head=0.926, attention_64=0.382, attention_128=0.468, traffic=0.749, weights=0.729,
-    optimizer_matmul=0.691, optimizer_traffic=0.680, loss_traffic=0.609, low_precision=0.9, layer_seconds=40e-6,
-    host_attention_seconds=0.0,
+    matmul=0.878, head=0.908, attention_64=0.363, attention_128=0.445, traffic=0.780, weights=0.724,
+    optimizer_matmul=0.886, optimizer_traffic=0.655, loss_traffic=0.584, low_precision=0.977, layer_seconds=147e-6,
+    rowwise=0.619, windowed=0.476, muon_width=2275.0,
 )  # fmt: skip
 
 
@@ -109,6 +113,7 @@ class Rates:
     memory: float = 1.0
     delay: float = 1.0
     by_hand: Efficiency = BY_HAND
+    host: HostTimes = field(default_factory=HostTimes)
     source: str = "modelled"
     notes: tuple[str, ...] = ()
 
@@ -134,6 +139,12 @@ def operator_seconds(operator: Operator, rates: Rates, work: Work) -> float:
         share = e.attention(operator.width) if group == "attention" else float(getattr(e, group))
         if operator.runs_as in ("fp8", "nvfp4"):
             share *= e.low_precision
+            if work.precision == "fp8-rowwise" and group == "matmul":
+                share *= e.rowwise
+        if operator.windowed:
+            share *= e.windowed
+        if group == "optimizer_matmul":
+            share /= 1 + e.muon_width / operator.width
         return rates.compute * amount / (peak * share)
     if group in ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic"):
         share = e.traffic if group == "quantize" else float(getattr(e, group))
@@ -161,16 +172,9 @@ def step_seconds(shape: Shape, work: Work, rates: Rates) -> dict[str, float]:
     for operator in step_operators(shape, work):
         item = "recompute" if operator.recompute else ITEM_OF[operator.group]
         seconds[item] += operator_seconds(operator, rates, work)
-    seconds["host"] = max(0.0, host_seconds(shape, work, rates) - sum(seconds.values()))
+    device = sum(seconds.values())
+    seconds["host"] = together(device, host_seconds(shape, work, rates.host), rates.host.overlap) - device
     return seconds
-
-
-def host_seconds(shape: Shape, work: Work, rates: Rates) -> float:
-    """Seconds that the host needs for its part of a step, where it is known to matter."""
-    if work.activation_checkpointing != "attention":
-        return 0.0
-    layers = shape.num_hidden_layers * work.accumulation
-    return layers * rates.efficiency_of(work).host_attention_seconds
 
 
 def tokens_per_second(shape: Shape, work: Work, rates: Rates) -> float:

@@ -22,6 +22,8 @@ from deskside.errors import UsageError
 
 # How far the memory that a driver reports may be from the table: it keeps up to 3 % back, ECC is in the table.
 REPORTED_SHARE = (0.93, 1.02)
+# Transfers per second and lane (PCI-SIG).
+PCIE_TRANSFERS = {"4.0": 16e9, "5.0": 32e9}
 # Words that a person may write and that tell no card from another.
 NOISE = ("nvidia", "geforce", "amd", "instinct", "quadro", "rtx", "gpu", "graphics", "card")
 
@@ -37,7 +39,9 @@ class Gpu:
     multiprocessor, BF16; bf16_flops is multiprocessors x boost_hz x flops_per_clock within 9 % (GeForce 3 %).
     half_rate_fp32_accumulate: FP32 accumulation runs at half of the FP16 rate; None where it is not known.
     measured_bf16_flops: a large matrix product as others timed it, measured_source says who. certainty: high, medium
-    or low (laptops: their power limit decides, so only a measurement is good). note: traps.
+    or low (laptops: their power limit decides, so only a measurement is good). note: traps. pcie_bandwidth: to the host,
+    each way, by generation and lanes; fabric_bandwidth: to all other cards of a machine together, each way, over NVLink
+    or Infinity Fabric, None where cards exchange over PCIe. NVLink bridges between two cards are extras, left out.
     """
 
     name: str
@@ -60,6 +64,10 @@ class Gpu:
     certainty: str
     note: str
     flops_per_clock: int | None
+    pcie: str
+    pcie_bandwidth: float
+    fabric_bandwidth: float | None
+    link_source: str
 
     @property
     def geforce(self) -> bool:
@@ -67,8 +75,19 @@ class Gpu:
         return self.half_rate_fp32_accumulate is True
 
     @property
+    def rocm(self) -> bool:
+        """A card of AMD, whose software is ROCm."""
+        return self.compute_capability.startswith("gfx")
+
+    @property
     def laptop(self) -> bool:
         return "Laptop" in self.name
+
+
+def pcie_bandwidth(link: str) -> float:
+    """Return the bytes/s of a link such as "4.0 x16", each way: transfers per lane, less the 128b/130b coding."""
+    generation, _, lanes = link.partition(" x")
+    return PCIE_TRANSFERS[generation] * int(lanes) * 128 / 130 / 8
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -168,6 +187,10 @@ def _entry(row: dict[str, str]) -> _Entry:
         certainty=row["certainty"],
         note=row["note"],
         flops_per_clock=int(row["bf16_flop_per_sm_clock"]) if row["bf16_flop_per_sm_clock"] else None,
+        pcie=row["pcie"],
+        pcie_bandwidth=pcie_bandwidth(row["pcie"]),
+        fabric_bandwidth=number("fabric_gb_s", 1e9),
+        link_source=row["link_source"],
     )
     return _Entry(
         gpu,

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from deskside.budget.operators import step_operators
-from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds
+from deskside.budget.host import HostTimes, device_part, host_seconds
+from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.errors import UsageError
@@ -75,7 +76,7 @@ def _tells(row: Mapping[str, Any]) -> bool:
     if result.get("precision", "bf16") not in rated:
         return False
     shape, work = _step(row)
-    modelled = host_seconds(shape, work, Rates(1.0, 1.0))
+    modelled = host_seconds(shape, work, HostTimes())
     return modelled < 0.9 * float(result["step_seconds"]["median"])
 
 

@@ -1,9 +1,10 @@
 """The seconds of a step, item by item: what is done, divided by what the device does per second."""
 
 from deskside.budget import formats, operators, speed
+from deskside.budget.host import REPEATED, host_seconds, together
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import attention_span, block_matrices, matmul_params, root_params
-from deskside.budget.speed import ITEM_OF, Rates, host_seconds, operator_seconds, step_seconds
+from deskside.budget.speed import ITEM_OF, Rates, operator_seconds, step_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.plan.estimate import Estimate, StageSetting
@@ -56,31 +57,38 @@ def _name(operator: Operator) -> str:
 
 
 def _host(rates: Rates, stages: list[tuple[StageSetting, ModelConfig, Work]], found: Estimate) -> list[Line]:
-    """What the device waits for the host: the host's seconds less the device's, of every stage."""
+    """Explain what the device waits for the host (`budget/host.py`), stage by stage."""
     result, parts = [], []
     for stage, shape, work in stages:
-        needed = host_seconds(shape, work, rates)
+        host = rates.host
+        needed = host_seconds(shape, work, host)
         if needed == 0:
             continue
-        layers, each = (
-            shape.num_hidden_layers * work.accumulation,
-            rates.efficiency_of(work).host_attention_seconds,
-        )
+        layers = shape.num_hidden_layers * work.accumulation
+        if work.by_hand:
+            words = "this host against the reference x (layers x passes x (layer + repeated) + step + Muon)"
+            again = 1 + REPEATED[work.activation_checkpointing]
+            muon = host.muon if work.optimizer == "muon" else 0.0
+            filled = (
+                f"{plain(host.factor)} x ({product(layers, host.of_layer(work), again)} + {plain(host.step)} + "
+                f"{plain(muon)})"
+            )
+        else:
+            words = "this host against the reference x layers x passes x layer"
+            filled = product(host.factor, layers, host.attention)
+        result.append(Line(f"host, rows of {stage.sequence_length}", words, filled, needed, "s"))
         busy = sum(s for name, s in step_seconds(shape, work, rates).items() if name != "host")
+        waited = together(busy, needed, host.overlap) - busy
+        p = plain(host.overlap)
         result.append(
             Line(
-                f"host, rows of {stage.sequence_length}",
-                "layers x passes x seconds of the host",
-                product(layers, each),
-                needed,
+                "  waited for",
+                "(device^p + host^p)^(1 / p) - device",
+                f"({plain(busy)} ^ {p} + {plain(needed)} ^ {p}) ^ (1 / {p}) - {plain(busy)}",
+                waited,
                 "s",
             )
         )
-        waited = max(0.0, needed - busy)
-        words, filled = "what is beyond the device's seconds", f"{plain(needed)} - {plain(busy)}"
-        if waited == 0:
-            words, filled = f"the device is busy for longer, {plain(busy)} s", "0"
-        result.append(Line("  waited for", words, filled, waited, "s"))
         parts.append((stage.share, waited))
     if not result:
         return [Line("host", "the device is not known to wait for the host here", "0", 0.0, "s")]
@@ -111,7 +119,13 @@ def _quantizing(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str
             "quantised blocks x what FP8 moves more x element-wise bytes that are converted",
             f"{of_blocks}{plain(more)} x {plain(extra / more)}",
         )
-    each = formats.nvfp4_bytes(work.native)
+    if operator.name == "quantising with own scales":
+        each = formats.OWN_SCALE_BYTES
+        return (
+            "quantised blocks x bytes per value x values (what enters and what leaves a projection)",
+            f"{of_blocks}{plain(each)} x {plain(operator.amount / operator.share / each)}",
+        )
+    each = formats.nvfp4_bytes(work.native) * formats.NVFP4_WORK[work.precision]
     return (
         "quantised blocks x bytes per value and product x values (what enters and what leaves a projection)",
         f"{of_blocks}{plain(each)} x {plain(operator.amount / operator.share / each)}",
@@ -129,7 +143,7 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
         else shape.intermediate_size
     )
     mlp = (matmul_params(shape) - shape.vocab_size * D) // layers - D * (2 * q + 2 * kv)
-    span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
+    spans = operators.attention_spans(shape, work)
     counted = operators.units_of(work)
     norm = counted.norm * tokens * layers * unit * D
     rope = tokens * layers * unit * (counted.rope * (q + kv) + counted.rope_keys * kv)
@@ -155,7 +169,11 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
         "adapters": ("6 x tokens x parameters of adapters", product(6, tokens, parameters)),
         "attention": (
             f"{4 if again else 12} x q x tokens seen, summed over layers x tokens",
-            product(4 if again else 12, q, span, tokens),
+            product(4 if again else 12, q, spans[False], tokens),
+        ),
+        "attention, windowed": (
+            f"{4 if again else 12} x q x tokens seen, summed over layers with a window x tokens",
+            product(4 if again else 12, q, spans[True], tokens),
         ),
         "norms and residuals": (
             f"{counted.norm:g} x tokens x layers x bytes x hidden",

@@ -33,6 +33,9 @@ ROUNDS = 20
 PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")
 # Measured large BF16 products as a share of the data sheet, for cards that lack one: medians of facts/gpus.csv.
 SHEET_SHARE = {"GeForce": 1.03, "other": 0.80}
+# What exchanges reach of the data sheet's links, modelled, but for the host: optimizer states of 124m that travelled at
+# each step on an H200 (docs/data/2026-11-22-release/memory/memory_124m.json) took what 0.8 of PCIe 5.0 x16 gives.
+FABRIC_SHARE, PEER_SHARE, HOST_SHARE = 0.78, 0.70, 0.80
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,23 @@ def sheet_rates(gpu: Gpu) -> Rates:
     # FP32 runs beside the tensor cores, two FLOPs per lane and clock.
     lanes = 64 if gpu.compute_capability == "8.0" else 128
     single = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
-    link = 350e9 if "SXM" in gpu.name or gpu.name.startswith("B200") else 22e9
     return Rates(
         rate,
         gpu.bandwidth,
         low_precision_flops=low,
         fp4_flops=fp4,
         single_flops=single,
-        link_bandwidth=link,
+        link_bandwidth=link_bandwidth(gpu),
+        host_bandwidth=HOST_SHARE * gpu.pcie_bandwidth,
         source="published",
     )
+
+
+def link_bandwidth(gpu: Gpu) -> float:
+    """Return the bytes/s that one card exchanges with the others of a machine while all do."""
+    if gpu.fabric_bandwidth is not None:
+        return FABRIC_SHARE * gpu.fabric_bandwidth
+    return PEER_SHARE * gpu.pcie_bandwidth
 
 
 def usable(row: Measurement) -> bool:

@@ -1,0 +1,97 @@
+"""Host time of an optimiser step: launching its kernels, which a step of small passes waits for.
+
+A pass launches the same kernels whatever its number of tokens: on an H200 with `124m` some 480, in BF16 (docs/performance.md,
+"Small passes"). The time for that depends on the recipe, on the number of layers, and on the processor. With `H` the
+host's seconds and `D` the device's, a step takes
+
+    (D^p + H^p)^(1/p),   p = OVERLAP
+
+which is the larger of the two where they are far apart, and more than either where they are alike, because in every pass
+there are parts in which the device is ahead and parts in which the host is. Constants: `benchmarks/planner_fit.py`, from
+steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release). Other processors differ: `deskside probe`
+measures the host and corrects `factor`; without that, `plan/estimate.py` widens the range.
+"""
+
+from dataclasses import dataclass, replace
+
+from deskside.budget.formats import Precision, kinds, quantized
+from deskside.budget.shape import Shape
+from deskside.budget.work import Work
+
+# Share of a pass's launches that recomputation repeats: all of the forward, a third, or about half of that.
+REPEATED = {"none": 0.0, "attention": 1 / 6, "mlp": 1 / 6, "block": 1 / 3}
+DERIVED: tuple[Precision, ...] = ("fp8-tensorwise",)
+UNMEASURED_KIND = "nvfp4"
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Seconds of the host on the reference machine.
+
+    bf16, delayed, rowwise: for a layer in a pass; NVFP4, whose host time was never what a step waited for, is taken for
+    delayed. tensorwise: delayed, and what it takes beyond that without a card (docs/performance.md, "Small passes").
+    uncached: more for a layer whose weights are converted at each use. step, muon: for the rest of a step, and for Muon's
+    update beside it, which no measured step waited for either.
+    attention: for a layer in a pass of the compiled execution whose attention is recomputed, the only case in which the
+    host was seen to hold that execution up. overlap: `p` above. factor: of this machine against the reference.
+    """
+
+    bf16: float = 2.05e-3
+    delayed: float = 2.21e-3
+    tensorwise: float = 2.7e-3
+    rowwise: float = 5.08e-3
+    uncached: float = 0.14e-3
+    step: float = 6.8e-3
+    muon: float = 8.0e-3
+    attention: float = 2.3e-3
+    overlap: float = 9.5
+    factor: float = 1.0
+
+    def times(self, factor: float) -> "HostTimes":
+        """Return the same with every time multiplied."""
+        return replace(self, factor=self.factor * factor)
+
+    def of_layer(self, work: Work) -> float:
+        """Return the seconds of one layer in one pass, recomputation left out."""
+        if not quantized(work.precision):
+            return self.bf16
+        by_recipe = {"fp8-tensorwise": self.tensorwise, "fp8-rowwise": self.rowwise}
+        each = by_recipe.get(work.precision, self.delayed)
+        return each + (self.uncached if work.copies == "use" else 0.0)
+
+
+def host_seconds(shape: Shape, work: Work, host: HostTimes) -> float:
+    """Return the host's seconds of a step. 0 where it was never seen to hold a step up."""
+    layers = shape.num_hidden_layers * work.accumulation
+    if not work.by_hand:
+        return host.factor * layers * host.attention if work.activation_checkpointing == "attention" else 0.0
+    again = 1 + REPEATED[work.activation_checkpointing]
+    rest = host.step + (host.muon if work.optimizer == "muon" else 0.0)
+    return host.factor * (layers * host.of_layer(work) * again + rest)
+
+
+def together(device: float, host: float, overlap: float) -> float:
+    """Return the seconds of a step from those of the device and of the host."""
+    longer, shorter = max(device, host), min(device, host)
+    if longer == 0.0:
+        return 0.0
+    return longer * (1.0 + (shorter / longer) ** overlap) ** (1.0 / overlap)
+
+
+def device_part(step: float, host: float, overlap: float) -> float:
+    """Return the device's seconds of a measured step. Raises ValueError where the host alone takes as long."""
+    if host >= step:
+        raise ValueError(f"a step of {step:g} s cannot hold {host:g} s of the host")
+    return step * (1.0 - (host / step) ** overlap) ** (1.0 / overlap)
+
+
+def host_share(device: float, host: float, overlap: float) -> float:
+    """Return how much of a small change of the host's time changes the step's: 0 not at all, 1 in proportion."""
+    if host == 0.0:
+        return 0.0
+    return 1.0 / (1.0 + (device / host) ** overlap)
+
+
+def measured_recipe(precision: Precision) -> bool:
+    """Whether this recipe's host time was measured on a card."""
+    return precision not in DERIVED and UNMEASURED_KIND not in kinds(precision)
