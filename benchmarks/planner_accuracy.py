@@ -188,7 +188,7 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
             "what nine in ten predictions keep. Errors are predicted / measured - 1.",
         ),
         "",
-        *planner_new_step.notice(),
+        *planner_new_step.section(),
         "",
         "## The step before 2026-11-21",
         "",

@@ -20,8 +20,9 @@ from deskside.budget.speed import Rates
 from deskside.facts.gpus import find
 from deskside.plan.published import sheet_rates
 
-# (value before the fit, how far it is believed to be off, as a factor's logarithm). Before: the kernels of one step
-# (efficiencies, docs/log.md 2026-11-21), and for the host the order of magnitude of docs/performance.md, "Small passes".
+# (value before the fit, how far it is believed to be off, as a factor's logarithm). Before: the kernels of
+# one step (efficiencies, docs/log.md 2026-11-21), and for the host the order of magnitude of
+# docs/performance.md, "Small passes".
 EFFICIENCIES: dict[str, tuple[float, float]] = {
     "matmul": (0.892, 0.08),
     "head": (0.926, 0.08),

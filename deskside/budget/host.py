@@ -1,15 +1,16 @@
 """Host time of an optimiser step: launching its kernels, which a step of small passes waits for.
 
-A pass launches the same kernels whatever its number of tokens: on an H200 with `124m` some 480, in BF16 (docs/performance.md,
-"Small passes"). The time for that depends on the recipe, on the number of layers, and on the processor. With `H` the
-host's seconds and `D` the device's, a step takes
+A pass launches the same kernels whatever its number of tokens: on an H200 with `124m` some 480, in BF16
+(docs/performance.md, "Small passes"). The time for that depends on the recipe, on the number of layers, and
+on the processor. With `H` the host's seconds and `D` the device's, a step takes
 
     (D^p + H^p)^(1/p),   p = OVERLAP
 
-which is the larger of the two where they are far apart, and more than either where they are alike, because in every pass
-there are parts in which the device is ahead and parts in which the host is. Constants: `benchmarks/planner_fit.py`, from
-steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release). Other processors differ: `deskside probe`
-measures the host and corrects `factor`; without that, `plan/estimate.py` widens the range.
+which is the larger of the two where they are far apart, and more than either where they are alike, because in
+every pass there are parts in which the device is ahead and parts in which the host is. Constants:
+`benchmarks/planner_fit.py`, from steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release).
+Other processors differ: `deskside probe` measures the host and corrects `factor`; without that,
+`plan/estimate.py` widens the range.
 """
 
 from dataclasses import dataclass, replace
@@ -28,12 +29,12 @@ UNMEASURED_KIND = "nvfp4"
 class HostTimes:
     """Seconds of the host on the reference machine.
 
-    bf16, delayed, rowwise: for a layer in a pass; NVFP4, whose host time was never what a step waited for, is taken for
-    delayed. tensorwise: delayed, and what it takes beyond that without a card (docs/performance.md, "Small passes").
-    uncached: more for a layer whose weights are converted at each use. step, muon: for the rest of a step, and for Muon's
-    update beside it, which no measured step waited for either.
-    attention: for a layer in a pass of the compiled execution whose attention is recomputed, the only case in which the
-    host was seen to hold that execution up. overlap: `p` above. factor: of this machine against the reference.
+    bf16, delayed, rowwise: for a layer in a pass; NVFP4, whose host time was never what a step waited for, is
+    taken for delayed. tensorwise: delayed, and what it takes beyond that without a card (docs/performance.md,
+    "Small passes"). uncached: more for a layer whose weights are converted at each use. step, muon: for the
+    rest of a step, and for Muon's update beside it, which no measured step waited for either. attention: for
+    a layer in a pass of the compiled execution whose attention is recomputed, the only case in which the host
+    was seen to hold that execution up. overlap: `p` above. factor: of this machine against the reference.
     """
 
     bf16: float = 2.05e-3

@@ -21,6 +21,7 @@ of them. An adapter beside it reads and writes what enters and leaves it 4 times
 hand and not measured yet.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -172,12 +173,12 @@ def units_of(work: Work) -> Units:
 
 def attention_spans(shape: Shape, work: Work) -> dict[bool, float]:
     """Return the tokens that a token sees, summed over the layers, of those without and with a window (False, True)."""
+    layers = range(shape.num_hidden_layers)
     spans = {False: 0.0, True: 0.0}
-    for layer in range(shape.num_hidden_layers):
-        window = shape.layer_window(layer)
+    for window, count in Counter(shape.layer_window(layer) for layer in layers).items():
         # A window as long as the rows masks nothing.
         masked = window is not None and window < work.sequence_length
-        spans[masked] += attention_span(work.sequence_length, window)
+        spans[masked] += count * attention_span(work.sequence_length, window)
     return spans
 
 

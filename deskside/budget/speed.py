@@ -11,11 +11,12 @@ Every operator is priced alone and the times add up, because a GPU does one afte
 Meanwhile the host prepares what comes next (`budget/host.py`). A step of small passes ends when the host is done, not
 the device; the item `host` is what the device waits for.
 
-The large matmul rate is the one that a card sustains, measured, not the data sheet's: data-center cards hold half to
-four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and what they are worth
-was fitted to whole steps of this project on an H200: of compiled blocks by `benchmarks/planner_accuracy.py fit`, of the
-hand-written halves by `benchmarks/planner_fit.py`. A probe of a card corrects them there (`plan/calibrate.py`). They are
-not the kernels' own utilisation: overlap, caches and power limits are in them too.
+The large matmul rate is the one that a card sustains, measured, not the data sheet's: data-center cards hold
+half to four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and
+what they are worth was fitted to whole steps of this project on an H200: of compiled blocks by
+`benchmarks/planner_accuracy.py fit`, of the hand-written halves by `benchmarks/planner_fit.py`. A probe of a
+card corrects them there (`plan/calibrate.py`). They are not the kernels' own utilisation: overlap, caches and
+power limits are in them too.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,10 +51,11 @@ ITEM_OF = {
 class Efficiency:
     """Shares of the large matmul rate and of the data sheet's bandwidth, and the delay of a layer in seconds.
 
-    Fitted to 32 runs of this project on an H200, torch 2.11, with compiled blocks; they predict 31 others with a median
-    error of 2 %. low_precision: share of matmul and head that FP8 and NVFP4 products reach of their own rate; rowwise:
-    share of that which FP8 products with a scale per row reach. windowed: share of the same attention's efficiency that
-    kernels with a sliding window reach. muon_width: hidden size at which Newton-Schulz runs at half of optimizer_matmul.
+    Fitted to 32 runs of this project on an H200, torch 2.11, with compiled blocks; they predict 31 others
+    with a median error of 2 %. low_precision: share of matmul and head that FP8 and NVFP4 products reach of
+    their own rate; rowwise: share of that which FP8 products with a scale per row reach. windowed: share of
+    the same attention's efficiency that kernels with a sliding window reach. muon_width: hidden size at which
+    Newton-Schulz runs at half of optimizer_matmul.
     """
 
     matmul: float = 0.867

@@ -32,16 +32,17 @@ NOISE = ("nvidia", "geforce", "amd", "instinct", "quadro", "rtx", "gpu", "graphi
 class Gpu:
     """One card as its corrected data sheet has it. SI units: FLOP/s, bytes, bytes/s, watts, hertz.
 
-    memory_bytes: as sold, in GiB (24 GB is 24 x 2**30, as NVIDIA and AMD sell them), except where much less can be
-    seen: L4 and L40S lose 1/16 to ECC, and GB10's 128 GB are decimal. The driver keeps up to 3 % more for itself.
-    bf16_flops: dense, FP32 accumulation. fp16_accumulate_flops: FP16 inputs and FP16 accumulation. fp8_flops: FP32
-    accumulation. None: the card has no such unit, or nothing is known (laptops). flops_per_clock: of one
-    multiprocessor, BF16; bf16_flops is multiprocessors x boost_hz x flops_per_clock within 9 % (GeForce 3 %).
-    half_rate_fp32_accumulate: FP32 accumulation runs at half of the FP16 rate; None where it is not known.
-    measured_bf16_flops: a large matrix product as others timed it, measured_source says who. certainty: high, medium
-    or low (laptops: their power limit decides, so only a measurement is good). note: traps. pcie_bandwidth: to the host,
-    each way, by generation and lanes; fabric_bandwidth: to all other cards of a machine together, each way, over NVLink
-    or Infinity Fabric, None where cards exchange over PCIe. NVLink bridges between two cards are extras, left out.
+    memory_bytes: as sold, in GiB (24 GB is 24 x 2**30, as NVIDIA and AMD sell them), except where much less
+    can be seen: L4 and L40S lose 1/16 to ECC, and GB10's 128 GB are decimal. The driver keeps up to 3 % more
+    for itself. bf16_flops: dense, FP32 accumulation. fp16_accumulate_flops: FP16 inputs and FP16
+    accumulation. fp8_flops: FP32 accumulation. None: the card has no such unit, or nothing is known
+    (laptops). flops_per_clock: of one multiprocessor, BF16; bf16_flops is multiprocessors x boost_hz x
+    flops_per_clock within 9 % (GeForce 3 %). half_rate_fp32_accumulate: FP32 accumulation runs at half of the
+    FP16 rate; None where it is not known. measured_bf16_flops: a large matrix product as others timed it,
+    measured_source says who. certainty: high, medium or low (laptops: their power limit decides, so only a
+    measurement is good). note: traps. pcie_bandwidth: to the host, each way, by generation and lanes;
+    fabric_bandwidth: to all other cards of a machine together, each way, over NVLink or Infinity Fabric, None
+    where cards exchange over PCIe. NVLink bridges between two cards are extras, left out.
     """
 
     name: str

@@ -1,9 +1,12 @@
 """From what is known of a card to the rates that the operator model uses, and how far the result may be off.
 
-Three sources, best first. Points that `deskside probe` measured on this card: three factors (products, traffic, fixed
-delays) are fitted to them, each pulled towards what was believed before, the less the more points there are. Without
-points: the data sheet and published measurements (`plan/published.py`). Without a data sheet too: nothing, because an
-unknown card is measured, never guessed.
+Three sources for the device, best first. Points that `deskside probe` measured on this card: three factors
+(products, traffic, fixed delays) are fitted to them, each pulled towards what was believed before, the less
+the more points there are. Without points: the data sheet and published measurements (`plan/published.py`).
+Without a data sheet too: nothing, because an unknown card is measured, never guessed.
+
+The host's times are those of the machine that taught them (`budget/host.py`) unless the probe timed this machine's: the
+least that a point took to launch a step, against what the model says of it, is a factor on all of them.
 """
 
 import statistics
@@ -13,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deskside.budget.operators import step_operators
 from deskside.budget.host import HostTimes, device_part, host_seconds
+from deskside.budget.operators import step_operators
 from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
@@ -29,8 +32,11 @@ CONTEXT_BYTES = 900 * 2**20  # CUDA context and library handles; 770 MiB on an H
 NOISE = 0.03  # of one measured point
 # How far products, traffic and delays may be off before anything is measured, as a share (one standard deviation).
 BELIEF = {"cuda": np.array([0.15, 0.25, 0.5]), "cpu": np.array([1.0, 2.0, 4.0])}
-FEW_ROWS = 5  # published runs of an architecture below which its range is the wide one
-NARROWEST, PUBLISHED_SPREAD, UNKNOWN_SPREAD = 0.08, 0.25, 0.35
+FEW_ROWS = 5  # published runs of an architecture below which its range is wider
+NARROWEST, PUBLISHED_SPREAD, FEW_SPREAD = 0.08, 0.25, 0.35
+# Each architecture predicted from the others alone: nine in ten rows are within 22 %, the worst is 36.5 % off
+# (benchmarks/planner_unknown.py).
+UNKNOWN_SPREAD = 0.40
 MEMORY_SPREAD = {"measured": 0.05, "published": 0.10}
 SMALLEST_FACTOR = 0.1
 
@@ -40,7 +46,8 @@ class Calibration:
     """Rates, and the ranges that go with them.
 
     speed_spread, memory_spread: half-widths of the ranges of tokens/s and bytes, as shares; basis: one line, from what;
-    overhead_bytes: what a process takes on the card beside torch's allocator.
+    overhead_bytes: what a process takes on the card beside torch's allocator; host_measured: the host's times are this
+    machine's.
     """
 
     rates: Rates
@@ -49,6 +56,7 @@ class Calibration:
     source: Source
     basis: str
     overhead_bytes: int
+    host_measured: bool = False
 
 
 def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibration:
@@ -76,17 +84,35 @@ def _tells(row: Mapping[str, Any]) -> bool:
     if result.get("precision", "bf16") not in rated:
         return False
     shape, work = _step(row)
-    modelled = host_seconds(shape, work, HostTimes())
-    return modelled < 0.9 * float(result["step_seconds"]["median"])
+    host = HostTimes().times(_host_factor([row]) or 1.0)
+    return host_seconds(shape, work, host) < 0.9 * float(result["step_seconds"]["median"])
+
+
+def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return this machine's host time against the reference's, None where no point timed it.
+
+    The least over the points: launching stops when the device's queue is full, which can only make it seem longer.
+    """
+    found = []
+    for row in points:
+        launch = row["result"].get("launch_seconds")
+        shape, work = _step(row)
+        modelled = host_seconds(shape, work, HostTimes())
+        if launch and work.by_hand and modelled:
+            found.append(float(launch) / modelled)
+    return min(found, default=None)
 
 
 def _published(gpu: Gpu) -> Calibration:
     factor, basis = architecture_factor(gpu)
-    known = gpu.architecture == ANCHOR or fitted().rows.get(gpu.architecture, 0) >= FEW_ROWS
+    rows = fitted().rows.get(gpu.architecture, 0)
+    spread = PUBLISHED_SPREAD if rows >= FEW_ROWS else FEW_SPREAD if rows else UNKNOWN_SPREAD
+    if gpu.architecture == ANCHOR:
+        spread = PUBLISHED_SPREAD
     rate = "measured and published" if gpu.measured_bf16_flops is not None else "from the data sheet"
     return Calibration(
         rates=sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0),
-        speed_spread=PUBLISHED_SPREAD if known else UNKNOWN_SPREAD,
+        speed_spread=spread,
         memory_spread=MEMORY_SPREAD["published"],
         source="published",
         basis=f"matmul rate {rate}, bandwidth from the data sheet, {basis}; not measured on this card",
@@ -108,6 +134,8 @@ def _measured(
                 "this device was measured without its bandwidth; measure it with: deskside probe"
             )
         start = Rates(peak, float(card["copy_bandwidth"]) / COPY_SHARE)
+    of_host = _host_factor(points)
+    start = replace(start, host=start.host.times(of_host or 1.0))
     factors, spread = _fit(points, start, BELIEF["cpu" if device == "cpu" else "cuda"])
     beside = [  # not below nothing: what was in use is read at the end, when torch may have given some back
         max(0, int(r["device_used_bytes"]) - int(r["peak_reserved_bytes"]))
@@ -124,6 +152,7 @@ def _measured(
         overhead_bytes=int(statistics.median(beside))
         if beside
         else (0 if device == "cpu" else CONTEXT_BYTES),
+        host_measured=of_host is not None,
     )
 
 
@@ -138,7 +167,9 @@ def _fit(
     table, rest = [], []
     for row in points:
         parts = _parts(row, start)
-        seconds = float(row["result"]["step_seconds"]["median"])
+        shape, work = _step(row)
+        host = host_seconds(shape, work, start.host)
+        seconds = device_part(float(row["result"]["step_seconds"]["median"]), host, start.host.overlap)
         table.append(parts[:3] / seconds)
         rest.append(1 - parts[3] / seconds)
     A, b = np.array(table), np.array(rest)
@@ -147,7 +178,7 @@ def _fit(
         float(A[i] @ _ridge(np.delete(A, i, 0), np.delete(b, i), belief) - b[i]) for i in range(len(b))
     ]
     spread = 2 * float(np.sqrt(np.mean(np.square(left_out))))
-    limit = UNKNOWN_SPREAD if len(b) == 1 else 1.0
+    limit = FEW_SPREAD if len(b) == 1 else 1.0
     compute, memory, delay = (float(max(SMALLEST_FACTOR, f)) for f in factors)
     return (compute, memory, delay), min(limit, max(NARROWEST, spread))
 

@@ -38,6 +38,10 @@ MEMORY_SOURCE = (
 Range = tuple[float, float, float]  # low, expected, high
 Fits = Literal["fits", "tight", "no"]
 LINK_SPREAD = 0.5  # of the time between GPUs: no run on several was measured
+# Of the host's time, where `deskside probe` did not time this machine's: processors differ by a factor of two, and the
+# trials of one study on one host by 13 % either way (docs/performance.md, "Small passes").
+HOST_SPREAD = {True: 0.15, False: 0.5}
+HOST_BOUND = 0.5  # share of the host in a step's time from which a plan says that the passes wait for it
 WIDEST_SPREAD = 0.9  # the low end of a speed is a speed
 # Rows per pass that are tried go down by halves, so that fitting is a handful of evaluations, as in training.
 MOST_PASS_TOKENS = 2**18  # more tokens in one pass than this make nothing faster
@@ -153,7 +157,8 @@ class Setting:
 @dataclass(frozen=True)
 class Estimate:
     """Memory and speed of a setting on one card. memory: of the hungriest stage; memory_bytes: everything that must
-    be in the card's memory, the CUDA context included; step: seconds of a mean step by item."""
+    be in the card's memory, the CUDA context included; step: seconds of a mean step by item; host_share: how much of a
+    change of the host's time changes the step's."""
 
     setting: Setting
     memory: Memory
@@ -161,12 +166,18 @@ class Estimate:
     capacity: int
     step: dict[str, float]
     tokens_per_second: Range
+    host_share: float = 0.0
 
     @property
     def speed_spread(self) -> float:
         """Half-width of the range of tokens/s, as a share."""
         low, expected, _ = self.tokens_per_second
         return 1 - low / expected
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether launching kernels, and not the device's work, is most of what a step takes."""
+        return self.host_share >= HOST_BOUND
 
     @property
     def step_seconds(self) -> float:
@@ -200,6 +211,7 @@ def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estim
         capacity=capacity,
         step=step,
         tokens_per_second=(speed * (1 - spread), speed, speed * (1 + spread)),
+        host_share=host_share(step, calibration),
     )
 
 
@@ -214,12 +226,21 @@ def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
 
 def speed_spread(setting: Setting, step: dict[str, float], calibration: Calibration) -> float:
     """Half-width of the range of tokens/s, as a share. What is known of one GPU says nothing of the link between
-    several: its time may be off by half, and that adds to the calibration's spread as an independent error."""
+    several, nor of the host: their times may be off by half, which adds to the calibration's spread as independent
+    errors."""
     spread = calibration.speed_spread
+    if share := host_share(step, calibration):
+        spread = math.hypot(spread, HOST_SPREAD[calibration.host_measured] * share)
     if setting.gpus > 1:
         share = step.get("communication", 0.0) / sum(step.values())
         spread = math.hypot(spread, LINK_SPREAD * share)
     return min(spread, WIDEST_SPREAD)
+
+
+def host_share(step: dict[str, float], calibration: Calibration) -> float:
+    """Return how much of a change of the host's time changes the step's: `budget.host.host_share`, from the items."""
+    total = sum(step.values())
+    return 1.0 - ((total - step["host"]) / total) ** calibration.rates.host.overlap
 
 
 def hungriest(setting: Setting) -> Memory:

@@ -7,6 +7,7 @@ from deskside.plan.claims import Claims, check
 from deskside.plan.costs import cost
 from deskside.plan.estimate import Estimate
 from deskside.plan.offers import offers, told_of_precision
+from deskside.plan.published import unknown
 from deskside.plan.request import Request
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
@@ -45,6 +46,8 @@ def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
     reasons += [f"{offer['option']} is offered: {offer['told']}" for offer in offered]
     if shown is not None:
         reasons += told_of_precision(request, shown)
+        reasons += _host_bound(request, shown)
+    reasons += _uncalibrated(request)
     findings = check(request, claims, asked or shown)
     failed = [f for f in findings if f.verdict != "holds"]
     if failed:
@@ -80,7 +83,34 @@ def _between_gpus(request: Request) -> list[str]:
     if request.gpus == 1:
         return []
     link = request.calibration.rates.link_bandwidth / 1e9
-    return [f"communication: assumed link of {number(link)} GB/s, no run on several GPUs was measured"]
+    gpu = request.card.gpu
+    what = "PCIe"
+    if gpu is not None:
+        what = "NVLink or Infinity Fabric" if gpu.fabric_bandwidth is not None else f"PCIe {gpu.pcie}"
+    return [
+        f"communication: {number(link)} GB/s of {what}, from the data sheet; no run on several GPUs was measured"
+    ]
+
+
+def _host_bound(request: Request, shown: Estimate) -> list[str]:
+    """Say when passes are so small that launching their kernels decides the speed."""
+    if not shown.host_bound:
+        return []
+    source = "timed here by the probe" if request.calibration.host_measured else "not measured here"
+    return [
+        f"host-bound: passes of {shown.setting.micro_tokens:,} tokens are over before the next kernels are launched; "
+        f"the device waits for {shown.step['host'] / shown.step_seconds:.0%} of a step (host {source}, "
+        f"+-{shown.speed_spread:.0%}); more tokens per pass are faster"
+    ]
+
+
+def _uncalibrated(request: Request) -> list[str]:
+    """Say when nothing that was measured or published tells how this architecture does."""
+    gpu = request.card.gpu
+    if gpu is None or request.calibration.source == "measured":
+        return []
+    said = unknown(gpu)
+    return [f"{said}: speed within +-{request.calibration.speed_spread:.0%}"] if said else []
 
 
 def _repeats(request: Request, chosen: Band) -> list[str]:

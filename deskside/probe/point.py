@@ -37,6 +37,7 @@ MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
 FEWEST_STEPS = 5  # counted ones, however slow; half of them come before as warm-up
 BATCHES = 4  # different micro-batches that are used in turn
 OPTIMIZER_RUNS = 5
+LAUNCHES = 3
 LR_FACTOR = 0.1  # small, because the first steps of a run are its least stable ones
 
 
@@ -172,6 +173,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     timer = Timer(ready.stepper, batches, fit.accumulation, machine.Sensors(device))
     timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), FEWEST_STEPS // 2)
     seconds, sensed = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), FEWEST_STEPS)
+    launch_seconds = timer.launch_seconds() if device.type == "cuda" else None
     step = statistics.median(seconds)
     speed = config.batch.tokens / step
     flops = flops_per_token(config.model, config.batch.sequence_length)
@@ -200,6 +202,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
         "loss_last": timer.losses[-1],
         "finite": timer.finite,
         "setup_seconds": setup_seconds,
+        "launch_seconds": launch_seconds,
         "attention": ready.attention,
         "compile": ready.mode,
         "precision": ready.recipe,
@@ -246,6 +249,19 @@ class Timer:
         self.stepper.set_progress(LR_FACTOR, 0.0, self.step)
         chosen = [self.batches[(self.step + i) % len(self.batches)] for i in range(self.accumulation)]
         return self.stepper.run(chosen, self.step)
+
+    def launch_seconds(self) -> float:
+        """Return the host's seconds to launch a whole step while the device has nothing else to do, the least of a few.
+
+        Launching stops while the device's queue is full, so a step of many kernels shows more than the host needs.
+        """
+        found = []
+        for _ in range(LAUNCHES):
+            began = time.perf_counter()
+            numbers = self.launch()
+            found.append(time.perf_counter() - began)
+            self.read(numbers)
+        return min(found)
 
     def read(self, numbers: Numbers) -> None:
         """Wait for a step and note its loss."""

@@ -1,7 +1,7 @@
-"""The planner against the hand-written step of 2026-11-21, measured on an H200 (docs/data/2026-11-21-step).
+"""The planner against the hand-written step, measured on an H200 since 2026-11-21 (benchmarks/planner_points.py).
 
-The efficiencies of this step come from the kernels of `124m`, and of Newton-Schulz from Muon's update at 1.5b. Memory
-has no constant that was fitted to it; what is counted was counted with these points in sight.
+Memory has no constant that was fitted to these; what is counted was counted with some of them in sight. Speed's
+constants were fitted to the calibrating half (benchmarks/planner_fit.py).
 """
 
 from dataclasses import replace
@@ -9,51 +9,114 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_new_step import TEACHER, notice, points, runs, unprobed
+from benchmarks.planner_fit import errors, split
+from benchmarks.planner_new_step import groups, section, unprobed
+from benchmarks.planner_points import Point, points
 from deskside.budget.memory import half_gradients, instants, training_memory
 from deskside.budget.operators import step_operators
 from deskside.budget.work import Work
+from deskside.facts.gpus import find
+from deskside.plan.calibrate import calibrate
+from deskside.plan.estimate import estimate
 
 RATES = unprobed()
-POINTS = {point.name: point for point in points()}
-BF16, MUON = POINTS["124m, bf16, adamw"], POINTS["1.5b, bf16, muon, block recomputed"]
+POINTS = points()
+CALIBRATION = calibrate(find("h200"), [])
+LEAST_GIB = 4.0  # of a peak whose error is told in per cent; below it fragments of fixed size decide
 
 
-@pytest.mark.parametrize("name", POINTS)
-def test_peaks(name: str) -> None:
-    assert POINTS[name].modelled_gib == pytest.approx(POINTS[name].gib, rel=0.01)
+def named(name: str) -> Point:
+    return next(point for point in POINTS if point.name == name)
 
 
-@pytest.mark.parametrize("name", POINTS)
-def test_speeds(name: str) -> None:
-    point = POINTS[name]
-    bound = 0.02 if point.preset == TEACHER else 0.06
-    assert point.modelled_speed(RATES) == pytest.approx(point.speed, rel=bound)
+BF16, MUON = named("124m, bf16, adamw"), named("1.5b, bf16, muon, block recomputed")
 
 
-def test_peaks_of_whole_runs() -> None:
-    """Eight recipes with Muon; NVFP4's gradients in the first block's half among them."""
-    found = list(runs())
-    assert len(found) == 8
-    for run in found:
-        assert run.modelled_gib == pytest.approx(run.gib, rel=0.01), run.name
+def test_every_kind_of_measurement_is_there() -> None:
+    """Single steps, whole runs and all 31 arms of the release study; nothing is left out for being far off."""
+    kinds = [point.kind for point in POINTS]
+    assert kinds.count("steps") == 22 and kinds.count("run") == 8
+    trials = sum(len(point.speeds) for point in POINTS if point.kind == "study")
+    assert trials == 93  # two arms are one configuration, so 30 points
+    assert kinds.count("study") == 30
 
 
-def test_the_report_says_that_older_points_are_of_another_step() -> None:
-    text = "\n".join(notice())
-    assert "before 2026-11-21" in text and all(name in text for name in POINTS)
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point.kind} {point.name}")
+def test_peaks(point: Point) -> None:
+    within = 0.015 if point.gib > LEAST_GIB else 0.06
+    assert point.modelled_gib == pytest.approx(point.gib, rel=within)
+
+
+def test_rows_that_were_kept_out_are_predicted() -> None:
+    """The issue asks for 15 % for nine in ten."""
+    calibrating, kept_out = split(POINTS)
+    assert len(calibrating) == 38 and len(kept_out) == 22
+    found = errors(kept_out, RATES)
+    assert found.median < 0.02 and found.nine_in_ten < 0.06 and found.worst < 0.15
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        "small passes",
+        "rowwise FP8",
+        "sliding windows",
+        "Muon, whole runs",
+        "Muon, study",
+        "states on the host",
+    ],
+)
+def test_groups_that_were_missed(group: str) -> None:
+    """Before the host was modelled: small passes +51 to +727 %, rowwise +168 %, windows +22 %, Muon +25 %."""
+    found = errors(groups()[group], RATES)
+    assert len(found) >= 2 and found.nine_in_ten < 0.15
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point.kind} {point.name}")
+def test_the_stated_range_holds(point: Point) -> None:
+    found = estimate(point.setting, CALIBRATION, 2**40)
+    low, _, high = found.tokens_per_second
+    assert low <= point.speed <= high
+    small = point.setting.micro_tokens <= 2048
+    assert found.host_bound or not small
+    if small:
+        assert found.speed_spread > CALIBRATION.speed_spread + 0.2
+
+
+def test_every_fp8_recipe_has_a_price_of_its_own() -> None:
+    speeds = {
+        name: replace(BF16, setting=replace(BF16.setting, precision=name)).modelled_speed(RATES)  # type: ignore[arg-type]
+        for name in (
+            "fp8-delayed",
+            "fp8-tensorwise",
+            "fp8-rowwise",
+            "nvfp4",
+            "nvfp4-4o6",
+            "nvfp4-eden",
+            "fp8-nvfp4",
+        )
+    }
+    assert len(set(speeds.values())) == len(speeds)
+    assert speeds["fp8-delayed"] > speeds["fp8-tensorwise"] > speeds["fp8-rowwise"]
+
+
+def test_the_report_has_every_point_and_its_data() -> None:
+    text = "\n".join(section())
+    for point in POINTS:
+        assert point.name in text
+        assert all(source in text for source in point.sources)
 
 
 def test_what_was_measured_with_recomputation_holds_the_weights_that_are_cached() -> None:
     """The benchmark once modelled this arm without them, and was 2.1 GiB too low."""
-    shape, work, gib = MUON.shape, MUON.work, MUON.gib
+    (_, shape, work), gib = next(MUON.setting.works()), MUON.gib
     without = training_memory(shape, replace(work, copies="use")).allocated / 2**30
     assert without < 0.92 * gib
 
 
 def test_gradients_inside_a_half_by_format() -> None:
     """Counted by hand for 124m: D 768, F 2048, q 768, kv 192."""
-    shape, work = BF16.shape, BF16.work
+    _, shape, work = next(BF16.setting.works())
     assert half_gradients(shape, work) == (2 * 768 + 8 * 768 + 4 * 192, 2 * 768 + 6 * 2048)
     fp8 = replace(work, precision="fp8-delayed")
     assert half_gradients(shape, fp8) == (6 * 768 + 4 * (768 + 2 * 192), 6 * 768 + 8 * 2048)
@@ -64,7 +127,7 @@ def test_gradients_inside_a_half_by_format() -> None:
 
 @pytest.mark.parametrize(("rung", "grows"), [("attention", "mlp"), ("mlp", "block")])
 def test_a_rung_keeps_less_and_a_half_at_a_time_is_done_again(rung: Any, grows: Any) -> None:
-    shape, work = BF16.shape, BF16.work
+    _, shape, work = next(BF16.setting.works())
     with_rung, further = (
         instants(shape, replace(work, activation_checkpointing=name)) for name in (rung, grows)
     )
@@ -73,7 +136,7 @@ def test_a_rung_keeps_less_and_a_half_at_a_time_is_done_again(rung: Any, grows: 
 
 
 def test_bf16_gradients_add_up_inside_of_products() -> None:
-    shape, work = BF16.shape, BF16.work
+    _, shape, work = next(BF16.setting.works())
 
     def bytes_of(work: Work) -> float:
         return next(o.amount for o in step_operators(shape, work) if o.group == "weights")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.errors import UsageError
-from deskside.facts.gpus import NOISE, find, gpus, of_device
+from deskside.facts.gpus import NOISE, find, gpus, of_device, pcie_bandwidth
 
 GIB = 2**30
 CARDS = gpus()
@@ -231,3 +231,21 @@ def test_importing_and_looking_up_takes_no_torch() -> None:
         "assert not {'torch', 'numpy', 'pandas', 'pydantic'} & set(sys.modules), sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_links_follow_the_data_sheet() -> None:
+    """PCIe 4.0 x16 is 31.5 GB/s each way (16 GT/s, 128b/130b), 5.0 twice that; a sheet adds up both ways."""
+    assert pcie_bandwidth("4.0 x16") == pytest.approx(31.5e9, rel=0.001)
+    assert pcie_bandwidth("5.0 x8") == pcie_bandwidth("4.0 x16")
+    for gpu in CARDS:
+        assert gpu.pcie in ("4.0 x8", "4.0 x16", "5.0 x8", "5.0 x16") and gpu.link_source
+        generation = (
+            "5.0" if "Blackwell" in gpu.architecture or gpu.architecture in ("Hopper", "CDNA3") else "4.0"
+        )
+        assert gpu.pcie.startswith(generation), gpu.name
+        if gpu.fabric_bandwidth is not None:
+            assert gpu.fabric_bandwidth > 2 * gpu.pcie_bandwidth
+    both_ways = {"a100 80gb sxm": 600, "h200": 900, "b200": 1800, "mi300x": 896}
+    for name, total in both_ways.items():
+        assert 2 * find(name).fabric_bandwidth == total * 1e9  # type: ignore[operator]
+    assert find("rtx4090").fabric_bandwidth is None and find("mi300x").rocm and not find("b200").rocm

@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner_draw import SEED, configurations, gave_constants, measured, shape_of, work_of
+from benchmarks.planner_unknown import left_out, together
+from deskside.budget.host import host_seconds
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, step_seconds, tokens_per_second
 from deskside.errors import UsageError
 from deskside.facts.gpus import find
-from deskside.plan.calibrate import COPY_SHARE, NARROWEST, Calibration, calibrate
+from deskside.plan.calibrate import COPY_SHARE, NARROWEST, UNKNOWN_SPREAD, Calibration, calibrate
 from deskside.plan.published import sheet_rates
 
 Row = dict[str, Any]
@@ -183,7 +186,49 @@ def test_a_card_without_points_has_the_published_range() -> None:
     assert "not measured on this card" in known.basis
     assert known.rates.source == "published"
     few = calibrate(find("rtx4090"), [])  # two runs calibrate its architecture
-    assert few.speed_spread == unknown.speed_spread
+    assert known.speed_spread < few.speed_spread < unknown.speed_spread
+
+
+def test_the_range_of_an_unknown_architecture_holds_when_one_is_left_out() -> None:
+    """Each architecture is predicted from the others: the range that a plan states holds every row."""
+    found = left_out()
+    assert {one.architecture for one in found} >= {
+        "Ada",
+        "Ampere DC",
+        "Blackwell GeForce",
+        "Blackwell pro",
+        "Hopper",
+    }
+    errors = together(found)
+    assert errors.nine_in_ten < errors.worst <= UNKNOWN_SPREAD
+
+
+def fused(spec: Row, rates: Rates, launch: float | None) -> Row:
+    """A point of the hand-written step, with the seconds that launching took."""
+    work = work_of(spec, None, {"compile": "fused"})
+    step = sum(step_seconds(shape_of(spec), work, rates).values())
+    found = point(spec, rates, launch_seconds=launch, compile="fused")
+    found["result"]["step_seconds"] = {"median": step, "p10": step, "p90": step}
+    return found
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 2.5])
+def test_the_probe_measures_the_host(factor: float) -> None:
+    """A host of another speed is found from the seconds of launching, and the device's factors beside it."""
+    start = planted("rtx4090", 1.1, 1.2, 1.0)
+    rates = replace(start, host=start.host.times(factor))
+    specs = [{**spec, "activation_checkpointing": "none"} for spec in PROBED]
+    rows = []
+    for place, spec in enumerate(specs):
+        launch = host_seconds(shape_of(spec), work_of(spec, None, {"compile": "fused"}), rates.host)
+        # Points whose queue was full show more.
+        rows.append(fused(spec, rates, launch * (3.0 if place % 3 else 1.0)))
+    found = calibrate(find("rtx4090"), rows)
+    assert found.host_measured
+    assert found.rates.host.factor == pytest.approx(factor)
+    assert found.rates.compute == pytest.approx(rates.compute, rel=0.1)
+    untimed = calibrate(find("rtx4090"), [fused(spec, rates, None) for spec in specs])
+    assert not untimed.host_measured and untimed.rates.host.factor == 1.0
 
 
 def test_points_that_wait_for_the_host_say_nothing_of_the_card() -> None:

@@ -15,12 +15,15 @@ from deskside.budget.shape import num_params
 from deskside.budget.speed import tokens_per_second
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
-from deskside.facts.gpus import find
+from deskside.facts.gpus import find, gpus
 from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import calibrate
 from deskside.plan.published import (
+    FIRST_KERNELS,
     LONGEST,
+    SECOND_KERNELS,
     architecture_factor,
+    attention_share,
     fit,
     fitted,
     matmul_rate,
@@ -170,6 +173,38 @@ def test_rates_without_a_measurement_come_from_the_sheet() -> None:
     data_centre = dataclasses.replace(find("h200"), measured_bf16_flops=None)
     assert 0.7 * data_centre.bf16_flops < matmul_rate(data_centre) < 0.9 * data_centre.bf16_flops
     assert sheet_rates(find("rtx 3090")).low_precision_flops is None
+
+
+def test_links_are_those_of_the_data_sheet_for_every_card() -> None:
+    """No rule by name: the MI300X and the PRO 6000 had 22 GB/s, the link of a PCIe 4.0 card."""
+    for gpu in gpus():
+        rates = sheet_rates(gpu)
+        nominal = gpu.fabric_bandwidth or gpu.pcie_bandwidth
+        assert 0.6 * nominal < rates.link_bandwidth < nominal
+        assert rates.host_bandwidth == pytest.approx(0.8 * gpu.pcie_bandwidth)
+    assert sheet_rates(find("mi300x")).link_bandwidth > 300e9
+    assert sheet_rates(find("pro 6000")).link_bandwidth == 2 * sheet_rates(find("rtx4090")).link_bandwidth
+
+
+def test_attention_of_published_runs_is_that_of_their_kernels() -> None:
+    """Every kernel in the table has a generation: a new name must be put into one, or be said to be like ours."""
+    ours = {"cuDNN", "cuDNN flash", "FA3", "FA3 window SSSL", "FA", "SDPA (window L)"}
+    for row in published():
+        if usable(row):
+            assert row.attention in {*FIRST_KERNELS, *SECOND_KERNELS, *ours}, row.attention
+    row = next(r for r in published() if usable(r) and r.attention == "FlashAttention")
+    assert attention_share(row, find("h100 sxm")) < attention_share(row, find("a100 80gb sxm")) == 0.5
+
+
+def test_kept_out_rows_and_the_issues_target() -> None:
+    """Issue 13 asks for a median of at most 7 % and a worst of at most 25 %. The worst is missed by one row.
+
+    It is MPT-760m at 512 tokens on A100 80GB, which its authors measured slower than at 2,048."""
+    errors = sorted(((abs(s.predicted / s.measured - 1), s) for s in kept_out()), key=lambda pair: pair[0])
+    assert len(errors) == 63
+    assert errors[31][0] < 0.05 and errors[56][0] < 0.15
+    assert errors[-2][0] < 0.20 < errors[-1][0] < 0.36
+    assert (errors[-1][1].row.model, errors[-1][1].row.sequence_length) == ("MPT-760m", 512)
 
 
 def test_published_memory_is_of_the_right_size() -> None:
