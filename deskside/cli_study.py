@@ -303,8 +303,11 @@ def _counts(results: Results) -> dict[str, int]:
 
 
 def _print(folder: StudyFolder, results: Results, page: Path) -> None:
+    from deskside.study.outcome_table import print_outcome
+
+    print_outcome(results)
     counts = ", ".join(f"{number} {status}" for status, number in _counts(results).items())
-    print(f"trials   {counts}")
+    print(f"\ntrials   {counts}")
     for arm in results.arms:
         for trial in arm.trials:
             if trial.status != "finished":
