@@ -3,21 +3,26 @@
 What `dpo` and `grpo` need as well stands here too: the model to begin with, its chat tokenizer, starting and resuming.
 """
 
+import contextlib
 import os
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+import deskside
 from deskside.config import merge, overrides, strict_json
 from deskside.config.align import SftConfig
+from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
+from deskside.data.progress import limited
 from deskside.errors import UsageError
+from deskside.train.time_budget import too_short
 
 DESCRIPTION = """Fine-tune a model on conversations: it learns what the assistant says in them.
 
@@ -33,6 +38,7 @@ EPOCHS = 3
 SEQUENCE_LENGTH = 2048
 STEP_TOKENS, STEPS_PER_EPOCH = 32768, 50
 ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
+PREPARE_SHARE = 0.5  # of a run's length, that starting and preparing its data may take
 WAIT_SECONDS = 24 * 3600  # of the other processes, for the first one to prepare the data
 
 
@@ -85,6 +91,7 @@ def run(argv: Sequence[str]) -> int:
         align.template,
         lambda tokenizer: _prepared(given, align, tokenizer),
         lambda loaded, path, size: _configure(loaded, given, align, path, size),
+        limit=wall_limit(given),
     )
 
 
@@ -101,22 +108,52 @@ def learn(
     prepare: Callable[[Path], Path],
     configure: Callable[[Any, Path, int], RunConfig],
     gained: Callable[[dict[str, Any]], str] | None = None,
+    limit: float | None = None,
 ) -> int:
     """Load the model, prepare the data for its tokenizer, train, print; returns the exit code.
 
     prepare: from the chat tokenizer's folder to that of the data. configure: of the loaded model, that folder and the
-    tokenizer's size.
+    tokenizer's size. limit: of the run, in seconds; preparing counts against it.
     """
     source = str(options.source)
     loaded = load(source)
     with tempfile.TemporaryDirectory() as folder:
         chat = chat_tokenizer(loaded, template, Path(folder))
-        path = prepare(Path(folder))
+        with _in_time(limit):
+            path = prepare(Path(folder))
     config = configure(loaded, path, chat.vocab_size)
     default = f"{Path(source).resolve().name}-{name}"
     command = shlex.join(["deskside", name, *argv])
     outcome = start(config, loaded, source, chat.fresh, Path(options.runs), options.name, default, command)
     return finish(outcome, options.json, gained)
+
+
+def wall_limit(given: dict[str, Any]) -> float | None:
+    """Return the run's length in wall-clock seconds, None for any other length."""
+    schedule = given.get("schedule", {})
+    lengths = {key: schedule[key] for key in ("length", *merge.LENGTH_ALIASES) if key in schedule}
+    text = merge.merge([{"schedule": lengths}])[0]["schedule"].get("length")
+    try:
+        length = Duration.parse(text) if text is not None else None
+    except ValueError:
+        return None  # validation says so with the key's name
+    timed = length is not None and length.unit == "seconds" and schedule.get("clock", "wall") == "wall"
+    return length.value if timed and length is not None else None
+
+
+@contextlib.contextmanager
+def _in_time(limit: float | None) -> Iterator[None]:
+    """Refuse data inside whose preparation would take more than `PREPARE_SHARE` of the run."""
+    if limit is None:
+        yield
+        return
+    seconds = max(0.0, PREPARE_SHARE * limit - (time.perf_counter() - deskside.STARTED))
+
+    def error(left: float) -> UsageError:
+        return too_short(limit, f"preparing the data takes {left:.0f} s more", (limit + left) / PREPARE_SHARE)
+
+    with limited(seconds, error):
+        yield
 
 
 def refuse_beside_resume(options: Any, given: dict[str, Any]) -> None:

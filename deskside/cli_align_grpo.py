@@ -84,6 +84,7 @@ def run(argv: Sequence[str]) -> int:
         lambda tokenizer: _prepared(align, given, tokenizer),
         lambda loaded, path, size: _configure(loaded, given, align, path, size, options.questions),
         _gained,
+        cli_align.wall_limit(given),
     )
 
 

@@ -11,6 +11,7 @@ a run begins at 0.5), and `kl`: k3 per token of the answers, which estimates KL(
 answers are such as the reference gives.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,13 @@ from deskside.config.align_dpo import DpoConfig
 from deskside.config.parts import ComputeConfig
 from deskside.config.run import RunConfig
 from deskside.data.loader import Batch
+from deskside.data.progress import Progress
 from deskside.errors import RunError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.fit import RowShape
 from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
+from deskside.train.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 
 REFERENCE = "reference.json"  # in the run: which log-probabilities it compares with
 EXTRAS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl", "scored_tokens")
@@ -59,22 +62,32 @@ class Dpo:
         self.options = options
         self.opened: dict[str, PairRows] = {}
         self.reference: dict[str, NDArray[np.float32]] = {}  # of all texts' scored tokens, by split
+        self.train: list[PairRows] = []  # of every stage
+        self.sampling_seconds = 0.0
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PairRows:
         check_compute(config)
         self.opened[split] = PairRows(path, split, sequence_length, config.model.vocab_size)
+        if split == "train":
+            self.train.append(self.opened[split])
         return self.opened[split]
 
     def begin(self, session: Session) -> None:
         told(self.opened["train"].index, session.say)
-        for rows in self.opened.values():
-            if rows.left_out:
+        for opened in self.opened.values():
+            if opened.left_out:
                 session.say(
-                    f"{rows.split}: {rows.left_out:,} pairs do not fit a row of {rows.sequence_length} tokens and are "
-                    "left out; a longer --batch.sequence_length takes them in"
+                    f"{opened.split}: {opened.left_out:,} pairs do not fit a row of {opened.sequence_length} tokens "
+                    "and are left out; a longer --batch.sequence_length takes them in"
                 )
-        key = self._key(session)
-        path = self.opened["train"].directory / "reference" / f"{key}.safetensors"
+        key, rows = self._find_reference(session)
+        for split, count in (rows or {}).items():
+            session.say(
+                f"{split}: {count:,} of {self.opened[split].num_rows:,} rows of pairs are used, so that the run ends "
+                "on time; more --hours take in more"
+            )
+            self.opened[split].restrict(count)
+        path = self._reference_path(key)
         if session.world.shared(path.is_file):
             session.say("the reference's log-probabilities are those of an earlier run from the same weights")
         elif session.resumed:
@@ -92,8 +105,14 @@ class Dpo:
         self.reference = load_file(path)
         if not session.resumed:
             if session.world.first:
-                session.run.write_json(REFERENCE, {"key": key})
-            keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
+                session.run.write_json(REFERENCE, {"key": key, **({"rows": rows} if rows else {})})
+            self.sampling_seconds = keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
+
+    def seconds_beside_step(self) -> float:
+        return 0.0
+
+    def samples_seconds(self) -> float:
+        return self.sampling_seconds
 
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         return 0
@@ -215,25 +234,87 @@ class Dpo:
     def _log_reference(self, session: Session, rows: PairRows) -> NDArray[np.float32]:
         """The starting model's log-probabilities of every text's scored tokens, one text after the other."""
         found = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
-        for numbers in _spread(rows, session, None):
-            pairs = [rows.rows[n] for n in numbers]
-            batch = self._batch_of(rows, pairs, 1, session.world.device)
-            with torch.no_grad():
-                scores = answers.score(
-                    session.model, batch, answers.evaluation_context(session, batch), session.config.compute
-                )
-            values = scores.logprobs_SL[batch.mask_SL].float().cpu()
-            at = 0
-            for number in (2 * int(p) + side for row in pairs for p in row for side in (0, 1)):
-                first, last = int(rows.scored_start[number]), int(rows.scored_start[number + 1])
-                found[first:last] = values[at : at + last - first]
-                at += last - first
+        with Progress(
+            f"reference, {rows.split}", rows.num_rows, "rows", quiet=not session.world.first
+        ) as bar:
+            for numbers in _spread(rows, session, None):
+                self._score_reference(session, rows, numbers, found)
+                bar.advance(len(numbers) * session.world.size)
         return np.asarray(session.world.summed(found.to(session.world.device)).cpu().numpy())
+
+    def _score_reference(self, session: Session, rows: PairRows, numbers: list[int], found: Tensor) -> None:
+        """Fill in the scored tokens of these rows."""
+        pairs = [rows.rows[n] for n in numbers]
+        batch = self._batch_of(rows, pairs, 1, session.world.device)
+        with torch.no_grad():
+            scores = answers.score(
+                session.model, batch, answers.evaluation_context(session, batch), session.config.compute
+            )
+        values = scores.logprobs_SL[batch.mask_SL].float().cpu()
+        at = 0
+        for number in (2 * int(p) + side for row in pairs for p in row for side in (0, 1)):
+            first, last = int(rows.scored_start[number]), int(rows.scored_start[number + 1])
+            found[first:last] = values[at : at + last - first]
+            at += last - first
+
+    def _find_reference(self, session: Session) -> tuple[str, dict[str, int] | None]:
+        """Return the reference's key, and how many rows of each split it covers; None for all of them."""
+        if session.resumed:
+            recorded = session.run.read_json(REFERENCE)
+            return str(recorded["key"]), recorded.get("rows")
+        key = self._key(session)
+        if session.world.shared(self._reference_path(key).is_file):
+            return key, None
+        with session.precision.plain():
+            rows = self._affordable(session)
+        return (key, None) if rows is None else (f"{key}-{rows['train']}-{rows['val']}", rows)
+
+    def _affordable(self, session: Session) -> dict[str, int] | None:
+        """Return the rows of each split that a run of limited length has time for; None for all of them.
+
+        Each training row costs a pass of the reference and a step; each held-out row three passes, the reference and
+        two measurements. Raises UsageError where there is no time for one optimizer step.
+        """
+        budget, train, val = session.budget, self.opened["train"], self.opened["val"]
+        if budget.limit is None:
+            return None
+        pass_seconds = self._pass_seconds(session, train)
+        val_rows = max(1, min(val.num_rows, int(budget.share(MEASURE_SHARE) / pass_seconds)))
+        later = budget.share(2 * SAMPLE_SHARE + REPORT_SHARE) + 3 * val_rows * pass_seconds
+        step_rows = session.config.batch.tokens // train.sequence_length
+        train_rows = int((budget.left() - later) / (pass_seconds + session.row_seconds))
+        val_rows, train_rows = (int(n) for n in session.world.agreed([val_rows, train_rows]))
+        if train_rows < min(step_rows, train.num_rows):
+            raise budget.too_short(
+                f"a step takes {step_rows * session.row_seconds:.1f} s and the reference of its pairs "
+                f"{step_rows * pass_seconds:.1f} s, and {max(0.0, budget.left() - later):.0f} s are left",
+                step_rows * (session.row_seconds + pass_seconds),
+                later,
+            )
+        if train_rows >= train.num_rows or len(self.train) > 1:  # stages pack the same pairs into other rows
+            train_rows = train.num_rows
+        if (train_rows, val_rows) == (train.num_rows, val.num_rows):
+            return None
+        return {"train": train_rows, "val": val_rows}
+
+    def _pass_seconds(self, session: Session, rows: PairRows) -> float:
+        """Return the seconds of a forward pass for each row, shared by all processes, measured on a few rows."""
+        found = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
+        numbers = next(iter(_spread(rows, session, None)))
+        seconds = 0.0
+        for _ in range(2):  # the first one compiles on a GPU
+            began = time.perf_counter()
+            self._score_reference(session, rows, numbers, found)
+            seconds = time.perf_counter() - began
+            if session.world.device.type == "cpu":
+                break
+        return session.world.agreed([seconds / (len(numbers) * session.world.size)])[0]
+
+    def _reference_path(self, key: str) -> Path:
+        return self.opened["train"].directory / "reference" / f"{key}.safetensors"
 
     def _key(self, session: Session) -> str:
         """Of weights, data and the dtype of activations; recorded, because the weights of a resumed run are others."""
-        if session.resumed:
-            return str(session.run.read_json(REFERENCE)["key"])
         digest = xxhash.xxh3_128(self.opened["train"].fingerprint.encode())
         digest.update(f"{session.model.activation_dtype} {self.opened['train'].sequence_length}".encode())
         for name, tensor in sorted(session.model.state_dict().items()):

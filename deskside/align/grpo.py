@@ -62,6 +62,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.fit import RowShape
 from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
+from deskside.train.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 
 REFERENCE = "reference.safetensors"  # in the run: the weights that it began with, where align.kl needs them
 REWARD_FILE = "reward.py"
@@ -97,6 +98,7 @@ class Grpo:
         self.rewards = rewards.parse(options.reward)
         self.opened: dict[str, Questions] = {}
         self.reference: Transformer | None = None
+        self.rollout_seconds = self.sampling_seconds = 0.0
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> Questions:
         check_compute(config)
@@ -145,10 +147,59 @@ class Grpo:
                 self.ends,
                 left,
             )
-            self.sampler.rehearse(self.opened["train"].vocab_size)
+            if left is not None:  # what it tries out is memory
+                self.sampler.rehearse(self.opened["train"].vocab_size)
+            if session.budget.limit is not None:
+                self._fit_into_time(session)
         if not session.resumed:
-            keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
+            self.sampling_seconds = keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
         session.world.barrier()
+
+    def seconds_beside_step(self) -> float:
+        return self.rollout_seconds / self.options.steps_per_rollout
+
+    def samples_seconds(self) -> float:
+        return self.sampling_seconds
+
+    def _fit_into_time(self, session: Session) -> None:
+        """Time a few tokens of sampling: a step's share of it, and as many held-out questions as can be asked.
+
+        Raises UsageError where there is no time for one optimizer step.
+        """
+        budget, val, options = session.budget, self.opened["val"], self.options
+        count = options.steps_per_rollout * self.answers_per_step // session.world.size
+        prompts = [q.tokens for q in self.opened["train"].questions]
+        pace = self.sampler.measure_pace(prompts, count, options.temperature)
+        lanes = self.sampler.engine.max_batch
+        seconds = pace.seconds(count, options.answer_tokens, lanes)
+        self.rollout_seconds = session.world.agreed([seconds])[0]
+        most = budget.share(MEASURE_SHARE)
+        size, total = session.world.size, len(val.questions)
+        asked = next(
+            (
+                n
+                for n in range(total, 1, -1)
+                if pace.seconds(-(-n // size), options.answer_tokens, lanes) <= most
+            ),
+            1,
+        )
+        asked = int(session.world.agreed([asked])[0])
+        measuring = pace.seconds(-(-asked // size), options.answer_tokens, lanes)
+        later = 4 * measuring + budget.share(2 * SAMPLE_SHARE + REPORT_SHARE)
+        step = self.seconds_beside_step() + self.answers_per_step * session.row_seconds
+        if session.world.agreed([float(budget.left() - later < step)])[0]:
+            raise budget.too_short(
+                f"a step takes {step:.0f} s, {self.seconds_beside_step():.0f} s of it for {self.answers_per_step} "
+                f"answers of {options.answer_tokens} tokens, and {max(0.0, budget.left() - later):.0f} s are left",
+                step,
+                later,
+            )
+        if asked < total:
+            session.say(
+                f"{asked} of {total} held-out questions are asked, so that the run ends on time; more --hours take in "
+                "more"
+            )
+            val.questions = [val.questions[n] for n in (np.arange(asked) * total // asked).tolist()]
 
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         """The copies of the model, and the answers to one question: sampling takes more where more is left."""

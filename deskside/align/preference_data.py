@@ -109,6 +109,12 @@ class PairRows(Indexed):
         self.rows = [fits[row] for row in pack_units(pair_rooms[fits], sequence_length)]
         self._pairs_of_row = np.array([len(row) for row in self.rows], np.int64)
 
+    def restrict(self, count: int) -> None:
+        """Keep `count` of the rows, spread evenly over all of them."""
+        chosen = np.arange(count) * len(self.rows) // count
+        self.rows = [self.rows[n] for n in chosen.tolist()]
+        self._pairs_of_row = self._pairs_of_row[chosen]
+
     @property
     def num_rows(self) -> int:
         return len(self.rows)

@@ -112,7 +112,7 @@ class Maker:
             template, coder = ChatTemplate(new), bpe.load(new)
             eos = bpe.end_of_text(coder, new)[1]
             work = partial(_made, self.item, eos if template.turn_end is None else None)
-            with Progress("render", None, f"{noun}s") as bar:
+            with Progress("render", self._count(), f"{noun}s") as bar:
 
                 def made_of(names: Iterable[str]) -> Iterator[Made]:
                     items = ((record, record.fields) for record in self._records(names))
@@ -160,6 +160,13 @@ class Maker:
             }
             (new / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", "utf-8")
         return index
+
+    def _count(self) -> int | None:
+        """Return how many records there are, for the time left; None where counting means downloading."""
+        sources = [Source.parse(name) for name in (*self.spec.val_sources, *self.spec.sources)]
+        if any(source.hub is not None for source in sources):
+            return None
+        return sum(1 for source in sources for _ in iter_records(source, self.fields, BadInputLog()))
 
     def _fraction(self, count: int) -> float:
         if self.spec.val_fraction is not None:

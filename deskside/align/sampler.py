@@ -10,6 +10,7 @@ text: an answer is watched, and its request cancelled when such a token comes.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,8 @@ from deskside.export.merge import merge_into, merged
 from deskside.model.transformer import Transformer
 
 MOST_ROWS = 256
+PACE_TOKENS = 4  # of each answer, when the speed of sampling is measured
+FEW_LANES = 0.5
 # Of a decoding step, for each row and entry of the vocabulary: its logits, and what drawing from them by
 # `engine/sampling.py` has at once. Graphs hold on to it.
 DRAWN_BYTES = 19
@@ -92,6 +95,24 @@ def answers_bytes(shape: Shape, dtype: torch.dtype, rows: int, row_tokens: int) 
     return int(rows * cached) + bucket(rows) * DRAWN_BYTES * shape.vocab_size
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Speed of sampling with `lanes` answers at once: seconds to read their prompts, and for one more token."""
+
+    lanes: int
+    prompt_seconds: float
+    token_seconds: float
+
+    def seconds(self, count: int, tokens: int, lanes: int) -> float:
+        """Return the seconds of `count` answers of so many tokens, `lanes` at once.
+
+        A step of few lanes is taken to cost at least `FEW_LANES` of a full one, because its overhead stays.
+        """
+        waves = -(-count // lanes)
+        share = max(FEW_LANES, min(1.0, count / self.lanes))
+        return count / self.lanes * self.prompt_seconds + waves * share * tokens * self.token_seconds
+
+
 class Sampler:
     """`adapted`: the model has adapters, which are merged into the copy. rows: answers wanted at once, of up to
     `row_tokens` tokens with their question. left: by training and by what else was made; None is without limit. Raises
@@ -138,6 +159,18 @@ class Sampler:
         self.engine.weights_changed()
         if self.left is not None:
             self.left.check(self.model.embed.weight.device)
+
+    def measure_pace(self, prompts: Sequence[tuple[int, ...]], count: int, temperature: float) -> "Pace":
+        """Time the start of `count` answers to these prompts, and a few tokens of each."""
+        lanes = min(count, self.engine.max_batch)
+        chosen = [prompts[n % len(prompts)] for n in range(lanes)]
+        times = []
+        for tokens in (1, 1 + PACE_TOKENS):
+            began = time.perf_counter()
+            self.sample(chosen, list(range(lanes)), 0, temperature, tokens)
+            times.append(time.perf_counter() - began)
+            self.engine.weights_changed()  # what it cached of the prompts would make the next one faster
+        return Pace(lanes, times[0], max(0.0, times[1] - times[0]) / PACE_TOKENS)
 
     def renew(self) -> None:
         """Bring the copy up to date with the model. The copy stays the only one: there may be no room for another."""

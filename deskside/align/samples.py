@@ -1,6 +1,7 @@
 """What the model says to a few held-out questions, before the run and after it."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,22 +9,30 @@ from deskside.align.sft import BEFORE, answers
 from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
 from deskside.train.objective import Session
+from deskside.train.time_budget import SAMPLE_SHARE
 
 
-def keep_before(session: Session, questions: Path) -> None:
-    """Ask the model that the run starts with. questions: a file of conversations, each with an answer at its end."""
+def keep_before(session: Session, questions: Path) -> float:
+    """Ask the model that the run starts with and return the seconds that it took.
+
+    questions: a file of conversations, each with an answer at its end.
+    """
+    began = time.perf_counter()
     if session.world.first:
         with session.precision.plain():
-            found = answers(session.model, session.run, json.loads(questions.read_text("utf-8")))
+            conversations = json.loads(questions.read_text("utf-8"))
+            found = answers(session.model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
         session.run.write_json(BEFORE, {"samples": found})
     session.world.barrier()
+    return time.perf_counter() - began
 
 
 def with_before(session: Session, model: Transformer, questions: Path) -> list[dict[str, Any]]:
     """Ask the finished model; "before" is what the first one said."""
     # Merged adapters lie on the host; the model that was trained says the same, on its device.
     asked = session.model if is_adapted(session.model) else model
-    found = answers(asked, session.run, json.loads(questions.read_text("utf-8")))
+    conversations = json.loads(questions.read_text("utf-8"))
+    found = answers(asked, session.run, conversations, session.budget.share(SAMPLE_SHARE))
     before = session.run.read_json(BEFORE)["samples"] if (session.run.path / BEFORE).exists() else []
     for sample, earlier in zip(found, before, strict=False):
         sample["before"] = earlier["text"]

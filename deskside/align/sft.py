@@ -6,6 +6,8 @@ assistant says on held-out conversations, before the first step and at the end, 
 """
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +17,14 @@ from deskside.data.chat_template import ChatTemplate
 from deskside.data.renderer import NotRendered
 from deskside.data.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.engine.generate import generate
+from deskside.engine.generate import events
 from deskside.engine.sampling import GREEDY
 from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
 from deskside.train.objective import Measured, NextToken, Session
 from deskside.train.rundir import RunDirectory
+from deskside.train.time_budget import SAMPLE_SHARE
 
 ANSWER_TOKENS = 96
 BEFORE = "samples_before.json"
@@ -34,6 +37,7 @@ class Sft(NextToken):
 
     def __init__(self) -> None:
         self.opened: list[PackedDataset] = []
+        self.sampling_seconds = 0.0
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
         dataset = super().open(config, path, split, sequence_length)
@@ -51,11 +55,16 @@ class Sft(NextToken):
                     f"{dataset.split}: {cut.shortened:,} conversations are longer than a row of {length} tokens "
                     f"and end there; {cut.nothing:,} are left out, because nobody answers in their first {length}"
                 )
+        began = time.perf_counter()
         if not session.resumed and session.world.first and not session.world.sharded:
             with session.precision.plain():
                 answers = self._answers(session, session.model)
             session.run.write_json(BEFORE, {"samples": answers})
         session.world.barrier()
+        self.sampling_seconds = time.perf_counter() - began
+
+    def samples_seconds(self) -> float:
+        return self.sampling_seconds
 
     def measure(self, session: Session, max_tokens: int | None) -> Measured:
         dataset = cast(PackedDataset, session.validation)
@@ -87,13 +96,20 @@ class Sft(NextToken):
     def _answers(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         """The model's greedy answers to the last question of some held-out conversations."""
         path = self.opened[0].directory / SAMPLES_FILE
-        return answers(model, session.run, json.loads(path.read_text("utf-8")) if path.is_file() else [])
+        conversations = json.loads(path.read_text("utf-8")) if path.is_file() else []
+        return answers(model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
 
 
 def answers(
-    model: Transformer, run: RunDirectory, conversations: list[list[dict[str, str]]]
+    model: Transformer,
+    run: RunDirectory,
+    conversations: list[list[dict[str, str]]],
+    seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """What the model says where each conversation's last message stands, with that message as "reference"."""
+    """Return what the model says in place of each conversation's last message, with that message as "reference".
+
+    Answers are cut off after so many seconds.
+    """
     if not conversations:
         return []
     template, tokenizer = ChatTemplate(run.path), load_tokenizer(run.tokenizer)
@@ -111,19 +127,25 @@ def answers(
     if not prompts:
         return []
     ends = run.read_json("generation_config.json")["eos_token_id"]
-    results = generate(
+    said: list[list[int]] = [[] for _ in prompts]
+    until = time.perf_counter() + seconds
+    for event in events(
         model,
         prompts,
         max_new_tokens=longest,
         sampling=GREEDY,
         eos_tokens=tuple(ends) if isinstance(ends, list) else (ends,),
         seed=0,
-    )
+    ):
+        if event.token is not None:
+            said[event.row].append(event.token)
+        if time.perf_counter() > until:
+            break
     return [
         {
             "prompt": "\n".join(f"{m['role']}: {m['content']}" for m in messages[:-1]),
-            "text": tokenizer.decode(result.tokens, skip_special_tokens=True),
+            "text": tokenizer.decode(tokens, skip_special_tokens=True),
             "reference": messages[-1]["content"],
         }
-        for messages, result in zip(asked, results, strict=True)
+        for messages, tokens in zip(asked, said, strict=True)
     ]

@@ -110,6 +110,21 @@ class Duration:
         )
 
 
+def hours(text: str) -> float:
+    """Return the hours that a text says: a plain number, or a time with units (2h, 90m, 1h30m). Raises ValueError."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        length = Duration.parse(text)
+    except ValueError:
+        length = None
+    if length is None or length.unit != "seconds":
+        raise ValueError(f"'{text}' is not a time; write hours as 2 or 0.5, or with a unit as 2h, 90m, 1h30m")
+    return length.value / 3600
+
+
 def _number(text: str, given: str) -> Decimal:
     try:
         value = Decimal(text.replace(",", "").replace("_", ""))

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from deskside.config.base import Part
+from deskside.config.duration import hours
 from deskside.config.optim import MuonConfig
 from deskside.config.run import RunConfig
 from deskside.config.schedule import WsdConfig
@@ -392,8 +393,18 @@ def _with_aliases(layer: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UsageError(f"{names}: the run can have one length only; give one of them")
     rest = {key: value for key, value in schedule.items() if key not in LENGTH_ALIASES}
     if given and given[0] != "length":
-        rest["length"] = LENGTH_ALIASES[given[0]].format(schedule[given[0]])
+        rest["length"] = _spelled_out(given[0], schedule[given[0]])
     return {**layer, "schedule": rest}
+
+
+def _spelled_out(alias: str, value: Any) -> str:
+    """Return the length that an alias stands for. Hours may also be a time with units, such as 90m or 1h30m."""
+    if alias == "hours" and isinstance(value, str):
+        try:
+            return f"{hours(value)!r}h"
+        except ValueError as error:
+            raise UsageError(f"schedule.hours: {error}") from None
+    return LENGTH_ALIASES[alias].format(value)
 
 
 def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], part: str, chosen: str) -> None:

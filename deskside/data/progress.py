@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import TracebackType
+
+LEAST_SECONDS = 2.0  # of a task, before its end is estimated
+
+_limit: ContextVar[tuple[float, Callable[[float], Exception]] | None] = ContextVar("limit", default=None)
+
+
+@contextlib.contextmanager
+def limited(seconds: float, error: Callable[[float], Exception]) -> Iterator[None]:
+    """End the tasks inside early where they will not be done in time.
+
+    seconds: from now on. error: makes what is raised, from the seconds that the task is estimated to take from now on.
+    """
+    token = _limit.set((time.monotonic() + seconds, error))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
 
 
 class Progress:
@@ -54,10 +74,21 @@ class Progress:
 
     def advance(self, amount: float) -> None:
         self._done += amount
+        self._check()
         if self._bar is not None:
             self._bar.update(self._id, completed=self._done)
         elif time.monotonic() - self._last_line > 5:
             self._line()
+
+    def _check(self) -> None:
+        """Raise the error of `limited` where the task is estimated to end too late."""
+        limit = _limit.get()
+        now = time.monotonic()
+        if limit is None or not self._total or not self._done or now - self._start < LEAST_SECONDS:
+            return
+        left = (now - self._start) * (self._total / self._done - 1)
+        if now + left > limit[0]:
+            raise limit[1](left)
 
     def _line(self) -> None:
         if self._quiet:

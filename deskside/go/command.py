@@ -227,6 +227,7 @@ class Road:
                 option, short, why = str(error).partition(TOO_SHORT)
                 if not (short and option.startswith("schedule.length: ")):
                     raise
+                why = why.partition("; --hours ")[0]  # that length is of the training run alone
                 raise UsageError(f"--hours: {self.journal.hours:g} h{TOO_SHORT}{why}") from None
         if status == TARGET:
             told = pilot.told()

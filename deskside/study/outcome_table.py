@@ -15,7 +15,7 @@ METRIC = BY_KEY[GOALS["quality"]]
 
 
 def print_outcome(results: Results, console: Console | None = None) -> None:
-    """Print the best arm of every group and a table of its arms, best first. Prints nothing before a trial has ended."""
+    """Print the best arm of every group and a table of its arms, best first; nothing before a trial has ended."""
     console = console or Console(highlight=False)
     console.width = min(console.width, WIDEST)
     groups = by_group(results, "quality")

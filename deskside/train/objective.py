@@ -35,6 +35,7 @@ from deskside.train.attention import Attention
 from deskside.train.fit import RowShape, worst_case_batch
 from deskside.train.parallel import World
 from deskside.train.rundir import RunDirectory
+from deskside.train.time_budget import UNLIMITED, TimeBudget
 
 
 class Rows(RowShape, Protocol):
@@ -105,6 +106,7 @@ class Session:
 
     `micro_rows` rows fit through the model at once. `resumed`: `begin` was called for this run before, in another
     process; what it kept in the run directory is there, and the model's weights are not those of the start.
+    `budget`: the time that set-up counts against. `row_seconds`: of an optimizer step for each of its rows.
     """
 
     run: RunDirectory
@@ -117,6 +119,8 @@ class Session:
     micro_rows: int
     resumed: bool
     say: Callable[[str], None]
+    budget: TimeBudget = UNLIMITED
+    row_seconds: float = 0.0
 
 
 class Objective(Protocol):
@@ -139,6 +143,12 @@ class Objective(Protocol):
 
         A new run's model has the weights that it starts from. Every process calls it at the same time.
         """
+
+    def seconds_beside_step(self) -> float:
+        """Return the seconds that a step needs beside its passes, as sampling does; known after `begin`."""
+
+    def samples_seconds(self) -> float:
+        """Return the seconds that `samples` will take, as far as `begin` has measured them."""
 
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         """What `begin` will make on a GPU and keep beside the steps; the micro-batch is settled so that it has room."""
@@ -181,6 +191,12 @@ class NextToken:
 
     def begin(self, session: Session) -> None:
         pass
+
+    def seconds_beside_step(self) -> float:
+        return 0.0
+
+    def samples_seconds(self) -> float:
+        return 0.0
 
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         return 0

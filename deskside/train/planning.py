@@ -10,12 +10,11 @@ from deskside.budget.work import Work
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.config.work import format_options, recipe_of, step_options
-from deskside.errors import RunError, UsageError
+from deskside.errors import RunError
 from deskside.train.clock import Revision, StepPlan, remaining_steps
 from deskside.train.rundir import RunDirectory
+from deskside.train.time_budget import MARGIN, MEASURE_SHARE, WANTED_STEPS, too_short
 from deskside.train.trainer import StageWork
-
-FINAL_SHARE = 0.05  # of a run's wall-clock time that its final evaluation may take
 
 
 def first_plan(
@@ -34,10 +33,11 @@ def first_plan(
         left = length.value - elapsed - reserve
         steps = remaining_steps(left, 0.0, [s.until for s in stages], dry_seconds)
         if steps < 1:
-            raise UsageError(
-                f"schedule.length: {length} is too short: setting up took {elapsed:.0f} s, evaluation and saving "
-                f"need {reserve:.0f} s, and a step takes {dry_seconds[0]:.2f} s"
+            why = (
+                f"setting up took {elapsed:.0f} s, evaluation and saving need {reserve:.0f} s, and a step takes "
+                f"{dry_seconds[0]:.2f} s"
             )
+            raise too_short(length.value, why, MARGIN * (elapsed + reserve + WANTED_STEPS * dry_seconds[0]))
         reason = "estimated from dry steps"
     elif length.unit == "steps":
         steps, reason = int(length.value), "length in steps"
@@ -100,8 +100,8 @@ def final_evaluation(
     length: Duration, clock: str, whole_seconds: float, whole_tokens: int
 ) -> tuple[float, int | None]:
     """(seconds, tokens at most) of the final evaluation: the whole validation split, unless that would take more than
-    `FINAL_SHARE` of a length in wall-clock time."""
-    most = FINAL_SHARE * length.value if length.unit == "seconds" and clock == "wall" else math.inf
+    `MEASURE_SHARE` of a length in wall-clock time."""
+    most = MEASURE_SHARE * length.value if length.unit == "seconds" and clock == "wall" else math.inf
     if whole_seconds <= most:
         return whole_seconds, None
     return most, max(1, int(whole_tokens * most / whole_seconds))

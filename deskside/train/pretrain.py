@@ -42,6 +42,7 @@ from deskside.train.rundir import RunDirectory
 from deskside.train.settle import Settler
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
+from deskside.train.time_budget import MEASURE_SHARE, REPORT_SECONDS, REPORT_SHARE, TimeBudget
 from deskside.train.trainer import Hook, Progress, StageWork, Trainer
 from deskside.train.watch import Watch
 
@@ -232,7 +233,9 @@ class _Run:
             self.config.precision,
             self.objective,
         )
-        settler = Settler(self.config, self.stepper, self.modelled_memory, self.say)
+        # A resumed run is refused nothing: it ends late rather than not at all.
+        budget = TimeBudget(None if self.resumed else self.wall_limit(), self.clock.seconds)
+        settler = Settler(self.config, self.stepper, self.modelled_memory, self.say, budget)
         fits, dry_seconds = settler.settle(self.stage_plans, self.recorded.get("fit"))
         stages = [
             StageWork(
@@ -258,10 +261,13 @@ class _Run:
             fits[-1].micro_rows,
             self.resumed,
             self.say,
+            budget,
+            dry_seconds[-1] * stages[-1].sequence_length / stages[-1].tokens_per_step,
         )
         self.objective.begin(self.session)
-        for _ in range(2):  # the first one compiles, the second shows what the final one will take
-            self.measure(fits[-1].micro_rows * self.config.batch.sequence_length * self.world.size)
+        for stage in stages:
+            stage.dry_seconds += self.world.agreed([self.objective.seconds_beside_step()])[0]
+        self.rehearse_measure(fits[-1].micro_rows * self.config.batch.sequence_length * self.world.size)
 
         self.save_seconds = float(self.recorded.get("save_seconds", 0.0))
         self.before = self.measure_before()
@@ -404,7 +410,16 @@ class _Run:
         """Seconds to keep for what follows the last step: checkpoint, evaluation, export."""
         if self.clock.kind != "wall":
             return 0.0
-        return self.final_evaluation()[0] + 2 * self.save_seconds + self.watch.reserve()
+        follows = self.watch.reserve()
+        if not follows and (
+            limit := self.wall_limit()
+        ):  # nobody follows: the samples and the report are this run's
+            follows = self.objective.samples_seconds() + min(REPORT_SECONDS, REPORT_SHARE * limit)
+        return self.final_evaluation()[0] + 2 * self.save_seconds + follows
+
+    def wall_limit(self) -> float | None:
+        """Return the length in wall-clock seconds, None for any other length."""
+        return self.length.value if self.length.unit == "seconds" and self.clock.kind == "wall" else None
 
     def final_evaluation(self) -> tuple[float, int | None]:
         """Its seconds, and its tokens where the run is too short for all of them."""
@@ -452,6 +467,17 @@ class _Run:
         measured = self.measure(self.final_evaluation()[1])
         self.say(f"before the first step: {measured.said}")
         return measured.summary
+
+    def rehearse_measure(self, tokens: int) -> None:
+        """Measure twice on a slice: the first one compiles, the second shows what the final one will take.
+
+        On a CPU nothing compiles, and a run of limited length may save the second.
+        """
+        began = self.clock.seconds()
+        self.measure(tokens)
+        took = self.world.agreed([self.clock.seconds() - began])[0]
+        if self.world.device.type != "cpu" or took <= self.session.budget.share(MEASURE_SHARE / 5):
+            self.measure(tokens)
 
     def measure(self, max_tokens: int | None) -> Measured:
         """The objective's own measure on the validation split."""

@@ -20,8 +20,10 @@ from deskside.train.fit import (
     rows_per_rank,
 )
 from deskside.train.step import Stepper
+from deskside.train.time_budget import DRY_SHARE, UNLIMITED, TimeBudget
 
 TIMED_DRY_STEPS = 2
+BATCHING = 4  # how much faster a row becomes among others, at most
 HOPELESS = 1.3  # candidates modelled to need this many times the memory that is free are not tried
 
 
@@ -45,8 +47,10 @@ class Settler:
         stepper: Stepper,
         modelled_memory: Callable[[int], float],
         say: Callable[[str], None],
+        budget: TimeBudget = UNLIMITED,
     ):
         self.config, self.stepper, self.modelled_memory, self.say = config, stepper, modelled_memory, say
+        self.budget = budget
         self.world = stepper.world
 
     def settle(
@@ -60,15 +64,48 @@ class Settler:
         for index, plan in enumerate(plans):
             rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
             self.stepper.set_window(plan.stage.window)
+            if not recorded:
+                self.refuse_hopeless(plan, rows)
             fits.append(self.fit(plan, rows, recorded[index] if recorded else None))
             if self.also_plain and self.kept_bytes():
                 # `held` emptied torch's cache, and who shares out what is left will look at what it has.
                 with self.stepper.precision.plain():
                     self.dry_step(fits[-1].micro_rows, plan.dataset, rows)
-            times = [self.dry_step(fits[-1].micro_rows, plan.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
-            seconds.append(min(times))
+            seconds.append(self.step_seconds(plan, rows, fits[-1]))
         self.stepper.precision.forget()  # what the scales have seen were not the run's data
         return fits, seconds
+
+    def step_seconds(self, plan: StageRows, rows: int, found: Fit) -> float:
+        """Return the seconds of a whole step: the faster of two dry steps, or of one, or the estimate from fitting.
+
+        A run of limited length takes the dry steps that it has time for. A GPU's first step compiles, so at least
+        one more is timed there.
+        """
+        fitted = next(
+            (a["seconds"] for a in found.attempts if a["fits"] and a["micro_rows"] == found.micro_rows), 0.0
+        )
+        estimate = fitted * rows / min(rows, 2 * found.micro_rows)
+        affordable = int(min(TIMED_DRY_STEPS, self.budget.share(DRY_SHARE) / max(1e-9, estimate)))
+        fewest = 0 if self.world.device.type == "cpu" and fitted else 1
+        steps = max(fewest, int(self.world.agreed([affordable])[0]))
+        times = [self.dry_step(found.micro_rows, plan.dataset, rows) for _ in range(steps)]
+        return min(times, default=estimate)
+
+    def refuse_hopeless(self, plan: StageRows, rows: int) -> None:
+        """Raise UsageError within seconds where a single step takes longer than the run has.
+
+        One row is timed alone. More rows at once are faster, by less than `BATCHING` times. A GPU is not asked: its
+        first pass compiles.
+        """
+        if self.budget.limit is None or self.world.device.type != "cpu":
+            return
+        took = self.dry_step(1, plan.dataset, 1)
+        if not self.world.agreed([float(rows * took / BATCHING > self.budget.left())])[0]:
+            return
+        took = min(took, self.dry_step(1, plan.dataset, 1))  # the first one allocates
+        if self.world.agreed([float(rows * took / BATCHING > self.budget.left())])[0]:
+            why = f"one row takes {took:.1f} s, and a step has {rows} rows"
+            raise self.budget.too_short(why, rows * took / 2)
 
     @property
     def also_plain(self) -> bool:

@@ -290,7 +290,7 @@ class Trainer:
 
     def _replan(self) -> int:
         step = self.progress.step
-        measured = len(self.recent) >= MEASURED_STEPS
+        measured = self._is_measured()
         # Of repeated steps it is known whether the plan was revised: what the journal does not hold was not.
         repeated = step <= max(self.plan.journalled_until, self.decided_until)
         if self.limit_seconds is None or repeated or not measured:
@@ -315,8 +315,13 @@ class Trainer:
         since = self.clock.seconds() - self.plan.revisions[-1].elapsed_seconds
         return estimate if should_revise(planned, estimate, since, self.limit_seconds) else -1
 
+    def _is_measured(self) -> bool:
+        """Return whether measured steps replace the dry step's estimate. A plan of few steps waits for one only."""
+        few = self.plan.total_steps(self.progress.step) <= 4 * MEASURED_STEPS
+        return len(self.recent) >= (1 if few else MEASURED_STEPS)
+
     def _step_seconds(self) -> float:
-        if len(self.recent) < MEASURED_STEPS:
+        if not self._is_measured():
             return self.stages[self._stage].dry_seconds
         return statistics.median(self.recent)
 
