@@ -46,6 +46,7 @@ LADDER: tuple[tuple[Checkpointing, int], ...] = (
     ("attention", 2048),
     ("mlp", 2048),
     ("block", 2048),
+    ("block", 512),
 )
 ENOUGH_PASS_TOKENS = 16384  # with this many tokens per pass, recomputing to fit more makes nothing faster
 LONGEST_SECONDS = 365 * 86400.0  # a run that takes longer is no answer

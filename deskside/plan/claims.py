@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from deskside.errors import UsageError
 from deskside.facts.gpus import Gpu
+from deskside.plan.changes import leanest
 from deskside.plan.estimate import Estimate
-from deskside.plan.remedies import leanest
 from deskside.plan.request import Request
 from deskside.plan.words import duration, flops, gib, number, span
 
@@ -132,14 +132,14 @@ def _memory(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findi
     top = sorted(asked.memory.items.items(), key=lambda item: -item[1])[:4]
     items = " + ".join(f"{name} {gib(size)}" for name, size in top)
     claimed = claims.memory_gib[1] * 2**30
-    least = leanest(request, asked.setting)
+    least = leanest(request, asked.setting, same_task=True)
     text = f"this run needs {gib(expected)} ({gib(low)} to {gib(high)}): {items}, and the rest"
     verdict: Holds = "holds"
     if claimed < low:
         verdict = "impossible" if claimed < least.memory_bytes[0] else "unlikely"
         comes = "it still needs" if verdict == "impossible" else "it comes to"
         text += (
-            ". With whole blocks recomputed, one row per pass, Muon and its states small or on the host "
+            ". With everything that saves memory at this length of rows together "
             f"{comes} {gib(least.memory_bytes[1])}"
         )
     elif claims.memory_gib[0] * 2**30 > high:

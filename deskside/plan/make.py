@@ -30,6 +30,9 @@ def make_plan(request: Request, claims: Claims = NO_CLAIMS) -> Plan:
             verdict.asked,
             verdict.remedies,
         )
+        if request.refused is not None:
+            reasons.insert(0, f"planned in BF16: {request.refused}")
+            answer = "yes-if" if answer == "yes" else answer
         found = []
         if verdict.chosen is not None:
             found = [Band("target", verdict.chosen, f"the model that was asked about: {request.given.label}")]

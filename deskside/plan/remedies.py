@@ -16,13 +16,13 @@ from deskside.budget.states import state_bytes
 from deskside.budget.work import Checkpointing, StateFormat
 from deskside.config import presets
 from deskside.config.model import ModelConfig
-from deskside.facts.gpus import gpus
+from deskside.facts.gpus import Gpu, gpus
 from deskside.plan.candidates import fastest
+from deskside.plan.changes import leanest, lighter, shorter
 from deskside.plan.estimate import (
     Estimate,
     Fits,
     Setting,
-    StageSetting,
     estimate,
     fitted,
     options,
@@ -40,9 +40,7 @@ RUNGS: tuple[tuple[Checkpointing, str], ...] = (
     ("mlp", "the MLP"),
     ("block", "whole blocks"),
 )
-SHORTEST = 512  # tokens; rows are not cut shorter than this to make something fit
 FORMATS: dict[StateFormat, str] = {"float32": "32 bits", "bfloat16": "16 bits", "8bit": "8 bits"}
-MOST_CUTS = 3  # times half the length
 NAMED_CARDS = 3
 
 
@@ -80,30 +78,6 @@ def remedies(request: Request, asked: Estimate) -> list[Remedy]:
         )
     found = [remedy for remedy in found if remedy.saves_bytes > 0]
     return [*found, *_hardware(request, asked), *_smaller_model(request, asked), *_elsewhere(request, asked)]
-
-
-def lighter(setting: Setting) -> Iterator[Setting]:
-    """The setting with smaller optimizer states, then with states on the host, where training takes that."""
-    small: StateFormat = "bfloat16" if setting.sharded else "8bit"
-    if setting.states == "float32":
-        yield replace(setting, states=small)
-    if not setting.sharded and not setting.offload_optimizer:
-        yield replace(setting, offload_optimizer=True)
-        if setting.states == "float32":
-            yield replace(setting, states=small, offload_optimizer=True)
-
-
-def shorter(setting: Setting) -> Iterator[Setting]:
-    """The setting with rows of a half, a quarter, ... of its longest, as far as they divide."""
-    length = setting.sequence_length
-    for _ in range(MOST_CUTS):
-        if length % 2 or length // 2 < SHORTEST:
-            return
-        length //= 2
-        stages = tuple(
-            StageSetting(s.share, min(s.sequence_length, length), s.tokens, s.window) for s in setting.stages
-        )
-        yield replace(setting, stages=stages, micro_tokens=max(length, setting.micro_tokens))
 
 
 def _estimate(request: Request, setting: Setting) -> Estimate:
@@ -161,7 +135,7 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
             yield (
                 f"optimizer states in the host's memory{kept}",
                 lean,
-                f"{held} of the host's memory; they travel over the bus at each step, modelled at 20 GB/s",
+                f"{held} of the host's memory; they travel over the bus at each step",
             )
         else:
             yield f"optimizer states in {FORMATS[lean.states]}", lean, "states are rounded at each step"
@@ -198,13 +172,13 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
                 options(tried.setting),
             )
             break
-    needed = leanest(request, setting).memory_bytes[2]
-    larger = [gpu for gpu in gpus() if gpu.memory_bytes * (1 - DRIVER_SHARE) >= needed and not gpu.laptop]
+    needed = leanest(request, roomy(request, setting)).memory_bytes[2]
+    larger = [gpu for gpu in larger_cards(request) if gpu.memory_bytes * (1 - DRIVER_SHARE) >= needed]
     if larger and needed > request.card.memory_bytes:
-        sizes = sorted({gpu.memory_bytes for gpu in larger})[:1]
-        names = [gpu.name for gpu in larger if gpu.memory_bytes in sizes][:NAMED_CARDS]
+        smallest = min(gpu.memory_bytes for gpu in larger)
+        names = [gpu.name for gpu in larger if gpu.memory_bytes == smallest][:NAMED_CARDS]
         yield Remedy(
-            f"a card with {needed / 2**30:.0f} GiB or more, such as {', '.join(names)}",
+            f"a card with {smallest / 2**30:.0f} GiB, such as {', '.join(names)}",
             "hardware",
             0.0,
             None,
@@ -214,23 +188,11 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
         )
 
 
-def leanest(request: Request, asked: Setting) -> Estimate:
-    """What needs least memory with every change at once but the sequence length."""
-    sharded = asked.gpus > 1 and asked.shardable
-    return _estimate(
-        request,
-        replace(
-            asked,
-            micro_tokens=pass_sizes(asked)[-1],
-            activation_checkpointing="block",
-            loss_chunk_tokens=min(512, asked.loss_chunk_tokens),
-            optimizer="muon",
-            sharded=sharded,
-            copies="use" if asked.copies == "step" else asked.copies,
-            states="bfloat16" if sharded else "8bit",
-            offload_optimizer=not sharded,
-        ),
-    )
+def larger_cards(request: Request) -> list[Gpu]:
+    """Return the cards that have more memory than this one as it is sold, whatever of it is free now."""
+    card = request.card
+    own = card.memory_bytes if card.gpu is None else max(card.memory_bytes, card.gpu.memory_bytes)
+    return [gpu for gpu in gpus() if gpu.memory_bytes > own and not gpu.laptop]
 
 
 def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:

@@ -114,7 +114,8 @@ class Given:
 @dataclass(frozen=True)
 class Request:
     """Everything the planner works from. overrides: configuration given by hand, on top of whatever it chooses.
-    setup_seconds, measured_watts, measured_fp8: of this card, measured; pretrain_seconds: wall-clock of the pretraining
+    refused: why the number format that was asked for cannot be planned, and BF16 is; setup_seconds, measured_watts,
+    measured_fp8: of this card, measured; pretrain_seconds: wall-clock of the pretraining
     run itself where the caller knows it better than the split."""
 
     card: Card
@@ -135,6 +136,7 @@ class Request:
     measured_watts: float | None = None
     measured_fp8: Gain | None = None
     notes: tuple[str, ...] = ()
+    refused: str | None = None
 
     @property
     def sequence(self) -> int:
@@ -217,7 +219,16 @@ def ask(
     card, rows, notes = _card(gpu, here, probes)
     if sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_DECIDE)
-    given = _given(preset, depth, params, overrides, sequence)
+    refused = None
+    try:
+        given = _given(preset, depth, params, overrides, sequence)
+    except UsageError as error:
+        # The question is whether the model can be trained: where only the number format excludes it, BF16 answers.
+        plain = {**overrides, "precision": {"name": "bf16"}}
+        given = _in_bf16(preset, depth, params, plain, sequence)
+        if given is None or not given.config.model.num_experts:
+            raise
+        refused, precision, overrides = str(error), "bf16", plain
     _fine_tuned(budget, given, overrides)
     if budget is None and given is None:
         raise UsageError(
@@ -242,7 +253,16 @@ def ask(
         measured_watts=max(_measured(rows, "watts"), default=None),
         measured_fp8=measured_gain(rows),
         notes=tuple(notes),
+        refused=refused,
     )
+
+
+def _in_bf16(*model: Any) -> Given | None:
+    """Return the model with BF16 in place of its number format, None where something else is wrong with it."""
+    try:
+        return _given(*model)
+    except UsageError:
+        return None
 
 
 def _fine_tuned(budget: Budget | None, given: Given | None, overrides: Mapping[str, Any]) -> None:

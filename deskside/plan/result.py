@@ -13,7 +13,7 @@ from deskside.budget.shape import active_params
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.plan.bands import Name
-from deskside.plan.candidates import Candidate
+from deskside.plan.candidates import Candidate, precision
 from deskside.plan.claims import Finding
 from deskside.plan.costs import Cost
 from deskside.plan.estimate import MEMORY_SOURCE, Estimate, Range, options
@@ -124,7 +124,9 @@ def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], 
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
     own.setdefault("schedule", {})["length"] = length
-    if request.precision is not None:
+    if candidate.setting.precision != precision(request):  # another one is what makes it fit
+        own.setdefault("precision", {})["name"] = candidate.setting.precision
+    elif request.precision is not None:
         own.setdefault("precision", {})["name"] = request.precision
     positions = candidate.setting.model.max_position_embeddings
     built = merge.build([*candidate.shape.layers, own])

@@ -1,11 +1,11 @@
 """The model is given: yes, yes-if (what to change), or no (what would be needed).
 
 First memory: the run as it was asked for, its micro-batch fitted, must fit even at the high end of the range. If it
-does not, the options of `deskside train` that save memory are tried together, the fastest first; what fits with them is
-a yes-if. Then time: a budget of hours must leave room for training, and a model so large that a smaller one would end
-clearly better in the same hours is a yes-if at best; one that reads too little for its size is always told so.
-Sharding over the GPUs that were named is a change; more GPUs, a larger card or a smaller model are not what was asked,
-and are named as what would be needed.
+does not, the options of `deskside train` that save memory are tried in every combination, the least change first
+(`plan/changes.py`); what fits with them is a yes-if. Then time: a budget of hours must leave room for training, and a
+model so large that a smaller one would end clearly better in the same hours is a yes-if at best; one that reads too
+little for its size is always told so. Sharding over the GPUs that were named is a change; more GPUs, a larger card or
+a smaller model are not what was asked, and are named as what would be needed.
 """
 
 from dataclasses import dataclass, replace
@@ -28,8 +28,9 @@ from deskside.plan.candidates import (
     setting_of,
     setup_seconds,
 )
+from deskside.plan.changes import combinations, first_that_fits, leanest, least
 from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted, optim_options
-from deskside.plan.remedies import Remedy, leanest, lighter, remedies, roomy, shorter
+from deskside.plan.remedies import Remedy, remedies, roomy
 from deskside.plan.request import Request
 from deskside.plan.words import count, duration, gib
 
@@ -114,49 +115,40 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
     # What was asked for by hand does not fit, so it may be changed too.
     request = replace(request, overrides={})
     start = roomy(request, asked.setting)
-    changed = fastest(request, replace(start, optimizer="muon"))
-    same_optimizer = fastest(request, start)
-    for found in (same_optimizer, changed):
-        if found.fits == "fits":
-            return (
-                found,
-                "yes-if",
-                [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"],
-            )
-    for tried in (*lighter(start), *lighter(replace(start, optimizer="muon")), *shorter(start)):
-        found = fastest(request, tried)
-        if found.fits == "fits":
-            return (
-                found,
-                "yes-if",
-                [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"],
-            )
-    for found in (asked, same_optimizer, changed):
-        if found.fits == "tight":
+    found = first_that_fits(request, start)
+    if found is not None:
+        return found, "yes-if", [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"]
+    for setting in (None, *combinations(request, start)):
+        found = asked if setting is None else _tight(request, setting)
+        if found is not None and found.fits == "tight":
             _, expected, high = found.memory_bytes
             text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end"
             what = _differences(asked, found)
-            return (
-                found,
-                "yes-if",
-                [f"{text} of the range{f', with {what}' if what else ''}: only a trial will tell"],
-            )
-    least = leanest(request, asked.setting)
+            trial = f"{text} of the range{f', with {what}' if what else ''}: only a trial will tell"
+            return found, "yes-if", [trial]
+    lean = leanest(request, start)
     return (
         None,
         "no",
         [
             f"as asked it needs {told}",
-            f"with everything recomputed, one row per pass, Muon and its states small or on the host it still needs "
-            f"{gib(least.memory_bytes[1])}",
+            f"with everything that saves memory together ({_differences(asked, lean)}) it still needs "
+            f"{gib(lean.memory_bytes[1])}, at most {gib(lean.memory_bytes[2])}",
         ],
     )
+
+
+def _tight(request: Request, setting: Setting) -> Estimate | None:
+    """Return the fastest way to do a setting that is expected to fit, None when none is."""
+    return None if least(request, setting).fits == "no" else fastest(request, setting)
 
 
 def _differences(asked: Estimate, found: Estimate) -> str:
     """What was changed, in words."""
     before, after = asked.setting, found.setting
     words = []
+    if after.precision != before.precision:
+        words.append(f"--precision {after.precision}")
     if after.activation_checkpointing != before.activation_checkpointing:
         words.append(f"--compute.activation_checkpointing {after.activation_checkpointing}")
     if after.loss_chunk_tokens != before.loss_chunk_tokens:
@@ -166,7 +158,7 @@ def _differences(asked: Estimate, found: Estimate) -> str:
     if after.states != before.states:
         words.append(f"--optim.states {after.states}")
     if after.offload_optimizer != before.offload_optimizer:
-        words.append("--optim.offload")
+        words.append("--optim.offload true")
     if after.copies == "use" and before.copies == "step":
         words.append("--precision.weight_cache false")
     if after.sharded and not before.sharded:

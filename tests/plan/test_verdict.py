@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.config import merge
+from deskside.errors import UsageError
 from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
 from deskside.plan.make import make_plan
-from deskside.plan.request import Request
+from deskside.plan.request import Request, ask
 from deskside.plan.verdict import judge
 from tests.plan import made
+from tests.plan.test_claims import MOE
 
 GIB = 2**30
 
@@ -346,3 +349,124 @@ def test_a_single_stage_keeps_its_window_and_rows() -> None:
     wide = make_plan(made.request("tokens", 1e9, given=made.given("124m", **layer), overrides=layer)).best
     assert wide is not None
     assert wide.candidate.setting.flops_per_token > setting.flops_per_token
+
+
+# What a person could have asked for instead; each of them saves memory, and is one that the verdict may offer.
+OPTIONS: dict[str, list[Any]] = {
+    "optim.name": ["muon"],
+    "optim.states": ["8bit"],
+    "optim.offload": [True],
+    "compute.activation_checkpointing": ["attention", "mlp", "block"],
+    "compute.loss_chunk_tokens": [2048, 512],
+    "batch.sequence_length": [1024, 512],
+    "precision.weight_cache": [False],
+    "precision.name": ["fp8"],
+}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        part, name = key.split(".")
+        found.setdefault(part, {})[name] = value
+    return found
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    preset=st.sampled_from(["d12", "d20", "d26", "d32"]),
+    optimizer=st.sampled_from(["adamw", "muon"]),
+    saving=st.fixed_dictionaries(
+        {}, optional={key: st.sampled_from(values) for key, values in OPTIONS.items()}
+    ),
+    share=st.floats(0.9, 1.3),
+    gpus=st.sampled_from([1, 2]),
+)
+def test_what_an_option_makes_possible_is_offered_without_it(
+    preset: str, optimizer: str, saving: dict[str, Any], share: float, gpus: int
+) -> None:
+    """The card has about as much memory as the run with these options needs, where contradictions would be."""
+    if gpus > 1 and {"optim.states", "optim.offload"} & set(saving):
+        gpus = 1
+    plain = {"optim.name": optimizer, "batch.sequence_length": 2048}
+    changed = plain | saving
+    name = changed.get("precision.name")
+    lean = made.request(
+        "tokens",
+        1e8,
+        memory_gib=999.0,
+        gpus=gpus,
+        given=made.given(preset, **nested(changed)),
+        precision=name,
+    )
+    needed = judge(lean).asked.memory_bytes[2]
+    one_row = estimate(
+        replace(judge(lean).asked.setting, micro_tokens=changed["batch.sequence_length"]),
+        lean.calibration,
+        lean.card.memory_bytes,
+    )
+    memory_gib = share * min(needed, one_row.memory_bytes[2]) / GIB
+    with_options = made.request(
+        "tokens",
+        1e8,
+        memory_gib=memory_gib,
+        gpus=gpus,
+        given=made.given(preset, **nested(changed)),
+        precision=name,
+    )
+    without = made.request(
+        "tokens", 1e8, memory_gib=memory_gib, gpus=gpus, given=made.given(preset, **nested(plain))
+    )
+    if judge(with_options).asked.fits == "fits":
+        assert judge(without).answer != "no"
+        assert judge(with_options).answer != "no"
+    for verdict in (judge(with_options), judge(without)):
+        card = [remedy.what for remedy in verdict.remedies if remedy.what.startswith("a card with")]
+        assert all(float(what.split()[3]) > 24 and float(what.split()[3]) > memory_gib for what in card)
+
+
+def test_the_mixture_that_was_said_not_to_fit_and_to_fit(tmp_path: Path) -> None:
+    """3 billion parameters in 8 experts on an RTX 5090: "no" without --optim.offload, "yes-if" with it."""
+    file = tmp_path / "moe.toml"
+    file.write_text(MOE)
+    answers = {}
+    for offload in (None, True):
+        overrides = {} if offload is None else {"optim": {"offload": offload}}
+        request = ask(
+            gpu="rtx5090", preset=str(file), tokens="52B", probes=str(tmp_path / "p"), overrides=overrides
+        )
+        answers[offload] = make_plan(request)
+    assert {plan.verdict for plan in answers.values()} == {"yes-if"}
+    best = answers[None].best
+    assert best is not None and merge.build([best.config]).optim.offload
+    cards = [r.what for plan in answers.values() for r in plan.remedies if r.what.startswith("a card with")]
+    assert cards == []  # it fits on this one, with changes
+
+    asked = ask(gpu="rtx5090", preset=str(file), tokens="52B", precision="nvfp4", probes=str(tmp_path / "p"))
+    plan = make_plan(asked)
+    assert plan.verdict == "yes-if" and plan.best is not None
+    assert "nvfp4" in plan.reasons[0] and "mixture of experts" in plan.reasons[0]
+    assert merge.build([plan.best.config]).precision.name == "bf16"
+    with pytest.raises(UsageError, match="fp16"):  # nothing else is answered in another format
+        ask(gpu="rtx5090", preset=str(file), tokens="52B", precision="fp16", probes=str(tmp_path / "p"))
+
+
+def test_an_unknown_architecture_is_said_and_has_a_wider_range() -> None:
+    known, unknown = (
+        make_plan(ask(gpu=name, preset="124m", tokens="1B")) for name in ("a100 80gb sxm", "mi300x")
+    )
+    assert not [reason for reason in known.reasons if "calibrates" in reason]
+    (said,) = [reason for reason in unknown.reasons if "calibrates CDNA3" in reason]
+    assert "ROCm untested" in said
+    assert known.best is not None and unknown.best is not None
+    assert unknown.best.estimate.speed_spread > known.best.estimate.speed_spread
+
+
+def test_passes_that_wait_for_the_host_are_said() -> None:
+    small = {"batch": {"micro_tokens": 512, "sequence_length": 512, "tokens": 8192}}
+    plan = make_plan(ask(gpu="h200", preset="124m", tokens="1B", overrides=small))
+    assert plan.best is not None and plan.best.estimate.host_bound
+    assert any(reason.startswith("host-bound") and "512 tokens" in reason for reason in plan.reasons)
+    assert plan.best.estimate.speed_spread > 0.5
+    plain = make_plan(ask(gpu="h200", preset="124m", tokens="1B"))
+    assert not any(reason.startswith("host-bound") for reason in plain.reasons)
