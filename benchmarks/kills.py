@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.kill_points import POINTS, KillPoints
 
 # How many of every 100 kills each command gets. The last two start processes of their own, which takes long.
-SHARES = {"train": 26, "sft": 17, "dpo": 13, "grpo": 13, "data": 18, "study": 6, "go": 7}
+SHARES = {"train": 26, "sft": 17, "dpo": 13, "grpo": 13, "data": 21, "study": 5, "go": 5}
 PATIENCE = 600.0  # seconds until a command that nobody killed must have ended
 MAX_STARTS = 40  # of one trial, so that a command that never gets on is reported
 
@@ -274,7 +274,7 @@ class Bench:
         """Draw when to kill: how, after how many seconds, at which of the moments."""
         kinds = [point for point in POINTS if counts[point]]
         if self.rng.random() < 0.5 or not kinds:
-            return "time", self.rng.uniform(0.05, 0.9) * seconds, 0
+            return "time", self.rng.uniform(0.05, 0.7) * seconds, 0
         how = self.rng.choice(kinds)
         return how, 0.0, self.rng.randint(1, counts[how])
 
@@ -450,8 +450,10 @@ def _jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def bench(work: Path, seed: int, kills: int, only: Sequence[str]) -> dict[str, Any]:
-    """Make the references, kill, and return the result."""
+def bench(
+    work: Path, seed: int, kills: int, only: Sequence[str], save: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Make the references, kill, and return the result. `save` is called with what there is after every trial."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     works, found = make_works(work), Bench(work, seed)
     chosen = [name for name in works if name in only]
@@ -473,6 +475,13 @@ def bench(work: Path, seed: int, kills: int, only: Sequence[str]) -> dict[str, A
             if left[name] > 0:
                 planned = min(left[name], found.rng.randint(2, 5))
                 left[name] -= found.trial(works[name], *references[name], planned)
+                save(as_json(found, seed, chosen, references))
+    return as_json(found, seed, chosen, references)
+
+
+def as_json(
+    found: Bench, seed: int, chosen: Sequence[str], references: dict[str, tuple[Any, float, dict[str, int]]]
+) -> dict[str, Any]:
     return {
         "seed": seed,
         "kills": len(found.kills),
@@ -505,10 +514,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     work = options.work or Path(tempfile.mkdtemp(prefix="deskside-kills-"))
     work.mkdir(parents=True, exist_ok=True)
-    result = bench(work.resolve(), options.seed, options.kills, options.only)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1).replace(str(work.resolve()), "WORK") + "\n")
+
+    def save(result: dict[str, Any]) -> None:
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(result, indent=1).replace(str(work.resolve()), "WORK") + "\n")
+
+    result = bench(work.resolve(), options.seed, options.kills, options.only, save)
     kept = {key: result[key] for key in ("kills", "during_writes", "lost_or_different", "by_command")}
     print(json.dumps(kept, indent=1))
     if not result["lost_or_different"] and options.work is None:
