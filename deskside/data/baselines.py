@@ -9,7 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.data import shards
-from deskside.data.shards import SplitInfo
+from deskside.data import tokenizer as bpe
+from deskside.data.rows import IGNORE, PackedDataset
+from deskside.data.shards import DatasetIndex, SplitInfo
+
+TRAIN_COUNTS = "train-counts.npy"  # how often each token stands in the training split
 
 
 class GzipMeter:
@@ -47,3 +51,51 @@ def token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> ND
         for start in range(0, len(tokens), 1 << 23):
             counts += np.bincount(tokens[start : start + (1 << 23)], minlength=vocab_size)
     return counts
+
+
+def write_train_counts(directory: Path, counts: NDArray[np.int64]) -> None:
+    """Keep how often each token stands in training. Raises: as `shards.write_file`."""
+    shards.write_file(
+        directory / TRAIN_COUNTS, lambda file: np.save(file, counts.astype("<i8"), allow_pickle=False)
+    )
+
+
+def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64] | None:
+    """Return what `write_train_counts` kept, or None for data that was prepared before it was kept.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = directory / TRAIN_COUNTS
+    if not path.is_file():
+        return None
+    try:
+        counts: NDArray[np.int64] = np.load(path, allow_pickle=False)
+        sound = counts.shape == (index.tokenizer.vocab_size,) and counts.sum() == index.splits["train"].tokens
+    except (ValueError, EOFError):
+        sound = False
+    if not sound:
+        shards.refuse_damage(directory, {TRAIN_COUNTS: "is damaged"})
+    return counts
+
+
+def baselines_of_rows(dataset: PackedDataset, numbers: NDArray[np.int64]) -> dict[str, float | None]:
+    """Return gzip and unigram bits per byte of the text in some rows of a validation split.
+
+    A model that was evaluated on a part of the validation has to be compared on the same bytes. The unigram is None for
+    data that was prepared before the counts of its training tokens were kept.
+    """
+    coder = bpe.load(dataset.directory)
+    texts, eos_id = bpe.token_texts(coder), dataset.index.tokenizer.eos_id
+    gzip, size = GzipMeter(), 0
+    counts = np.zeros(dataset.index.tokenizer.vocab_size, dtype=np.int64)
+    for start in range(0, len(numbers), 256):
+        targets = dataset.plain_rows(numbers[start : start + 256]).targets.ravel()
+        found = targets[targets != IGNORE]
+        counts += np.bincount(found, minlength=len(counts))
+        text = b"".join([texts[token] for token in found.tolist()])
+        gzip.add(text)
+        size += len(text)
+    train = read_train_counts(dataset.directory, dataset.index)
+    unigram = None if train is None else unigram_bits(train, counts, eos_id) / size
+    return {"gzip_bpb": gzip.bits() / size, "unigram_bpb": unigram}

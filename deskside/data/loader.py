@@ -212,6 +212,13 @@ def cu_seqlens(rows: RowBatch, first: int, last: int, out: NDArray[np.int32]) ->
     out[len(found) :] = (last - first) * width
 
 
+def evaluated_rows(dataset: PackedDataset, max_rows: int | None) -> NDArray[np.int64]:
+    """Return the numbers of the rows that are evaluated: all, or `max_rows` evenly spread over them."""
+    total = dataset.num_rows
+    wanted = total if max_rows is None else min(total, max_rows)
+    return np.arange(wanted) * total // max(1, wanted)
+
+
 def validation_batches(
     dataset: PackedDataset,
     micro_rows: int,
@@ -224,9 +231,8 @@ def validation_batches(
     All batches have micro_rows rows: the last is filled up with rows that have no target. num_valid_step is the number
     of targets in all batches together. Bytes of a target are dataset.token_bytes[target].
     """
-    total, width = dataset.num_rows, dataset.sequence_length
-    wanted = total if max_rows is None else min(total, max_rows)
-    numbers = np.arange(wanted) * total // max(1, wanted)
+    width, numbers = dataset.sequence_length, evaluated_rows(dataset, max_rows)
+    wanted = len(numbers)
     cu_length = dataset.max_boundaries(micro_rows) + 1
     valid_total = int(dataset.row_valid[numbers].sum())
     for first in range(0, wanted, micro_rows):

@@ -29,7 +29,7 @@ import xxhash
 
 from deskside.data import folder, shards
 from deskside.data import tokenizer as bpe
-from deskside.data.baselines import GzipMeter, token_counts, unigram_bits
+from deskside.data.baselines import GzipMeter, token_counts, unigram_bits, write_train_counts
 from deskside.data.heldout import warnings
 from deskside.data.pool import processes
 from deskside.data.progress import Progress
@@ -373,6 +373,7 @@ class _Work:
         if "val" in splits:
             val = splits["val"]
             counts = {s: token_counts(self.out, split, dtype, len(lengths)) for s, split in splits.items()}
+            write_train_counts(self.out, counts["train"])
             splits["val"] = val.model_copy(
                 update={
                     "gzip_bpb": self.gzip_bits / val.text_bytes,

@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from deskside.config.base import Part, first_problem
 from deskside.data import folder, shards
+from deskside.data.baselines import TRAIN_COUNTS
 from deskside.data.scan import Scan
 from deskside.data.shards import ShardInfo
 from deskside.errors import RunError, UsageError
 
 STATE = "prepare.json"
-FIXED = (STATE, shards.INDEX, shards.STAMP, "tokenizer.json", "tokenizer_config.json")
+FIXED = (STATE, shards.INDEX, shards.STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
 
 
 class State(Part):

@@ -197,6 +197,24 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
     return lengths
 
 
+def token_texts(tokenizer: Tokenizer) -> list[bytes]:
+    """Return the bytes that each token of a byte-level tokenizer stands for, b"" for special tokens."""
+    spec = json.loads(tokenizer.to_str())
+    added = {
+        token["id"]: b"" if token["special"] else token["content"].encode("utf-8")
+        for token in spec.get("added_tokens", [])
+    }
+    # Byte-level BPE writes a printable byte of Latin-1 as itself, and the others as the characters from 256 on.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    byte_of = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    texts = [b""] * (max(vocab.values()) + 1)
+    for token, index in vocab.items():
+        texts[index] = added[index] if index in added else bytes(byte_of[c] for c in token)
+    return texts
+
+
 def _mentions_byte_level(part: Any) -> bool:
     if not isinstance(part, dict):
         return False

@@ -95,8 +95,7 @@ def evaluate_dataset(
     Raises UsageError when the split holds no text, RunError when the model's output is not finite.
     """
     bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
-    max_rows = None if max_tokens is None else max(1, max_tokens // dataset.sequence_length)
-    batches = validation_batches(dataset, micro_rows, "cpu", max_rows, document_mask)
+    batches = validation_batches(dataset, micro_rows, "cpu", max_rows_of(dataset, max_tokens), document_mask)
     totals = torch.zeros(5, dtype=torch.float64)
     for batch, counted in _share(batches, rank, world_size):
         targets_BT = batch.targets_BT.to(device)
@@ -119,6 +118,11 @@ def evaluate_dataset(
     if reduce is not None:
         reduce(totals)
     return _result(totals, "the validation split")
+
+
+def max_rows_of(dataset: PackedDataset, max_tokens: int | None) -> int | None:
+    """Return how many rows hold about `max_tokens`; None for all."""
+    return None if max_tokens is None else max(1, max_tokens // dataset.sequence_length)
 
 
 def evaluate_text(

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from deskside.config.parts import ComputeConfig
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch, Loader
+from deskside.data.baselines import baselines_of_rows
+from deskside.data.loader import Batch, Loader, evaluated_rows
 from deskside.data.rows import PackedDataset
 from deskside.errors import UsageError
-from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset
+from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.apply import Applied
@@ -91,13 +92,15 @@ class Loss:
 class Measured:
     """An evaluation. `row` goes into metrics.jsonl, `summary` into summary.json, `said` tells a person.
 
-    `tokens` of the split's `num_tokens` were counted: the loop scales the time by it.
+    `tokens` of the split's `num_tokens` were counted: the loop scales the time by it. `baselines` computes the entries
+    of the summary that a part of the split has of its own, so that they and the model are measured on the same bytes.
     """
 
     row: dict[str, float]
     summary: dict[str, Any]
     said: str
     tokens: int
+    baselines: Callable[[], dict[str, float | None]] | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,15 @@ class NextToken:
             "unigram_bpb": split.unigram_bpb,
         }
         said = f"{result.bpb:.4f} bits per byte on the validation text"
-        return Measured({"val_bpb": result.bpb}, summary, said, result.tokens)
+        if result.bytes == split.token_text_bytes:
+            return Measured({"val_bpb": result.bpb}, summary, said, result.tokens)
+        said = (
+            f"{result.bpb:.4f} bits per byte on {result.bytes:,} of {split.text_bytes:,} bytes of validation"
+        )
+        rows = evaluated_rows(dataset, max_rows_of(dataset, max_tokens))
+        return Measured(
+            {"val_bpb": result.bpb}, summary, said, result.tokens, lambda: baselines_of_rows(dataset, rows)
+        )
 
     def evaluate(self, session: Session, dataset: PackedDataset, max_tokens: int | None) -> BitsPerByte:
         """The measurement itself, shared among the processes."""

@@ -370,6 +370,8 @@ class _Run:
         model = finish.whole_model(self.model, self.world)
         if not self.world.first:
             return {}
+        if measured.baselines is not None:
+            measured.summary.update(measured.baselines())
         summary = finish.summarise(self.config, model, totals, measured.summary, self.precision_facts)
         summary |= {"before": self.before} if self.before else {}
         summary["samples"] = self.objective.samples(self.session, model)

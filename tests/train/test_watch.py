@@ -1,5 +1,6 @@
 """What follows a run from above: it sees every row once, can stop it, and has time before and after it."""
 
+import gzip
 import json
 import os
 import time
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 import deskside
-from deskside.data.rows import PackedDataset
+from deskside.data import tokenizer as bpe
+from deskside.data.loader import evaluated_rows
+from deskside.data.rows import IGNORE, PackedDataset
 from deskside.train import objective, pretrain
 from deskside.train.clock import Clock
 from deskside.train.rundir import RunDirectory
@@ -141,17 +144,30 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
     original = objective.evaluate_dataset
     evaluated: list[int] = []
+    limits: list[int] = []
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
         result = original(*arguments, **given)
         virtual.now += 10.0 * result.tokens / arguments[1].num_tokens
         evaluated.append(result.tokens)
+        limits.append(given["max_tokens"])
         return result
 
     monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s", "clock": clock})
     summary = start(tmp_path, config, Notes()).summary
-    whole = PackedDataset.open(data, split="val", sequence_length=32).num_tokens
+    split = PackedDataset.open(data, split="val", sequence_length=32)
+    whole, baselines = split.num_tokens, split.index.splits["val"]
+    if clock == "wall":
+        # gzip and unigrams are those of the part that the model was evaluated on.
+        rows = split.plain_rows(evaluated_rows(split, limits[-1] // 32)).targets
+        kept = rows[(rows != IGNORE) & (rows != split.index.tokenizer.eos_id)]
+        text = bpe.load(data).decode(kept.tolist()).encode()
+        assert len(text) == summary["val_bytes"]
+        assert summary["gzip_bpb"] == pytest.approx(8 * len(gzip.compress(text, 9)) / len(text), rel=0.02)
+        assert summary["gzip_bpb"] != baselines.gzip_bpb and summary["unigram_bpb"] != baselines.unigram_bpb
+    else:
+        assert (summary["gzip_bpb"], summary["unigram_bpb"]) == (baselines.gzip_bpb, baselines.unigram_bpb)
     if clock == "wall":
         assert evaluated[-1] == pytest.approx(0.1 * whole, rel=0.2)  # a twentieth of 20 s, at 10 s for all
         assert 0.95 * 20 <= summary["seconds"] <= 20
