@@ -159,8 +159,8 @@ def _child(argv: list[str], log: str, record: str, point: str | None, at: int, s
 class Bench:
     """Runs and kills commands in the folder `work`."""
 
-    def __init__(self, work: Path, seed: int) -> None:
-        self.work, self.rng = work, random.Random(seed)
+    def __init__(self, work: Path, seed: int, writes: float) -> None:
+        self.work, self.rng, self.writes = work, random.Random(seed), writes
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(
             ["deskside.cli_train", "deskside.train.pretrain", "deskside.report.commands", "transformers"]
@@ -273,7 +273,7 @@ class Bench:
     def _draw(self, seconds: float, counts: dict[str, int]) -> tuple[str, float, int]:
         """Draw when to kill: how, after how many seconds, at which of the moments."""
         kinds = [point for point in POINTS if counts[point]]
-        if self.rng.random() < 0.5 or not kinds:
+        if self.rng.random() >= self.writes or not kinds:
             return "time", self.rng.uniform(0.05, 0.7) * seconds, 0
         how = self.rng.choice(kinds)
         return how, 0.0, self.rng.randint(1, counts[how])
@@ -451,11 +451,16 @@ def _jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def bench(
-    work: Path, seed: int, kills: int, only: Sequence[str], save: Callable[[dict[str, Any]], object]
+    work: Path,
+    seed: int,
+    kills: int,
+    only: Sequence[str],
+    save: Callable[[dict[str, Any]], object],
+    writes: float = 0.5,
 ) -> dict[str, Any]:
     """Make the references, kill, and return the result. `save` is called with what there is after every trial."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
-    works, found = make_works(work), Bench(work, seed)
+    works, found = make_works(work), Bench(work, seed, writes)
     chosen = [name for name in works if name in only]
     total = sum(SHARES[name] for name in chosen)
     needed = {"data"} | set(chosen) | ({"train"} if {"sft", "dpo", "grpo"} & set(chosen) else set())
@@ -508,6 +513,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument(
+        "--writes", type=float, default=0.5, help="share of the kills at chosen moments of writes"
+    )
     parser.add_argument("--out", type=Path, help="JSON with every kill and every trial")
     parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES))
     parser.add_argument("--work", type=Path, help="folder for runs and logs; default: a temporary one")
@@ -520,7 +528,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(result, indent=1).replace(str(work.resolve()), "WORK") + "\n")
 
-    result = bench(work.resolve(), options.seed, options.kills, options.only, save)
+    result = bench(work.resolve(), options.seed, options.kills, options.only, save, options.writes)
     kept = {key: result[key] for key in ("kills", "during_writes", "lost_or_different", "by_command")}
     print(json.dumps(kept, indent=1))
     if not result["lost_or_different"] and options.work is None:

@@ -441,12 +441,11 @@ def _print_outcome(
     path: Path, summary: dict[str, Any], page: Path, gained: Callable[[dict[str, Any]], str]
 ) -> None:
     print(f"held out    {gained(summary)}")
-    speed = (
-        f"{summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else "speed not known"
-    )
-    how = summary["precision"] + (", emulated" if summary["emulated"] else "")
+    from deskside.cli_train import prefix, speed
+
     size = f"{summary['steps']:,} steps, {summary['tokens']:,} tokens"
-    print(f"trained     {size} in {summary['seconds']:.0f} s, {speed} in {how}")
+    print(f"trained     {size} in {summary['seconds']:.0f} s")
+    print(f"speed       {speed(summary)}")
     for sample in summary["samples"]:
         print(f"\n{sample['prompt']}")
         for label, key in (("before", "before"), ("after", "text"), ("wanted", "reference")):
@@ -454,7 +453,5 @@ def _print_outcome(
                 print(f"  {label}: {' '.join(sample[key].split())[:200]}")
     print(f"\nreport: {page}")
     print("next:")
-    from deskside.cli_train import prefix
-
     for command in (f"deskside chat {path}", f"deskside export {path} --to hf --out my-model"):
         print(f"  {prefix()}{command}")

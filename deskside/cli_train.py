@@ -241,14 +241,10 @@ def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
     print(f"validation  {number(summary['val_bpb'])} bits per byte")
     print(f"gzip -9     {number(summary['gzip_bpb'])} bits per byte on the same text")
     print(f"unigram     {number(summary['unigram_bpb'])} bits per byte on the same text")
-    speed = (
-        f"{summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else "speed not known"
-    )
-    how = summary["precision"] + (", emulated" if summary["emulated"] else "")
     print(
-        f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock), {speed} "
-        f"in {how}"
+        f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock)"
     )
+    print(f"speed       {speed(summary)}")
     for number_, sample in enumerate(summary["samples"], 1):
         print(f"\nsample {number_}: {sample['prompt']!r} ->")
         print("\n".join(f"  {line}" for line in sample["text"].splitlines()))
@@ -260,6 +256,17 @@ def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
         f"deskside export {path} --to hf --out my-model",
     ):
         print(f"  {prefix()}{command}")
+
+
+def speed(summary: dict[str, Any]) -> str:
+    """Return the speed of the steps alone, and beside it that of the whole run where that is lower."""
+    how = summary["precision"] + (", emulated" if summary["emulated"] else "")
+    rate, seconds = summary["tokens_per_second"], summary["seconds"]
+    if not rate or not seconds:
+        return f"not known, in {how}"
+    overall = summary["tokens"] / seconds
+    beside = f"; {overall:,.0f} with set-up, evaluation and checkpoints" if overall < 0.99 * rate else ""
+    return f"{rate:,.0f} tokens/s in training steps{beside} ({how})"
 
 
 def prefix() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from deskside import cli
+from deskside import cli, cli_train
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import RunConfig
 from tests.serve.made_run import MadeRun, make
@@ -239,3 +239,26 @@ def test_dry_run_of_a_resume_shows_the_recorded_run(
     made: MadeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert RunConfig.model_validate(dry(["--resume", str(made.path)], capsys)["config"]) == made.config
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        (
+            515.0,
+            "515 tokens/s in training steps; 357 with set-up, evaluation and checkpoints (bf16, emulated)",
+        ),
+        (357.5, "358 tokens/s in training steps (bf16, emulated)"),
+        (None, "not known, in bf16, emulated"),
+    ],
+)
+def test_two_speeds_say_what_they_are_of(rate: float | None, said: str) -> None:
+    """515 tokens/s stood beside numbers whose quotient is 357."""
+    summary = {
+        "tokens": 35_700,
+        "seconds": 100.0,
+        "tokens_per_second": rate,
+        "precision": "bf16",
+        "emulated": True,
+    }
+    assert cli_train.speed(summary) == said

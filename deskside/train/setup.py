@@ -11,7 +11,9 @@ import torch
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
+from deskside.data.heldout import warnings
 from deskside.data.prepare import prepare
+from deskside.data.shards import read_index
 from deskside.errors import RunError, UsageError
 from deskside.export.checkpoints import load_weights
 from deskside.kernels.attention import Requirements, choose
@@ -49,6 +51,9 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
             seed=config.seed,
         )
     world.barrier()
+    if world.first and config.align is None and (path / "index.json").is_file():
+        for line in warnings(read_index(path)):
+            say(f"warning: {line}")
     return path
 
 

@@ -1,5 +1,6 @@
 """What a run settles about its precision before it begins: which products are native, and what the run keeps of it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from deskside.precision.selfcheck import CheckResult
 from deskside.precision.units import Units
 from deskside.train import setup
 from deskside.train.parallel import World
+from tests.train import tiny_run
 
 CARD = torch.device("cuda")
 SMALL = {
@@ -156,3 +158,9 @@ def test_sizes_that_native_nvfp4_cannot_have_are_emulated(
         assert not card.said
     else:
         assert card.said[0].startswith("NVFP4 products are emulated: ") and size in card.said[0]
+
+
+def test_validation_that_is_too_small_is_told_when_training_begins(data: Path) -> None:
+    said: list[str] = []
+    setup.ensure_data(tiny_run.config(data), World(torch.device("cpu")), said.append)
+    assert [line.startswith("warning: validation is ") for line in said] == [True]
