@@ -89,7 +89,7 @@ def section() -> list[str]:
         TITLE,
         "",
         *prose(
-            INTRODUCTION.format(
+            INTRODUCTION.strip().format(
                 rows=len(found), calibrating=len(calibrating), kept_out=len(kept_out), before=BEFORE
             )
         ),
@@ -105,7 +105,7 @@ def section() -> list[str]:
         "",
         *table(HEADINGS, by_group),
         "",
-        *prose(LIMITS),
+        *prose(LIMITS.strip()),
         "",
         *_rows(rates, set(map(_key, kept_out)), before),
         "",

@@ -9,12 +9,14 @@ Memory: our own step on their shape, changed only in what is known to differ in 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import planner_unknown
 from benchmarks.planner_tables import HEADINGS, Errors, formula, off, prose, summary, table
 from deskside.budget.memory import instants
 from deskside.budget.shape import num_params
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
 from deskside.facts.measurements import Measurement, published
+from deskside.plan.calibrate import UNKNOWN_SPREAD
 from deskside.plan.published import fitted, modelled, shape_of, split, usable, work_of
 
 SPEED, MEMORY = 0.30, 0.15  # issue 3: nine in ten, without a probe
@@ -149,6 +151,16 @@ def section() -> list[str]:
         *table(("Architecture", "Times", "Rows"), factors),
         "",
         *table(("Trainer", "Times"), trainers),
+        "",
+        "### An architecture that calibrates nothing",
+        "",
+        *prose(
+            "Each architecture predicted from the others alone (`python -m benchmarks.planner_unknown`), BF16 rows of",
+            "trainers that are in both. A card of an architecture in no row (MI300X, B200, GB10) has the range",
+            f"±{UNKNOWN_SPREAD:.0%}, which holds all of these.",
+        ),
+        "",
+        *planner_unknown.lines(),
         "",
         "### Every kept-out row",
         "",

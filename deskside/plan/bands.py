@@ -1,8 +1,9 @@
 """Three bands out of the candidates: safe, target, stretch, and which one is recommended.
 
 - target: the lowest expected loss at the expected speed, among what fits even at the high end of its memory.
-- safe: a smaller model, the best one if the speed turns out at the low end. It learns more per hour at first, leaves
-  memory free, and is cheaper to use afterwards.
+- safe: a smaller model, the best one if the speed turns out at the low end. It learns more per hour at first and is
+  cheaper to use afterwards. Safe is about time: it may need more memory than the target, where memory that is free is
+  used for larger passes.
 - stretch: a larger model, the best one if the speed turns out at the high end. Its memory need only fit as expected.
 
 With a number of tokens instead of a time there is always a larger model that would learn more from them, so the target
@@ -95,6 +96,8 @@ def reason(request: Request, bands: Sequence[Band], chosen: Band) -> str:
         )
     if "safe" in by_name:
         text += f"; safe costs {by_name['safe'].candidate.loss[1] - best.loss[1]:+.3f}"
+        _, memory, reason = by_name["safe"].why.partition("; it needs more memory")
+        text += f" (safe is about time{memory}{reason})".replace("time; it", "time: it") if memory else ""
     return text
 
 
@@ -133,9 +136,17 @@ def _why_target(request: Request, target: Candidate) -> str:
 
 def _why_safe(safe: Candidate, target: Candidate) -> str:
     faster = safe.estimate.tokens_per_second[1] / target.estimate.tokens_per_second[1]
+    more = ""
+    if safe.estimate.memory_bytes[1] > target.estimate.memory_bytes[1]:
+        own, other = safe.setting, target.setting
+        more = "; it needs more memory, because it "
+        if own.micro_tokens > other.micro_tokens:
+            more += f"puts {own.micro_tokens:,} tokens through a pass where the target puts {other.micro_tokens:,}"
+        else:
+            more += "recomputes less: what is free is used for speed"
     return (
         f"{safe.weights / target.weights:.0%} of the target's size and {faster:.1f} times its speed: the best smaller "
-        f"model if the speed turns out at the low end"
+        f"model if the speed turns out at the low end{more}"
     )
 
 

@@ -35,9 +35,9 @@ class PlanOptions:
       deskside plan --gpu rtx5090 --depth 24 --claim-step-seconds 1
     """
 
-    gpu: Annotated[str | None, tyro.conf.arg(metavar="NAME", help="a card of the table, such as rtx4090")] = (
-        None
-    )
+    gpu: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help="a card of the table, such as rtx4090; list: all")
+    ] = None
     here: Annotated[bool, tyro.conf.arg(help="this machine")] = False
     hours: Annotated[
         float | None, tyro.conf.arg(metavar="H", help="budget: hours in all, everything included")
@@ -91,6 +91,8 @@ def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code; raises UsageError."""
     own, dotted = _split(argv)
     options = parse(PlanOptions, own, "deskside plan")
+    if options.gpu == "list":
+        return _list_cards(options.json)
     claimed = claims.parse({f.name: getattr(options, f"claim_{f.name}") for f in fields(claims.Claims)})
     request = _request(options, _configuration(dotted), claimed)
     if request is None:
@@ -100,8 +102,10 @@ def run(argv: Sequence[str]) -> int:
         from deskside.plan import explain
 
         if options.explain == "list":
-            names = explain.items(plan)
-            print(strict_json.dumps(names) if options.json else "\n".join(names))
+            described = explain.descriptions(plan)
+            width = max(len(name) for name in described)
+            listed = [f"{name:{width}}  {what}" for name, what in described.items()]
+            print(strict_json.dumps(described, indent=1) if options.json else "\n".join(listed))
             return 0
         found = explain.explain(plan, options.explain)
         print(strict_json.dumps(found.to_json(), indent=1) if options.json else found.text())
@@ -112,6 +116,33 @@ def run(argv: Sequence[str]) -> int:
         from deskside.plan import render  # a program that reads JSON need not wait for rich
 
         render.show(plan)
+    return 0
+
+
+def _list_cards(as_json: bool) -> int:
+    """Print every card of the table: the name for --gpu, its memory, and what calibrates its speed."""
+    from deskside.facts.gpus import gpus
+    from deskside.plan.published import unknown
+
+    rows = [
+        {
+            "name": gpu.name,
+            "memory_gib": round(gpu.memory_bytes / 2**30, 1),
+            "bf16_tflops": gpu.bf16_flops / 1e12,
+            "bandwidth_gb_s": gpu.bandwidth / 1e9,
+            "calibrated": not unknown(gpu),
+        }
+        for gpu in gpus()
+    ]
+    if as_json:
+        print(strict_json.dumps(rows, indent=1))
+        return 0
+    print(f"{'--gpu':36}{'GiB':>6}{'BF16 TFLOP/s':>14}{'GB/s':>7}")
+    for row in rows:
+        mark = "" if row["calibrated"] else "  nothing calibrates its architecture"
+        print(
+            f"{row['name']:36}{row['memory_gib']:>6g}{row['bf16_tflops']:>14.0f}{row['bandwidth_gb_s']:>7.0f}{mark}"
+        )
     return 0
 
 

@@ -71,6 +71,47 @@ def explain(plan: Plan, item: str) -> Explanation:
     return Explanation(wanted, f"{of}, {plan.request.card.name}", tuple(lines), source)
 
 
+# What an item is, by its name or, for "part.name", its part.
+DESCRIPTIONS = {
+    "memory.weights": "float32 weights",
+    "memory.optimizer": "optimizer states",
+    "memory.gradients": "float32 gradients",
+    "memory.copies": "weights in the format of the products",
+    "memory.activations": "what the forward pass keeps for the backward",
+    "memory.logits": "logits and their gradient, one chunk",
+    "memory.workspace": "largest buffers that live for a moment",
+    "memory.needed": "everything on the card, fragmentation and context included",
+    "memory.capacity": "memory that programs can use",
+    "memory": "part of the peak",
+    "speed.matmul": "products of the blocks",
+    "speed.attention": "attention scores",
+    "speed.traffic": "element-wise work and casts of weights",
+    "speed.quantize": "conversion to lower formats",
+    "speed.loss": "head and loss",
+    "speed.optimizer": "optimizer update",
+    "speed.recompute": "activation checkpointing",
+    "speed.communication": "exchange between GPUs",
+    "speed.offload": "optimizer states to the host and back",
+    "speed.launches": "tails of small kernels",
+    "speed.host": "waiting for the host to launch kernels",
+    "speed.tokens_per_second": "speed and its range",
+    "speed.mfu": "model FLOPs utilisation",
+    "speed.flops_per_token": "training FLOPs of a token",
+    "speed": "part of a step",
+    "tokens": "tokens that the budget comes to",
+    "loss": "expected bits per byte",
+    "cost.kwh": "energy at the wall",
+    "cost.electricity": "price of that energy",
+    "cost.rent": "price of renting instead",
+    "cost.own": "hours until buying is cheaper than renting",
+}
+
+
+def descriptions(plan: Plan) -> dict[str, str]:
+    """Return what each item that can be explained of this plan is."""
+    return {name: DESCRIPTIONS.get(name) or DESCRIPTIONS[name.split(".")[0]] for name in _items(plan)}
+
+
 def items(plan: Plan) -> list[str]:
     """What can be explained of this plan."""
     return list(_items(plan))

@@ -19,6 +19,7 @@ _LOSS: tuple[tuple[str, Callable[[PlannedBand], str]], ...] = (
     ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),
     ("  range", lambda b: f"{b.loss[0]:.2f} to {b.loss[2]:.2f}"),
 )
+HOURS = {"sft": "left for deskside sft, which go does not run,"}
 BAR = 24  # characters of the longest bar
 WIDEST = 100
 
@@ -43,7 +44,9 @@ def show(plan: Plan) -> None:
         console.print()
         console.print(_speed(plan, shown, name))
     if plan.hours and plan.best is not None:
-        split = ", ".join(f"{what} {duration(hours * 3600)}" for what, hours in plan.hours.items())
+        split = ", ".join(
+            f"{HOURS.get(what, what)} {duration(hours * 3600)}" for what, hours in plan.hours.items()
+        )
         print()
         _told(f"the budget: {split}", 0)
     if plan.best is not None:
@@ -91,7 +94,7 @@ def _title(plan: Plan) -> str:
     request = plan.request
     parts = [f"{request.gpus} x {request.card.name}" if request.gpus > 1 else request.card.name]
     if request.given is not None:
-        parts.append(request.given.label)
+        parts.append(f"{request.given.label} ({count(num_params(request.given.config.model))} parameters)")
     if request.budget is not None:
         kind, value = request.budget.kind, request.budget.value
         parts.append(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from deskside.cli_train import TrainOptions
 from deskside.config import merge, overrides
 from deskside.config.align import SftConfig
 from deskside.config.align_dpo import DpoConfig
+from deskside.facts.gpus import gpus
 
 SECTIONS = (
     "verdict",
@@ -219,7 +221,8 @@ def test_of_a_run_that_fine_tunes_no_bits_per_byte_are_predicted(
     assert found["bands"] and all("loss" not in band for band in found["bands"])
     assert "bits per byte" not in out and found["memory"] and found["speed"]
     code, out, _ = plan(capsys, f"{line} --explain list")
-    assert "loss" not in out.split() and "tokens" in out.split()
+    names = [line.split()[0] for line in out.splitlines()]
+    assert "loss" not in names and "tokens" in names
     same = line.replace("sft.toml", "124m").replace("--adapter.rank 16", "")
     code, out, _ = plan(capsys, same)
     assert "bits per byte" in out  # of the same model, pretrained
@@ -271,3 +274,21 @@ def test_adapters_need_a_model_and_no_loss_to_reach(capsys: pytest.CaptureFixtur
     assert (code, out) == (2, "") and err.startswith("deskside: --adapter: which model is adapted?")
     code, out, err = plan(capsys, f"--gpu rtx4090 --preset 124m --loss 1.0 {adapted}")
     assert (code, out) == (2, "") and err.startswith("deskside: --loss: bits per byte are only predicted of")
+
+
+def test_lists_of_cards_and_of_items_say_what_they_are(capsys: Any) -> None:
+    code, out, _ = plan(capsys, "--gpu list")
+    assert code == 0 and all(gpu.name in out for gpu in gpus())
+    (line,) = [line for line in out.splitlines() if line.startswith("MI300X")]
+    assert "192" in line and "nothing calibrates" in line
+    code, out, _ = plan(capsys, "--gpu rtx4090 --hours 24 --explain list")
+    assert code == 0 and all(len(line.split()) > 1 for line in out.splitlines())
+
+
+def test_a_preset_is_told_with_its_true_size_and_tokens_without_an_exponent(capsys: Any) -> None:
+    """1.5b has 1.29 billion parameters; 999.6M tokens were printed as 1e+03M."""
+    code, out, _ = plan(capsys, "--gpu rtx4090 --preset 1.5b --tokens 999.6M")
+    assert code == 0
+    title = out.splitlines()[0]
+    assert "1.5b (1.29B parameters)" in title and "1B tokens" in title
+    assert not re.search(r"[0-9]e[+-][0-9]", out)

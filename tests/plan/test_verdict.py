@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from deskside.budget.memory import training_memory
@@ -351,15 +351,18 @@ def test_a_single_stage_keeps_its_window_and_rows() -> None:
     assert wide.candidate.setting.flops_per_token > setting.flops_per_token
 
 
-# What a person could have asked for instead; each of them saves memory, and is one that the verdict may offer.
+# Options that cost nothing but speed, all of them; with them a run needs least of what the ladder can do.
+LADDER_LEAST: dict[str, Any] = {
+    "compute.activation_checkpointing": "block",
+    "compute.loss_chunk_tokens": 512,
+    "precision.weight_cache": False,
+}
+# What a person could have asked for beside them, and the verdict may offer.
 OPTIONS: dict[str, list[Any]] = {
     "optim.name": ["muon"],
     "optim.states": ["8bit"],
     "optim.offload": [True],
-    "compute.activation_checkpointing": ["attention", "mlp", "block"],
-    "compute.loss_chunk_tokens": [2048, 512],
     "batch.sequence_length": [1024, 512],
-    "precision.weight_cache": [False],
     "precision.name": ["fp8"],
 }
 
@@ -372,57 +375,35 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     preset=st.sampled_from(["d12", "d20", "d26", "d32"]),
     optimizer=st.sampled_from(["adamw", "muon"]),
     saving=st.fixed_dictionaries(
         {}, optional={key: st.sampled_from(values) for key, values in OPTIONS.items()}
     ),
-    share=st.floats(0.9, 1.3),
-    gpus=st.sampled_from([1, 2]),
+    room=st.floats(1.001, 1.02),
 )
 def test_what_an_option_makes_possible_is_offered_without_it(
-    preset: str, optimizer: str, saving: dict[str, Any], share: float, gpus: int
+    preset: str, optimizer: str, saving: dict[str, Any], room: float
 ) -> None:
-    """The card has about as much memory as the run with these options needs, where contradictions would be."""
-    if gpus > 1 and {"optim.states", "optim.offload"} & set(saving):
-        gpus = 1
+    """The card has hardly more memory than the run with these options needs, where contradictions would be."""
     plain = {"optim.name": optimizer, "batch.sequence_length": 2048}
-    changed = plain | saving
-    name = changed.get("precision.name")
-    lean = made.request(
-        "tokens",
-        1e8,
-        memory_gib=999.0,
-        gpus=gpus,
-        given=made.given(preset, **nested(changed)),
-        precision=name,
-    )
-    needed = judge(lean).asked.memory_bytes[2]
-    one_row = estimate(
-        replace(judge(lean).asked.setting, micro_tokens=changed["batch.sequence_length"]),
-        lean.calibration,
-        lean.card.memory_bytes,
-    )
-    memory_gib = share * min(needed, one_row.memory_bytes[2]) / GIB
-    with_options = made.request(
-        "tokens",
-        1e8,
-        memory_gib=memory_gib,
-        gpus=gpus,
-        given=made.given(preset, **nested(changed)),
-        precision=name,
-    )
-    without = made.request(
-        "tokens", 1e8, memory_gib=memory_gib, gpus=gpus, given=made.given(preset, **nested(plain))
-    )
-    if judge(with_options).asked.fits == "fits":
-        assert judge(without).answer != "no"
-        assert judge(with_options).answer != "no"
-    for verdict in (judge(with_options), judge(without)):
-        card = [remedy.what for remedy in verdict.remedies if remedy.what.startswith("a card with")]
-        assert all(float(what.split()[3]) > 24 and float(what.split()[3]) > memory_gib for what in card)
+    changed = plain | LADDER_LEAST | saving
+    changed["batch.micro_tokens"] = changed["batch.sequence_length"]
+
+    def asked(gib: float, options: dict[str, Any]) -> Request:
+        model, precision = made.given(preset, **nested(options)), options.get("precision.name")
+        return made.request("tokens", 1e8, memory_gib=gib, given=model, precision=precision)
+
+    needed = judge(asked(999.0, changed)).asked.memory_bytes[2]
+    gib = room * needed / GIB
+    with_options, without = judge(asked(gib, changed)), judge(asked(gib, plain))
+    assert with_options.asked.fits == "fits" and with_options.answer == "yes"
+    assert without.answer != "no"
+    for verdict in (with_options, without):
+        cards = [remedy.what for remedy in verdict.remedies if remedy.what.startswith("a card with")]
+        assert all(float(what.split()[3]) > max(24, gib) for what in cards)
 
 
 def test_the_mixture_that_was_said_not_to_fit_and_to_fit(tmp_path: Path) -> None:
