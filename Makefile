@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# transformer-engine's Python sources are an oracle for NVFP4. Installed as a package without its compiled library, it
+# would break `import peft`, which asks for it; here nothing finds it but the tests.
+ORACLES = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/deskside_oracles
 
 .PHONY: install demo test test-full lint clean
 
@@ -14,6 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(ORACLES)" transformer-engine==2.20.2
 	touch $(STAMP)
 
 demo: install

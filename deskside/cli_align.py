@@ -88,6 +88,7 @@ def run(argv: Sequence[str]) -> int:
         "sft",
         argv,
         options,
+        given,
         align.template,
         lambda tokenizer: _prepared(given, align, tokenizer),
         lambda loaded, path, size: _configure(loaded, given, align, path, size),
@@ -104,6 +105,7 @@ def learn(
     name: str,
     argv: Sequence[str],
     options: Any,
+    given: dict[str, Any],
     template: str | None,
     prepare: Callable[[Path], Path],
     configure: Callable[[Any, Path, int], RunConfig],
@@ -117,6 +119,7 @@ def learn(
     """
     source = str(options.source)
     loaded = load(source)
+    merge.refuse_other_model(loaded.config, given, source)
     with tempfile.TemporaryDirectory() as folder:
         chat = chat_tokenizer(loaded, template, Path(folder))
         with _in_time(limit):

@@ -69,6 +69,7 @@ def run(argv: Sequence[str]) -> int:
         "dpo",
         argv,
         options,
+        given,
         align.template,
         lambda tokenizer: _prepared(align, given, tokenizer),
         lambda loaded, path, size: _configure(loaded, given, align, path, size),

@@ -80,6 +80,7 @@ def run(argv: Sequence[str]) -> int:
         "grpo",
         argv,
         options,
+        given,
         align.template,
         lambda tokenizer: _prepared(align, given, tokenizer),
         lambda loaded, path, size: _configure(loaded, given, align, path, size, options.questions),

@@ -126,6 +126,7 @@ def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> Run
     if options.depth is not None:
         layers = [presets.depth(options.depth)]
     if source is not None:
+        merge.refuse_other_model(source.config, given, str(options.init))
         layers += merge.resolved("model", source.config.model_dump(mode="json"))
     if options.hours is not None:
         schedule = given.setdefault("schedule", {})

@@ -235,6 +235,12 @@ def test_init_takes_the_shape_of_the_weights(made: MadeRun, capsys: pytest.Captu
         assert RunConfig.model_validate(result["config"]).model == made.config.model
 
 
+def test_init_refuses_another_shape(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for key, value in (("rope_theta", "5.0"), ("num_hidden_layers", "1")):
+        line = refused(["--init", str(made.path), "--dry-run", f"--model.{key}", value], capsys)
+        assert line.startswith(f"model.{key}: the weights of {made.path} ") and f"not {value};" in line
+
+
 def test_dry_run_of_a_resume_shows_the_recorded_run(
     made: MadeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

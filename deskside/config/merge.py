@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from deskside.config.base import Part
 from deskside.config.duration import hours
+from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig
 from deskside.config.run import RunConfig
 from deskside.config.schedule import WsdConfig
@@ -275,6 +276,38 @@ def resolved(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Layers of a part that was resolved before: it has every key, so those without effect are dropped, not refused."""
     causes = [rule.cause.split(".")[1] for rule in NO_EFFECT if rule.cause.startswith(f"{part}.")]
     return [{part: dict(values)}, {part: {key: values[key] for key in causes if key in values}}]
+
+
+def refuse_other_model(own: ModelConfig, given: Mapping[str, Any], source: str) -> None:
+    """Refuse model options that contradict given weights. Raises UsageError.
+
+    Most of them would not even fail: weights fit every rope_theta, and no longer mean what they were trained to mean.
+
+    Args:
+        own: The configuration that belongs to the weights.
+        given: The configuration keys that somebody wrote, as a nested dict.
+        source: Where the weights come from, for the message.
+    """
+    asked = given.get("model", {})
+    if not isinstance(asked, Mapping) or not asked:
+        return
+    try:
+        changed = ModelConfig.model_validate({**own.model_dump(mode="json"), **asked})
+    except ValidationError:
+        return  # `build` says what is wrong with it
+    free = {"router_aux_loss_coef"} | (
+        {"max_position_embeddings"} if own.position_embedding == "rope" else set()
+    )
+    for key in asked:
+        if key not in free and getattr(changed, key) != getattr(own, key):
+            raise UsageError(
+                f"model.{key}: the weights of {source} are of a model with {_plain(getattr(own, key))}, not "
+                f"{_plain(getattr(changed, key))}; leave the option out"
+            )
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:

@@ -8,9 +8,10 @@ from the one place where a field is described, and "was it set" stays knowable.
 import dataclasses
 import inspect
 import tomllib
+import types
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 from pydantic.fields import FieldInfo
@@ -48,7 +49,8 @@ def parse(
         known += ["--" + ".".join(path) for path, _ in objective]
         raise commandline.unexpected(unknown[0], known, prog)
     rest = [f.name for f in dataclasses.fields(options) if f.name not in own]
-    given = _given({name: getattr(parsed, name) for name in rest})
+    lists = frozenset(path for path, field in [*keys(), *objective] if _takes_words(field.annotation))
+    given = _given({name: getattr(parsed, name) for name in rest}, lists)
     return commandline.values(command, parsed, prog), given
 
 
@@ -137,22 +139,33 @@ def _written(value: Any) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
-def _given(values: dict[str, Any], prefix: Path = ()) -> dict[str, Any]:
+def _given(values: dict[str, Any], lists: frozenset[Path], prefix: Path = ()) -> dict[str, Any]:
     result = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
             inner = _given(
-                {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, (*prefix, name)
+                {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, lists, (*prefix, name)
             )
             if inner:
                 result[name] = inner
         elif value is not None:
-            result[name] = _value((*prefix, name), value)
+            result[name] = _value((*prefix, name), value, (*prefix, name) in lists)
     return result
 
 
-def _value(path: Path, text: str) -> Any:
-    """Lists and tables are written as in TOML; `none` unsets what can be unset; the rest stays text for pydantic."""
+def _takes_words(annotation: Any) -> bool:
+    """Whether an annotation allows a list of plain values, which may be written with commas."""
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return any(map(_takes_words, get_args(annotation)))
+    return get_origin(annotation) in (tuple, list) and not any(map(parts_of, get_args(annotation)))
+
+
+def _value(path: Path, text: str, is_list: bool) -> Any:
+    """Return the value that an option's text stands for.
+
+    Tables are written as in TOML, lists as in TOML or as words with commas between them; `none` unsets what can be
+    unset. The rest stays text for pydantic.
+    """
     if text.lower() == "none" and path in _unsettable():
         return None
     if text.startswith(("[", "{")):
@@ -162,7 +175,19 @@ def _value(path: Path, text: str) -> Any:
             raise UsageError(
                 f"{'.'.join(path)}: '{text}' is not a TOML list or table, such as [0.9, 0.95]"
             ) from None
+    if is_list and text not in _words(path):
+        return [word.strip() for word in text.split(",")]
     return text
+
+
+@lru_cache
+def _words(path: Path) -> frozenset[str]:
+    """Return the words that a key takes in place of a list, such as `all`."""
+    field = dict(keys()).get(path)
+    if field is None or get_origin(field.annotation) not in (Union, types.UnionType):
+        return frozenset()
+    members = get_args(field.annotation)
+    return frozenset(word for member in members if get_origin(member) is Literal for word in get_args(member))
 
 
 @lru_cache(maxsize=1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from deskside.config.model import ModelConfig
 from deskside.errors import RunError, UsageError
 from deskside.export.gguf_tokenizer import GgufTokenizer
-from deskside.export.hf import replaced_when_complete, seal, to_hf
+from deskside.export.hf import hf_tensors, replaced_when_complete, seal
 from deskside.export.hf_families import family_of
 from deskside.model.transformer import Transformer
 
@@ -86,7 +86,7 @@ def gguf_tensors(model: Transformer, config: ModelConfig) -> list[GgufTensor]:
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     groups: dict[tuple[str, bool], list[Tensor]] = {}
-    for hf_name, tensor in to_hf(model, config)[1].items():
+    for hf_name, tensor in hf_tensors(model, family_of(config), lambda tensor: tensor.view).items():
         expert = _EXPERT.fullmatch(hf_name)
         key = (f"{expert[1]}.{expert[2]}", True) if expert else (hf_name, False)
         groups.setdefault(key, []).append(tensor)

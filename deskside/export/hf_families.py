@@ -158,6 +158,12 @@ def family_of(config: ModelConfig) -> Family:
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """config.json of this configuration, without what belongs to a tokenizer and a dtype."""
     family = family_of(config)
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if family.model_type == "llama" and hidden % heads:
+        raise UsageError(
+            f"no Hugging Face form: transformers loads no Llama whose hidden_size ({hidden}) is not a multiple of "
+            f"num_attention_heads ({heads}), whatever its head_dim; change one of them, or use qk_norm true (Qwen3)"
+        )
     result: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

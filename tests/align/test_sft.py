@@ -81,6 +81,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_another_shape_than_that_of_the_weights_is_refused(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any data is prepared; it used to train a model that its weights do not belong to."""
+    with within(place):
+        argv = [name, "runs/base", "--data", "nothing-there.jsonl", "--model.rope_theta", "5"]
+        assert main(argv) == 2
+    assert "model.rope_theta: the weights of runs/base are" in capsys.readouterr().err
+
+
 class within:
     def __init__(self, folder: Path):
         self.folder = folder

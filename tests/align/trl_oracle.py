@@ -20,8 +20,6 @@ def trainers() -> Any:
     """(DPOTrainer, GRPOTrainer, selective_log_softmax); skips the test where TRL is not installed."""
     pytest.importorskip("trl")
     with pytest.MonkeyPatch.context() as patch:
-        # peft asks for it, and the meta package without an extension raises.
-        patch.setitem(sys.modules, "transformer_engine", None)
         if importlib.util.find_spec("psutil") is None:  # imported by TRL, and of no use here
             patch.setitem(sys.modules, "psutil", module_from_spec(ModuleSpec("psutil", None)))
         from trl.trainer.dpo_trainer import DPOTrainer

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.config.merge import NO_EFFECT, build, keys, merge, option_keys, parts_of
+from deskside.config.merge import (
+    NO_EFFECT,
+    build,
+    keys,
+    merge,
+    option_keys,
+    parts_of,
+    refuse_other_model,
+)
+from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
@@ -450,3 +459,38 @@ def test_numbers_that_are_not_finite_inside_tables() -> None:
         UsageError, match=r"schedule\.warmup: a fraction of the run must be in \[0, 1\), not inf"
     ):
         build([{"schedule": {"warmup": "inf"}}])
+
+
+@pytest.mark.parametrize("key", sorted(ModelConfig.model_fields))
+def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
+    """Every key of the shape, so that one which is added later has to be decided on here."""
+    own = build([{"model": {"num_hidden_layers": 4, "sliding_window": 64, "window_pattern": "SSL"}}]).model
+    other = {
+        "attention_bias": True, "final_logit_softcapping": 9.0, "fused_gate_up": False, "fused_qkv": False,
+        "gated_mlp": False, "head_dim": 32, "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.5,
+        "intermediate_size": 512, "max_position_embeddings": 4096, "mlp_bias": True, "norm": "layernorm",
+        "norm_bias": True, "norm_eps": 1e-3, "norm_position": "post", "num_attention_heads": 6, "num_experts": 4,
+        "num_hidden_layers": 2, "num_key_value_heads": 1, "position_embedding": "learned", "qk_norm": False,
+        "rope_theta": 5.0, "sliding_window": 32, "tie_word_embeddings": True, "vocab_size": 512,
+        "window_pattern": "SL",
+    }  # fmt: skip
+    moe_only = {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}
+    beside = {"norm_bias": {"norm": "layernorm"}, "num_experts": {"num_experts_per_tok": 2}}.get(key, {})
+    if key in moe_only:  # without effect in a dense model, which is refused for its own reason
+        return
+    refuse_other_model(own, {"model": {key: getattr(own, key)}}, "runs/a")
+    given = {"model": {**beside, key: other[key]}}
+    if key == "max_position_embeddings":
+        refuse_other_model(own, given, "runs/a")
+        return
+    with pytest.raises(UsageError, match=r"^model\.\w+: the weights of runs/a are"):
+        refuse_other_model(own, given, "runs/a")
+
+
+def test_the_weight_of_the_balancing_loss_may_change_beside_given_weights() -> None:
+    own = build([{"model": {"num_experts": 4, "num_experts_per_tok": 2}}]).model
+    refuse_other_model(own, {"model": {"router_aux_loss_coef": 0.5}}, "runs/a")
+    with pytest.raises(
+        UsageError, match=r"model\.norm_topk_prob: .* with true, not false; leave the option out"
+    ):
+        refuse_other_model(own, {"model": {"norm_topk_prob": False}}, "runs/a")

@@ -1,5 +1,6 @@
 """Every configuration key can be given on the command line, and comes back as it was meant."""
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -160,6 +161,29 @@ def test_length_aliases(alias: str, text: str) -> None:
     assert config.schedule.length == Duration.parse(LENGTH_ALIASES[alias].format(text))
 
 
+LISTS = {
+    "data.sources": (["a.txt", "b c.txt"], ["a.txt"]),
+    "precision.keep": (["q_proj", "v_proj"], ["o_proj"]),
+    "optim.betas": ([0.9, 0.95],),
+    "adapter.targets": (["q_proj", "v_proj"], ["q_proj"], "all"),
+}
+
+
+def test_lists_are_written_with_commas_or_in_brackets() -> None:
+    """Every option that is a list of plain values; one value needs no brackets either."""
+    of_words = {".".join(path) for path, field in keys() if overrides._takes_words(field.annotation)}
+    assert of_words == set(LISTS)
+    for key, values in LISTS.items():
+        part, leaf = key.split(".")
+        for value in values:
+            words = value if isinstance(value, str) else ",".join(map(str, value))
+            for text in (words, words.replace(",", ", "), json.dumps(value) if words != value else value):
+                fp8 = {"precision": {"name": "fp8"}} if part == "precision" else {}
+                config = build([{"optim": {"name": "adamw"}, **fp8}, parse(f"--{key}", text)[1]])
+                found = getattr(getattr(config, part), leaf)
+                assert (found if isinstance(found, str) else list(found)) == value
+
+
 def test_none_unsets() -> None:
     config = build([{"evaluate": {"every": "5m"}}, parse("--evaluate.every", "none")[1]])
     assert config.evaluate.every is None
@@ -183,7 +207,10 @@ def test_negative_numbers_are_values() -> None:
         (["--zzzzzzzzzz"], "--zzzzzzzzzz: there is no such option; see deskside made-up --help"),
         (["one", "two"], "'two': unexpected argument; options are written --key value"),
         (["--data.sources", "[a"], "data.sources: '[a' is not a TOML list or table, such as [0.9, 0.95]"),
-        (["--data.sources", "a.txt"], "data.sources: is a list, written in brackets like [\"a\", \"b\"], not 'a.txt'"),
+        (["--schedule.stages", "512"],
+         "schedule.stages: is a list, written in brackets like [\"a\", \"b\"], not '512'"),
+        (["--optim.betas", "0.9,x"],
+         "optim.betas.1: input should be a valid number, unable to parse string as a number, not 'x'"),
         (["--optim.lr="], "optim.lr: input should be a valid number, unable to parse string as a number, not ''"),
     ],
 )  # fmt: skip

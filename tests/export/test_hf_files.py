@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -97,6 +98,18 @@ def test_gpt2_names_its_length_twice_as_published_files_do() -> None:
     assert written["n_ctx"] == written["n_positions"] == 48
 
 
+SIX_HEADS = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def test_transformers_still_refuses_a_llama_of_six_heads_in_64(tmp_path: Path) -> None:
+    """If this fails, transformers allows the shape and the refusal in to_hf_config can go. Qwen3 has no such rule."""
+    with pytest.raises(StrictDataclassError, match="not a multiple of the number of attention"):
+        transformers.LlamaConfig(hidden_size=64, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
+    model = random_model(**SIX_HEADS)
+    out = save_hf(model, model.config, None, tmp_path / "out")
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.num_attention_heads == 6
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -111,6 +124,7 @@ def test_gpt2_names_its_length_twice_as_published_files_do() -> None:
         ({**GPT2, "head_dim": 16}, "head_dim"),
         ({**GPT2, "norm": "rmsnorm"}, "norm = rmsnorm"),
         ({**MOE, "qk_norm": False}, "qk_norm = false"),
+        ({**SIX_HEADS, "qk_norm": False}, r"hidden_size \(64\).*num_attention_heads \(6\)"),
         ({**MOE, "sliding_window": 4, "window_pattern": "SL"}, "window_pattern"),
     ],
 )

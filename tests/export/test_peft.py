@@ -1,8 +1,9 @@
 """Adapters against PEFT on the same weights: output, gradients and merge; and NF4 against bitsandbytes' own layers."""
 
+import importlib.util
 import json
+import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,18 @@ CASES: dict[str, Case] = {
 
 
 @pytest.fixture(scope="module")
-def peft() -> Iterator[Any]:
-    """The library trips over transformer-engine's meta package, which is there without its engine."""
-    before = sys.modules.get("transformer_engine")
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    try:
-        yield pytest.importorskip("peft")
-    finally:
-        if before is None:
-            del sys.modules["transformer_engine"]
-        else:
-            sys.modules["transformer_engine"] = before
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+def test_peft_imports_in_this_environment() -> None:
+    """transformer-engine without its compiled library made it fail; `make install` keeps its sources apart."""
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("needs peft")
+    done = subprocess.run(
+        [sys.executable, "-c", "from peft import PeftModel"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -8,14 +8,14 @@ import importlib.util
 import sys
 import warnings
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
+
+from tests.precision.te_signatures import folder
 
 PACKAGE = "transformer_engine.pytorch"
 RECIPES = f"{PACKAGE}.custom_recipes"
@@ -29,10 +29,7 @@ class _Quantizer:
 @cache
 def reference() -> Any:
     """The module reference_nvfp4. Skips the test where the package is not installed."""
-    found = importlib.util.find_spec("transformer_engine")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("needs the package transformer-engine (pip install 'deskside[dev]')")
-    folder = Path(found.submodule_search_locations[0]) / "pytorch" / "custom_recipes"
+    sources = folder() / "pytorch" / "custom_recipes"
     empty: dict[str, Any] = {
         name: ModuleType(name)
         for name in (
@@ -51,7 +48,7 @@ def reference() -> Any:
         module.__path__ = []
     with patch.dict(sys.modules, empty):
         for name in ("gemm", "reference_utils", "reference_nvfp4"):
-            spec = importlib.util.spec_from_file_location(f"{RECIPES}.{name}", folder / f"{name}.py")
+            spec = importlib.util.spec_from_file_location(f"{RECIPES}.{name}", sources / f"{name}.py")
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module

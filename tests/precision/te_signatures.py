@@ -17,11 +17,18 @@ import pytest
 
 @cache
 def folder() -> Path:
-    """Where the package lies. Skips the test where it does not."""
-    found = importlib.util.find_spec("transformer_engine")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("needs the package transformer-engine (pip install 'deskside[dev]')")
-    return Path(found.submodule_search_locations[0])
+    """Return the folder of the sources. Skips the test where they are not installed.
+
+    `make install` puts them below a folder of their own: the package without its compiled library, found under its
+    usual name, makes `import peft` fail.
+    """
+    for name in ("deskside_oracles", "transformer_engine"):
+        found = importlib.util.find_spec(name)
+        for location in (found.submodule_search_locations if found is not None else None) or ():
+            sources = Path(location) / "transformer_engine" if name == "deskside_oracles" else Path(location)
+            if sources.is_dir():
+                return sources
+    pytest.skip("needs the sources of transformer-engine (make install)")
 
 
 def signature(file: str, *path: str) -> inspect.Signature:
