@@ -1,7 +1,8 @@
 """What others claimed, as data: `claims.toml` beside this file, each entry checked as it is read.
 
-A claim is about an arm of a study against another ("measured"), or about something that arithmetic answers
-("arithmetic"). What its keys mean stands at the head of the file. `deskside.study.claims` judges them.
+A claim is about an arm of a study against another ("measured"), about something that arithmetic answers
+("arithmetic"), or nothing here can speak to it and `why` says so ("open"). What its keys mean stands at the head of
+the file. `deskside.study.claims` judges them.
 """
 
 import difflib
@@ -15,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from deskside.errors import UsageError
 
-Kind = Literal["measured", "arithmetic"]
+Kind = Literal["measured", "arithmetic", "open"]
 Direction = Literal["lower", "higher", "none", "about", "at most", "at least"]
 ABSOLUTE = ("about", "at most", "at least")
 Show = Literal["percent", "times"]
@@ -28,16 +29,17 @@ class Claim:
 
     size: (from, to), the change of `quantity` relative to `against`, -0.3 for 30 % less; None: only a direction.
     value: (from, to) in `unit`, of claims that compare nothing. tolerance: see claims.toml. needs: what a machine must
-    have before its measurement can speak to the claim. note: how it was read. explanation: why it is not so.
+    have before its measurement can speak to the claim. note: how it was read. explanation: why it is not so. why: what
+    a check of an open claim would need.
     """
 
     id: str
     text: str
     source: str
     kind: Kind
-    quantity: str
-    direction: Direction
     claimed_on: str
+    quantity: str = ""
+    direction: Direction = "about"
     size: Span | None = None
     value: Span | None = None
     unit: str = ""
@@ -50,6 +52,7 @@ class Claim:
     needs: tuple[str, ...] = ()
     note: str = ""
     explanation: str = ""
+    why: str = ""
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -59,6 +62,14 @@ class Claim:
     def _problem(self) -> str:
         if self.kind not in get_args(Kind) or self.direction not in get_args(Direction):
             return f"there is no kind {self.kind} or direction {self.direction}"
+        if (self.kind == "open") != bool(self.why):
+            return "an open claim, and no other, says why nothing here can speak to it"
+        if self.kind == "open":
+            numbers = self.quantity or self.size is not None or self.value is not None
+            compared = self.group or self.arm or self.against or self.formula
+            return "an open claim compares and computes nothing" if numbers or compared else ""
+        if not self.quantity:
+            return "it names no quantity"
         if self.show not in get_args(Show):
             return f"show is {' or '.join(get_args(Show))}, not {self.show}"
         if self.tolerance < 0:
@@ -82,6 +93,8 @@ class Claim:
     @property
     def claimed(self) -> str:
         """What is claimed, as it stands in a table: "-30 %", "0.24 times", "less", "450 W", "no change (2 %)"."""
+        if self.kind == "open":
+            return "as it says"
         if self.value is not None:
             sign = {"about": "", "at most": "at most ", "at least": "at least "}[self.direction]
             amount = _span(*self.value)

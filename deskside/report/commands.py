@@ -37,6 +37,10 @@ class ReportOptions:
         str | None,
         tyro.conf.arg(metavar="FILE", help="also write what a study says of published claims, as Markdown"),
     ] = None
+    also: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="STUDY,...", help="with --claims: more studies whose trials count as well"),
+    ] = None
     json: bool = False
     """print the paths as JSON"""
 
@@ -47,7 +51,10 @@ def run(argv: Sequence[str]) -> int:
     folder = Path(options.run)
     if options.claims and not is_study(folder):
         raise UsageError(f"--claims: {folder} is no study; give the directory of one that tests claims")
-    page, missing = _write_study(folder, options.claims) if is_study(folder) else _write_run(folder)
+    if options.also and not options.claims:
+        raise UsageError("--also: counts for --claims alone; give --claims FILE, or leave it out")
+    also = [Path(name) for name in (options.also or "").split(",") if name]
+    page, missing = _write_study(folder, options.claims, also) if is_study(folder) else _write_run(folder)
     for sentence in missing:
         print(sentence, file=sys.stderr)
     if options.json:
@@ -85,9 +92,11 @@ def _write_run(folder: Path) -> tuple[Path, list[str]]:
     return page, record.missing
 
 
-def _write_study(folder: Path, claims: str | None = None) -> tuple[Path, list[str]]:
+def _write_study(
+    folder: Path, claims: str | None = None, also: Sequence[Path] = ()
+) -> tuple[Path, list[str]]:
     from deskside.report import study, study_figures  # a run's report needs none of it
-    from deskside.report.study_claims import claims_markdown
+    from deskside.report.study_claims import claims_markdown, with_others
     from deskside.study.outcome import JSON, PARQUET, write_parquet
 
     results = studies.read(folder)
@@ -101,8 +110,9 @@ def _write_study(folder: Path, claims: str | None = None) -> tuple[Path, list[st
         figures, absent = study_figures.draw(results, folder / "plots")
         page = _write(study.compose(results, folder, figures, absent), folder)
     if claims:
+        others = [as_it_is(studies.read(other), other) for other in also]
         with _told(Path(claims)):
-            _replace(Path(claims), claims_markdown(results))
+            _replace(Path(claims), claims_markdown(with_others(results, others)))
     return page, [sentence for sentences in absent.values() for sentence in sentences]
 
 

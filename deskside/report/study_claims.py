@@ -1,31 +1,48 @@
 """Published claims beside what was measured here: a section of the report, and a document of its own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deskside.report import markdown, words
 from deskside.report.document import Block, Bullets, Details, Document, Paragraph, Section, Table
 from deskside.report.rundir import mapping, number, text
 from deskside.report.study_words import group_title, several
+from deskside.study.claims import judge
 from deskside.study.results import ClaimResult, Results
 
 # In the order in which a person wants to know them: verdict -> (how several are said to have it, what it means).
 VERDICTS = {
     "contradicted": (
         "contradicted",
-        "Shown to go the other way, to be outside of what the claim allows, or to be less than a twentieth of it "
-        "(in logarithms)",
+        "Measured to go the other way, to be outside of what the claim allows, or to be less than a twentieth of it "
+        "(in logarithms); or arithmetic, a data sheet or a published price says otherwise",
     ),
-    "holds": ("hold", "Shown in the claimed direction, and the interval meets the claimed size"),
+    "holds": (
+        "hold",
+        "Measured in the claimed direction, and the interval meets the claimed size; or arithmetic, a data sheet or a "
+        "published price agrees",
+    ),
     "holds in direction": (
         "hold in direction",
-        "Shown in the claimed direction, but not in the claimed size; a twentieth of it at least (in logarithms)",
+        "Measured in the claimed direction, but not in the claimed size; a twentieth of it at least (in logarithms)",
     ),
     "not shown": (
         "not shown",
-        "The interval leaves it open, or there were too few seeds. That is no contradiction",
+        "The interval leaves it open, there were too few seeds, or the decision does not stand among all measured "
+        "claims. That is no contradiction",
+    ),
+    "consistent with the model": (
+        "consistent with the model",
+        "Nothing was measured. The claim lies within the range of the planner's model, which is wide, so this says "
+        "little for it",
+    ),
+    "not consistent with the model": (
+        "not consistent with the model",
+        "Nothing was measured. The claim lies outside of the range of the planner's model",
     ),
     "needs other hardware": ("need other hardware", "This machine cannot say"),
+    "not measured": ("not measured", "No finished trial speaks to it, or nothing here can"),
 }
 HEAD = ("claim", "source", "claimed", "measured or computed here", "seeds", "scale")
 
@@ -33,13 +50,30 @@ HEAD = ("claim", "source", "claimed", "measured or computed here", "seeds", "sca
 def claims_section(results: Results) -> Section:
     """Counts, the table of all claims, and an explanation of each that is contradicted."""
     explained = [_explained(claim) for claim in results.claims if claim.verdict == "contradicted"]
-    blocks: list[Block] = [Paragraph(counts(results)), _table(results.claims)]
+    judged = [claim for claim in results.claims if claim.verdict != "not measured"]
+    blocks: list[Block] = [Paragraph(counts(results))]
+    if judged:
+        blocks.append(_table(judged))
     if explained:
         blocks += [Paragraph("Why some are contradicted:"), Bullets(tuple(explained))]
-    others = [_explained(c) for c in results.claims if c.verdict != "contradicted" and c.explanation]
+    others = [_explained(c) for c in judged if c.verdict != "contradicted" and c.explanation]
+    open_ = [_explained(c) for c in results.claims if c.verdict == "not measured"]
     if others:
         blocks.append(Details(f"Notes on the others ({len(others)})", (Bullets(tuple(others)),)))
+    if open_:
+        blocks.append(Details(f"Not measured ({len(open_)})", (Bullets(tuple(open_)),)))
     return Section("Claims", tuple(blocks))
+
+
+def with_others(results: Results, others: Sequence[Results]) -> Results:
+    """Return a study with every claim judged anew, by its own trials and those of more studies, which it names."""
+    notes = [
+        f"Also: study {other.name} of {other.created[:10]} on {_card(other)}: "
+        + "; ".join(f"{group_title(g)} ({g.budget or 'no budget recorded'})" for g in other.groups)
+        + "."
+        for other in others
+    ]
+    return replace(judge(results, others=others), notes=[*results.notes, *notes])
 
 
 def claims_markdown(results: Results) -> str:
@@ -63,11 +97,15 @@ def claims_document(results: Results) -> Document:
         sections.append(Section(verdict.capitalize(), tuple(blocks)))
     if not results.claims:
         sections.append(Section("Claims", (Paragraph("This study speaks to no claim."),)))
+    family = sum(claim.p is not None for claim in results.claims)
     seeds = sorted({claim.n for claim in results.claims if claim.n})
     span = " to ".join(dict.fromkeys((str(seeds[0]), str(seeds[-1])))) if seeds else ""
     lines = [
-        "A measured claim is one comparison of two arms, paired by seed, with its interval. What a data sheet or "
-        "arithmetic answers has no seeds, and its scale says what it is: published, computed or modelled.",
+        "A measured claim is one comparison of two arms, paired by seed, with its interval of 95 %. What a data sheet "
+        "or arithmetic answers has no seeds, and its scale says what it is: published, computed or modelled.",
+        f"Decisions about the {family} claims with an interval are adjusted for their number by the rule of Benjamini "
+        "and Hochberg at 5 %; intervals are not (docs/statistics.md).",
+        '"Shared host" marks a speed or a power draw that was measured while other trials ran on the same host.',
         f"Study: {results.name}. {results.question}".strip(),
         *(
             f"{group_title(g)}: base {g.base}, every arm had {g.budget or 'a budget that is not recorded'}."
@@ -93,10 +131,14 @@ def counts(results: Results) -> str:
         for verdict, count in found.items()
         if count
     )
-    gpu = results.machine.get("gpu")
-    card = text(mapping(gpu).get("name")) or text(gpu) or text(results.machine.get("device"))
+    card = _card(results)
     where = f" Measured on {card}." if card else ""
     return f"{several(len(results.claims), 'claim')}: {told or 'none judged'}.{where}"
+
+
+def _card(results: Results) -> str:
+    gpu = results.machine.get("gpu")
+    return text(mapping(gpu).get("name")) or text(gpu) or text(results.machine.get("device")) or ""
 
 
 def measured(claim: ClaimResult) -> str:

@@ -158,7 +158,12 @@ class Front:
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """What a study says of one claim of facts/claims.toml. measured, low and high are in the claim's own unit."""
+    """What a study says of one claim of facts/claims.toml. measured, low and high are in the claim's own unit.
+
+    basis: what the verdict rests on: "measured", a source of study/arithmetic.py, or "" where there is nothing.
+    p: of the decision by this claim's numbers alone, before the adjustment for many claims. shared: whether other
+    trials ran on the host at the same time, for a claim about speed or power.
+    """
 
     id: str
     text: str
@@ -172,6 +177,9 @@ class ClaimResult:
     scale: str
     verdict: str
     explanation: str
+    basis: str = ""
+    p: float | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)

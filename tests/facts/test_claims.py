@@ -3,6 +3,7 @@
 import re
 import tomllib
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from deskside.facts.claims import ABSOLUTE, claim, claims
 from deskside.facts.gpus import gpus
 
+ROOT = Path(__file__).parents[2]
 SOURCES = {"book": "A Book"}
 ENTRY: dict[str, Any] = {
     "id": "x",
@@ -36,6 +38,14 @@ ARITHMETIC: dict[str, Any] = {
     "unit": "W",
     "claimed_on": "RTX 5090",
 }
+OPEN: dict[str, Any] = {
+    "id": "z",
+    "text": "It stays cool",
+    "source": ["book", "Chapter"],
+    "kind": "open",
+    "claimed_on": "RTX 5090",
+    "why": "It needs a card.",
+}
 
 
 def test_the_file_is_whole() -> None:
@@ -53,7 +63,7 @@ def test_the_file_is_whole() -> None:
         assert "/" not in one.source  # a document and its section, never a path
         assert all(need in ("gpu", "fp8", "fp4") or need in cards for need in one.needs), one.id
         assert 0 <= one.tolerance <= 1
-        for sentence in (one.note, one.explanation):
+        for sentence in (one.note, one.explanation, one.why):
             assert not sentence or sentence.endswith("."), one.id
 
 
@@ -138,6 +148,10 @@ def test_a_claimed_value_reads_as_it_was_meant(changes: dict[str, Any], words: s
         {**ARITHMETIC, "unit": ""},
         {**ARITHMETIC, "group": "g", "arm": {"f": "on"}},
         {**ARITHMETIC, "direction": "higher"},
+        {**OPEN, "why": ""},
+        {**OPEN, "formula": "f"},
+        {**ARITHMETIC, "why": "It needs a card."},
+        {**ENTRY, "quantity": ""},
     ],
 )
 def test_what_cannot_be_judged_is_refused_by_its_id(entry: dict[str, Any]) -> None:
@@ -154,5 +168,12 @@ def test_an_entry_with_an_unknown_key_or_source_is_refused() -> None:
 
 def test_a_claim_of_a_value_has_one_and_no_other() -> None:
     for one in claims():
-        assert (one.value is not None) == (one.direction in ABSOLUTE)
+        assert one.kind == "open" or (one.value is not None) == (one.direction in ABSOLUTE)
         assert (one.kind == "arithmetic") == bool(one.formula)
+
+
+def test_the_document_lists_every_claim() -> None:
+    document = " ".join((ROOT / "docs" / "claims.md").read_text("utf-8").split())
+    told = document.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").replace("\\", "")
+    assert not [one.id for one in claims() if f"| {one.text} |" not in told]
+    assert f"{len(claims())} claims:" in told

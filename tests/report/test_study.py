@@ -255,7 +255,7 @@ def test_command_writes_everything_and_prints_json(
     assert set(told["results"]) == {"json", "parquet"}
     table = pq.read_table(folder / "results.parquet").to_pylist()
     assert [r["val_bpb"] for r in table] == [t.metrics["val_bpb"] for arm in results.arms for t in arm.trials]
-    assert target.read_text("utf-8") == claims_markdown(results)
+    assert target.read_text("utf-8") == claims_markdown(study_claims.with_others(results, []))
     page = Page((folder / "report.html").read_text("utf-8"))
     images = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]
     assert len(images) == len(told["plots"]) and all(
