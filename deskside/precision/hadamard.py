@@ -6,6 +6,7 @@ over its group, so that a block scale is not spent on one value. Size 16 with on
 (arXiv 2509.25149); size 128 with signs drawn anew makes MS-EDEN unbiased (arXiv 2601.22813).
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -34,12 +35,14 @@ def hadamard(x_NK: Tensor, signs_S: Tensor, along: Along) -> Tensor:
     """
     (N, K), S = x_NK.shape, len(signs_S)
     R = 1 if along == "columns" else K  # in memory S values of a group are R apart
-    x_GSR = x_NK.float().reshape(-1, S, R) * signs_S.view(S, 1)
+    # Scaled before the sums, which overflow otherwise from 2e37 on. A power of two changes no bit of them.
+    first = 0.5 ** math.ceil(math.log2(S) / 2)
+    x_GSR = x_NK.float().reshape(-1, S, R) * (signs_S.float() * first).view(S, 1)
     half = 1
     while half < S:
         pair = x_GSR.view(-1, S // (2 * half), 2, half, R)
         a, b = pair.unbind(2)
         x_GSR = torch.stack((a + b, a - b), dim=2).view(-1, S, R)
         half *= 2
-    result = (x_GSR * S**-0.5).view(N, K)
+    result = (x_GSR * (S**-0.5 / first)).view(N, K)
     return result.to(x_NK.dtype) if S == 16 else result

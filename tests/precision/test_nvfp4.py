@@ -245,6 +245,16 @@ def test_hadamard_is_the_matrix(size: int) -> None:
     assert (product - x.double().T @ y.double()).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("size", [16, 128])
+def test_hadamard_of_large_values_is_finite_and_scales_exactly(size: int) -> None:
+    """Sums of unscaled values overflow from 2e37 on, where transformer-engine's product stays finite."""
+    x, signs = torch.randn(size, 2 * size).bfloat16(), draw_signs(size, CPU)
+    for along in ("columns", "rows"):
+        small = hadamard(x, signs, along)
+        large = hadamard(x * 2.0**125, signs, along)
+        assert large.isfinite().all() and (large * 2.0**-125).equal(small)
+
+
 def test_nvidias_signs() -> None:
     assert nvidia_signs(CPU).tolist() == te_reference.reference().get_wgrad_sign_vector().tolist()
 

@@ -45,9 +45,12 @@ def _at(m: tl.tensor, s: tl.tensor, K: tl.tensor, ROWS: tl.constexpr) -> tl.tens
 def _rotation(
     matrix_ptr: tl.tensor, signs_ptr: tl.tensor, HADAMARD: tl.constexpr, BS: tl.constexpr
 ) -> tl.tensor:
-    """diag(signs) H."""
+    """diag(signs) H, scaled by the power of two at or below 1 / sqrt(HADAMARD).
+
+    Sums of unscaled values would overflow from 2e37 on, and a power of two changes no bit of them.
+    """
     i = tl.arange(0, BS)
-    matrix = tl.load(matrix_ptr + i[:, None] * BS + i[None, :])
+    matrix = tl.load(matrix_ptr + i[:, None] * BS + i[None, :]) * (0.25 if HADAMARD == 16 else 0.0625)
     return matrix * tl.load(signs_ptr + i % HADAMARD).to(matrix.dtype)[:, None]
 
 
@@ -66,7 +69,8 @@ def _values(
     if HADAMARD > 0:
         BF16: tl.constexpr = x.dtype == tl.bfloat16
         values = tl.dot(x.to(rotation.dtype), rotation, input_precision="ieee")
-        values *= 0.25 if HADAMARD == 16 else 0.08838834764831845  # 1 / sqrt(HADAMARD)
+        if HADAMARD == 128:
+            values *= 1.4142135623730951  # 1 / sqrt(128), of which the rotation has 1 / 16
         if HADAMARD == 16 and BF16:
             if INTERPRETED:  # whose own conversion does not round to even
                 values = bf16_nearest(values)
