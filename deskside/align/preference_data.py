@@ -70,6 +70,8 @@ def _answer(question: list[dict[str, Any]], given: Any) -> str:
         raise NotRendered("an answer's last message is not the assistant's")
     if len(messages) > 1 and messages[:-1] != question:
         raise NotRendered("an answer's messages do not begin with those of the prompt")
+    if "name" in messages[-1]:
+        raise NotRendered("an answer's last message has a name, which is not kept; take it out")
     return str(messages[-1]["content"])
 
 

@@ -23,11 +23,12 @@ from deskside.data.heldout import is_validation
 from deskside.data.pool import in_order
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
-from deskside.data.renderer import NotRendered
+from deskside.data.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
 from deskside.data.sources import BadInputLog, Source
 from deskside.errors import RunError, UsageError
 
-VERSION = 1
+VERSION = 1  # of the folder's form
+RENDERED = 2  # of what is made of the same records
 FEWEST_HELD_OUT = 32
 Kind = Literal["preference", "questions"]
 NOUN = {"preference": "pair", "questions": "question"}
@@ -50,7 +51,9 @@ class Spec:
         parts = [content_key([Source.parse(s) for s in names]) for names in (self.sources, self.val_sources)]
         parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", "chat_template.jinja")]
         parts.append(
-            repr((VERSION, self.kind, self.val_fraction, self.most_held_out, self.seed, self.options))
+            repr(
+                (VERSION, RENDERED, self.kind, self.val_fraction, self.most_held_out, self.seed, self.options)
+            )
         )
         return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
 
@@ -78,6 +81,7 @@ Make = Callable[[ChatTemplate, int | None, dict[str, Any]], Made]
 def _made(item: Make, end: int | None, template: ChatTemplate, fields: dict[str, Any]) -> Made | str:
     """What `item` makes, or why it does not."""
     try:
+        refuse_row_fields(fields)
         return item(template, end, fields)
     except NotRendered as error:
         return str(error)
@@ -176,7 +180,7 @@ class Maker:
 
     def _records(self, names: Iterable[str]) -> Iterator[Record]:
         for name in names:
-            yield from iter_records(Source.parse(name), self.fields, self.log)
+            yield from iter_records(Source.parse(name), self.fields, self.log, ROW_FIELDS)
 
     def _refuse(self, record: Record, why: str) -> None:
         self.log.add(f"no {NOUN[self.spec.kind]} that can be used", record.origin, why)

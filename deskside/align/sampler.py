@@ -199,17 +199,16 @@ class Sampler:
         }
         found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         ended = [False] * len(prompts)
-        while not self.engine.idle:
-            for event in self.engine.step():
-                at = numbers[event.request]
-                if event.token is None or ended[at]:
-                    continue
-                found[at][0].append(event.token)
-                found[at][1].append(float(event.logprob or 0.0))
-                if event.token in self.ends:
-                    ended[at] = True
-                    if event.reason is None:
-                        self.engine.cancel(event.request)
+        for event in self.engine.events():
+            at = numbers[event.request]
+            if event.token is None or ended[at]:
+                continue
+            found[at][0].append(event.token)
+            found[at][1].append(float(event.logprob or 0.0))
+            if event.token in self.ends:
+                ended[at] = True
+                if event.reason is None:
+                    self.engine.cancel(event.request)
         return [
             Sampled(tuple(made), tuple(logprobs), end)
             for (made, logprobs), end in zip(found, ended, strict=True)

@@ -31,12 +31,12 @@ from deskside.data.pool import in_order
 from deskside.data.prepare import sum_up
 from deskside.data.progress import Progress
 from deskside.data.records import Record, content_key, iter_records
-from deskside.data.renderer import NotRendered, checked_messages
+from deskside.data.renderer import ROW_FIELDS, NotRendered, checked_messages, refuse_row_fields
 from deskside.data.shards import MAX_TAGS, ChatInfo, DatasetIndex, EncodedDocument, TagInfo
 from deskside.data.sources import BadInputLog, Source
 from deskside.errors import UsageError
 
-VERSION = 1  # of what is made from the same arguments
+VERSION = 2  # of what is made from the same arguments
 SHARD_TOKENS = 1 << 25
 DEFAULT_FRACTION, FEWEST_HELD_OUT = 0.02, 32
 SAMPLES, SAMPLE_CHARACTERS = 4, 600
@@ -195,8 +195,9 @@ class _Maker:
     def _conversations(self, sources: Sequence[Source], split: str) -> Iterator[_Conversation]:
         log = self.logs[split]
         for source in sources:
-            for record in iter_records(source, ("messages",), log):
+            for record in iter_records(source, ("messages",), log, ROW_FIELDS):
                 try:
+                    refuse_row_fields(record.fields)
                     messages = checked_messages(record.fields["messages"])
                 except NotRendered as error:
                     log.add(NO_CONVERSATION, record.origin, str(error))

@@ -11,7 +11,8 @@ A chat template turns messages into one text. Which of its characters an assista
 The text is cut where an assistant begins to speak, and the parts are tokenised one by one. So the tokens before a turn
 are exactly those of the prompt that chatting gives to the model, even where a merge would have crossed the cut.
 
-A message that spells a special token does not get it (renderer.py), so data cannot forge a turn. Only byte-level BPE
+A message that spells a special token does not get it (renderer.py), so data cannot forge a turn. The texts here are
+escaped, and `Renderer.ids` makes tokens of their parts. Only byte-level BPE
 is taken, as in all prepared data: other tokenizers write a text's first word differently.
 """
 
@@ -28,7 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.data import tokenizer as bpe
-from deskside.data.renderer import TEMPLATE, Message, NotRendered, Refused, Renderer, own_template
+from deskside.data.renderer import (
+    TEMPLATE,
+    Message,
+    NotRendered,
+    Refused,
+    Renderer,
+    own_template,
+    tokenizer_settings,
+)
 from deskside.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,8 +95,7 @@ class ChatTemplate:
 
     def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> Tokens:
         """A whole conversation. Raises NotRendered."""
-        guarded = self._renderer.guarded(messages)
-        spans, text, last_only = self._spans(guarded)
+        spans, text, last_only = self._spans(messages)
         if not spans:
             raise NotRendered("no assistant speaks")
         if turns == "last":
@@ -113,7 +121,7 @@ class ChatTemplate:
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans = []
         for n in numbers:
-            before = self._renderer.text(messages[:n], reply=True) if n else ""
+            before = self._before(messages, n)
             after = self._renderer.text(messages[: n + 1], reply=False) if n + 1 < len(messages) else text
             if text.startswith(before) and text.startswith(after) and len(before) < len(after):
                 spans.append((len(before), len(after)))
@@ -123,6 +131,29 @@ class ChatTemplate:
                 )
         # One that is written differently later on is one that no later prompt shows as it was learnt.
         return (spans, text, False) if len(spans) == len(numbers) else (spans[-1:], text, True)
+
+    def _before(self, messages: Sequence[Message], n: int) -> str:
+        """Return the text before turn n, up to where the assistant begins to speak.
+
+        Many templates refuse an empty conversation. Where the assistant speaks first, the text before it is then what
+        they write up to the end of the prompt for a reply, which a question with and without that prompt shows.
+        """
+        if n:
+            return self._renderer.text(messages[:n], reply=True)
+        try:
+            return self._renderer.text([], reply=True)
+        except Refused:
+            question = _TRIAL[:1]
+            asked = self._renderer.text(question, reply=False)
+            with_prompt = self._renderer.text(question, reply=True)
+            first = self._renderer.text(messages[:1], reply=False)
+            prompt = with_prompt.removeprefix(asked)
+            at = first.find(prompt) if with_prompt.startswith(asked) and prompt else -1
+            if at < 0:
+                raise NotRendered(
+                    "it begins with the assistant, and the template shows no beginning of its turn"
+                ) from None
+            return first[: at + len(prompt)]
 
     def _turn_end(self, text: str, begin: int, end: int) -> int:
         """A turn ends with its last special token; white space after that belongs to what follows."""
@@ -192,8 +223,7 @@ def _add_special(coder: Tokenizer, tokens: Sequence[str]) -> None:
 
 def _settings(source: Path, end: str) -> dict[str, Any]:
     """tokenizer_config.json: the source's, without a template of its own."""
-    file = source / "tokenizer_config.json"
-    settings: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    settings = tokenizer_settings(source)
     settings.pop("chat_template", None)
     settings.pop("added_tokens_decoder", None)  # tokenizer.json has them, the new ones included
     defaults = {

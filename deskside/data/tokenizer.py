@@ -11,6 +11,7 @@ There is no normaliser: the tokens of a text give back its bytes, so bits per by
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -213,6 +214,62 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes]:
     for token, index in vocab.items():
         texts[index] = added[index] if index in added else bytes(byte_of[c] for c in token)
     return texts
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """Return the most bytes of text that one token can stand for; None where no bound is known.
+
+    So a text of n bytes has n / longest_token tokens at least. This holds for BPE without unknown tokens whose
+    pre-tokenizer and normaliser drop nothing. NFC makes a third of a text's bytes at most out of it (Hangul syllables
+    of three Jamo, U+1FEF).
+    """
+    from tokenizers import pre_tokenizers
+
+    spec = json.loads(tokenizer.to_str())
+    model = spec.get("model") or {}
+    vocab = model.get("vocab")
+    if model.get("type") != "BPE" or not isinstance(vocab, dict):
+        return None
+    byte_level = _mentions_byte_level(spec.get("pre_tokenizer"))
+    needed = pre_tokenizers.ByteLevel.alphabet() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    complete = (byte_level or model.get("byte_fallback")) and all(piece in vocab for piece in needed)
+    shrinks = _shrinks(spec.get("normalizer"))
+    added = spec.get("added_tokens", [])
+    swallows = any(token.get("lstrip") or token.get("rstrip") for token in added)  # white space around them
+    if not complete or shrinks is None or swallows or not _keeps_all(spec.get("pre_tokenizer")):
+        return None
+    # In byte-level BPE each character of a token's written form stands for one byte.
+    lengths = [len(token) if byte_level else len(token.encode()) for token in vocab]
+    return shrinks * max([*lengths, *(len(token["content"].encode()) for token in added)])
+
+
+def _shrinks(normalizer: Any) -> int | None:
+    """How many times shorter, in bytes, a normaliser can make a text; None where no bound is known."""
+    if normalizer is None:
+        return 1
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        factors = [_shrinks(part) for part in normalizer.get("normalizers", [])]
+        return None if None in factors else math.prod(factor or 1 for factor in factors)
+    if kind == "Replace":
+        pattern = normalizer.get("pattern", {}).get("String")
+        grows = isinstance(pattern, str) and len(normalizer.get("content", "").encode()) >= len(
+            pattern.encode()
+        )
+        return 1 if grows else None
+    return {"NFC": 3, "Prepend": 1}.get(kind)
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool:
+    """Whether a pre-tokenizer leaves all of a text."""
+    if pre_tokenizer is None:
+        return True
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        return all(_keeps_all(part) for part in pre_tokenizer.get("pretokenizers", []))
+    return kind in ("ByteLevel", "Digits", "Metaspace") or (
+        kind == "Split" and pre_tokenizer.get("behavior") != "Removed"
+    )
 
 
 def _mentions_byte_level(part: Any) -> bool:

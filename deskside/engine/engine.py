@@ -30,11 +30,11 @@ from deskside.engine.noise import stream_of
 from deskside.engine.pages import Key, Pages, keys_of
 from deskside.engine.requests import Answer, Event, Reason, Request, check_prompt
 from deskside.engine.rows import Flight, Row
-from deskside.engine.sampling import Settings, width_of
+from deskside.engine.sampling import NOT_FINITE, Settings, width_of
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import Forward, Slots
 from deskside.engine.text import TextStream
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError, described
 from deskside.kernels.decode import in_kernel
 from deskside.model.transformer import Transformer
 
@@ -88,16 +88,16 @@ class Engine:
         self._tokenizer = tokenizer
         most = -(-self.limit // page_size)
         count = min(max_tokens // page_size, max_batch * most)
-        per_row = min(most, count)
-        self._longest = min(self.limit, per_row * page_size)  # that a row can become here
+        self._per_row = min(most, count)  # pages
+        self._longest = min(self.limit, self._per_row * page_size)  # that a row can become here
         self._pages = Pages(count)
         models = [model] if draft is None else [model, draft]
         self._forwards = tuple(Forward(each, count, page_size, self._longest) for each in models)
-        self._slots = Slots(max_batch, per_row, self.vocabulary, self.device)
         if graphs is None:
             graphs = self.device.type == "cuda" and all(self._capturable(f) for f in self._forwards)
-        self._graphs = Graphs() if graphs else None
+        self._captures = graphs
         self._ahead = self.device.type == "cuda"  # queue a step before the last one's tokens are read
+        self._slots, self._graphs = self._new_state()
         self._free = list(range(max_batch - 1, -1, -1))
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
@@ -127,21 +127,26 @@ class Engine:
         """Take a request in; returns its number, which its events carry.
 
         Raises UsageError for a prompt that is empty, too long or no text of this model, for a request that would never
-        fit, and for stop strings without a tokenizer.
+        fit, and for stop strings without a tokenizer. Everything that depends on the request's own values is made here,
+        so that none of them can make a step fail; whatever is raised, nothing of the request stays behind.
         """
         self._check(request)
-        number, self._next = self._next, self._next + 1
+        number = self._next
         length = len(request.prompt)
         end = min(self.limit, length + request.max_new_tokens)
         keys = keys_of(request.prompt, self.page_size)
-        for sample in range(request.samples):
-            if length >= end:
-                self._news.append(Event(number, sample, None, "length"))
-                continue
+        rows: list[Row] = []
+        for sample in range(request.samples if length < end else 0):
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, request.stop_strings)
-            self._waiting.append(Row(number, sample, request, end, keys, stream))
+            draws = stream_of(request.seed, request.first_sample + sample)
+            settings = Settings.of([request.sampling], [draws], "cpu")
+            rows.append(Row(number, sample, request, end, keys, stream, settings))
+        self._next += 1
+        self._waiting.extend(rows)
+        if not rows:
+            self._news += [Event(number, sample, None, "length") for sample in range(request.samples)]
         return number
 
     def cancel(self, number: int) -> None:
@@ -152,8 +157,11 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Compute, and tell what is new. Nothing left to do gives nothing."""
-        news, self._news = self._news, []
+        """Compute, and tell what is new. Nothing left to do gives nothing.
+
+        A sample that fails by itself ends with the reason "failed". Where the step itself raises, nothing can be
+        computed any more until `abandon` and `restart` were called; the events so far are not lost.
+        """
         before = len(self._flights)
         self._admit()
         starting = [row for row in self._running if not row.prompted]
@@ -164,13 +172,14 @@ class Engine:
             self._decode(going)
         ahead = self._ahead and (starting or going)
         for _ in range(before if ahead else len(self._flights)):
-            news.extend(self._land(self._flights.popleft()))
+            self._land(self._flights.popleft())
+        news, self._news = self._news, []
         return news
 
     def run(self, requests: Sequence[Request]) -> list[list[Answer]]:
         """Answers to all of them, one for each sample. Only for an engine that has nothing else to do.
 
-        Raises as `submit`, before anything is computed.
+        Raises as `submit`, before anything is computed, and as `events`.
         """
         if not self.idle:
             raise UsageError("engine: run() would lose the events of other requests; use submit() and step()")
@@ -186,9 +195,40 @@ class Engine:
         return [answers[number] for number in numbers]
 
     def events(self) -> Iterator[Event]:
-        """Steps until nothing is left."""
+        """Steps until nothing is left. Raises RunError when a sample fails."""
         while not self.idle:
-            yield from self.step()
+            for event in self.step():
+                if event.reason == "failed":
+                    raise RunError(event.error)
+                yield event
+
+    def abandon(self, why: str, waiting: bool = False) -> list[Event]:
+        """Give up the samples that run, after a step has raised: all events that nobody has heard yet.
+
+        They end with the reason "failed" and the error `why`. Those that wait go on waiting, unless `waiting`, or
+        nothing ran that can have been the cause. Touches only the host, so it works whatever the device does.
+        """
+        rows = list(self._running)
+        if waiting or not rows:
+            rows += self._waiting
+            self._waiting.clear()
+        for row in rows:
+            row.ended = True
+            self._news.append(Event(row.number, row.sample, None, "failed", error=why))
+        self._running.clear()
+        self._flights.clear()
+        self._pages = Pages(self._pages.count)
+        self._free = list(range(self.max_batch - 1, -1, -1))
+        news, self._news = self._news, []
+        return news
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Make the device's state anew after `abandon`. Raises what the device raises where it is beyond repair."""
+        self._slots, self._graphs = self._new_state()
+        self._lanes = ([], self._slots.to_device([]))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def weights_changed(self) -> None:
         """Forget what was computed with other weights. Raises UsageError while something runs."""
@@ -202,34 +242,31 @@ class Engine:
 
     def _admit(self) -> None:
         """Let rows in, in their order, while there are slots and pages."""
+        if not (self._waiting and self._free):
+            return
         computing = {key for row in self._running if not row.prompted for key in row.keys[row.learned :]}
         admitted: list[Row] = []
-        later: list[Row] = []
-        while self._waiting and self._free:
-            row = self._waiting.popleft()
+        for row in list(self._waiting):
+            if not self._free:
+                break
             length = len(row.request.prompt)
             # The last token is computed in any case: its logits are wanted.
             usable = row.keys[: (length - 1) // self.page_size]
             known = self._pages.known(usable)
             if known < len(usable) and usable[known] in computing:
-                later.append(row)  # until the row that computes this page is done with it
-                continue
+                continue  # until the row that computes this page is done with it
             taken = self._pages.take(usable[:known], -(-row.end // self.page_size) - known)
             if taken is None:
-                later.append(row)
                 break
+            self._waiting.remove(row)
+            self._running.append(row)  # now, so that no failure below can lose it
             row.pages, row.slot = taken, self._free.pop()
             row.done, row.learned = known * self.page_size, known
             computing.update(row.keys[known:])
             admitted.append(row)
-        self._waiting.extendleft(reversed(later))
         if not admitted:
             return
-        settings = Settings.of(
-            [row.request.sampling for row in admitted],
-            [stream_of(row.request.seed, row.request.first_sample + row.sample) for row in admitted],
-            self.device,
-        )
+        settings = Settings.stacked([row.settings for row in admitted], self.device)
         self._slots.fill(
             [row.slot for row in admitted],
             [row.pages for row in admitted],
@@ -239,7 +276,6 @@ class Engine:
         for row in admitted:
             if row.request.sampling.repetition_penalty != 1:
                 self._slots.see(row.slot, row.request.prompt)
-        self._running.extend(admitted)
 
     def _prefill(self, starting: list[Row]) -> None:
         """A part of the prompts, in the order of the rows, within the bound on padded tokens.
@@ -319,7 +355,7 @@ class Engine:
             packed = host
         self._flights.append(Flight(rows, packed, logprobs, arrived))
 
-    def _land(self, flight: Flight) -> Iterator[Event]:
+    def _land(self, flight: Flight) -> None:
         """What a step's tokens mean for their rows. Lanes beyond the rows are nobody's."""
         if flight.arrived is not None:
             flight.arrived.synchronize()
@@ -330,11 +366,17 @@ class Engine:
             for token, logprob, sampled_logprob in steps.unpacked(lane, flight.logprobs):
                 if row.ended:
                     break
-                yield self._take(row, token, logprob, sampled_logprob)
+                try:
+                    event = self._take(row, token, logprob, sampled_logprob)
+                except Exception as error:  # noqa: BLE001 - whatever the tokenizer raises is this row's alone
+                    event = self._fail(row, f"the answer cannot be written as text: {described(error)}")
+                self._news.append(event)
 
     def _take(self, row: Row, token: int, logprob: float | None, sampled_logprob: float | None) -> Event:
         """A row's next token."""
         request = row.request
+        if token == NOT_FINITE:
+            return self._fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
         if token in request.eos_tokens:
             return self._close(row, "eos")
         if token in request.stop_tokens:
@@ -354,18 +396,29 @@ class Engine:
 
     def _close(self, row: Row, reason: Reason) -> Event:
         """End a row, and give back what it held."""
+        # Nobody reads the end of a cancelled answer.
+        text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
         row.ended = True
-        text = row.stream.finish() if row.stream is not None else ""
         if row.slot < 0:
             self._waiting.remove(row)
         else:
             if row.prompted and row.tokens:
                 # The newest token is not in the cache.
                 self._learn(row, keys_of([*row.request.prompt, *row.tokens[:-1]], self.page_size))
-            self._pages.release(row.pages)
-            self._free.append(row.slot)
-            self._running.remove(row)
+            self._release(row)
         return Event(row.number, row.sample, None, reason, text)
+
+    def _fail(self, row: Row, why: str) -> Event:
+        """End a running row that cannot go on. No later prompt goes on from what it computed."""
+        row.ended = True
+        self._release(row)
+        self._pages.forget()
+        return Event(row.number, row.sample, None, "failed", error=why)
+
+    def _release(self, row: Row) -> None:
+        self._pages.release(row.pages)
+        self._free.append(row.slot)
+        self._running.remove(row)
 
     # Small things
 
@@ -382,6 +435,11 @@ class Engine:
             any(sampling.repetition_penalty != 1 for sampling in samplings),
             any(row.request.logprobs for row in rows),
         )
+
+    def _new_state(self) -> tuple[Slots, Graphs | None]:
+        """The rows' state on the device, and graphs that were captured with it."""
+        slots = Slots(self.max_batch, self._per_row, self.vocabulary, self.device)
+        return slots, Graphs() if self._captures else None
 
     def _capturable(self, forward: Forward) -> bool:
         config = forward.model.config

@@ -7,7 +7,7 @@ from typing import Literal
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.errors import UsageError
 
-Reason = Literal["eos", "stop", "length", "cancelled"]
+Reason = Literal["eos", "stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Event:
     """A sample has a new token, or has ended for a reason, or both.
 
     reason: "eos", an end-of-text token; "stop", another token or a string that was asked to stop at; "length",
-    max_new_tokens or the model's last position; "cancelled".
+    max_new_tokens or the model's last position; "cancelled"; "failed", for the reason that `error` gives.
     text: what became complete with this event, in whole characters; empty without a tokenizer.
     logprob, sampled_logprob: of the token, see `sampling.Drawn`; None where the request does not want them.
     """
@@ -59,6 +59,7 @@ class Event:
     text: str = ""
     logprob: float | None = None
     sampled_logprob: float | None = None
+    error: str = ""
 
 
 @dataclass

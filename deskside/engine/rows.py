@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deskside.engine.pages import Key
 from deskside.engine.requests import Request
+from deskside.engine.sampling import Settings
 from deskside.engine.text import TextStream
 
 
@@ -21,6 +22,7 @@ class Row:
     end: int  # tokens that it may have in all
     keys: list[Key]  # of the prompt's full pages
     stream: TextStream | None
+    settings: Settings  # one row, on the host
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     done: int = 0  # tokens of the prompt that are in the cache, or queued to be

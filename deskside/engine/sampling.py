@@ -33,6 +33,12 @@ from deskside.engine import noise
 from deskside.errors import UsageError
 
 GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2  # widths besides a number of best tokens
+NOT_FINITE = -1  # stands for a token where the logits were NaN or infinite
+# Bounds of the settings. Outside of them float32 overflows or a single term decides everything: a repetition penalty
+# of 1e-39 lets every token of the prompt win, control tokens included.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
+MAX_TOP_K = 2**31 - 1
+MIN_PENALTY, MAX_PENALTY = 0.1, 10.0
 WIDTHS = (64, 256, 1024, 4096)
 ONE = 2.0**52  # a probability of 1 where probabilities are added up as integers
 
@@ -48,20 +54,24 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not 1e-30 <= self.temperature < float("inf"):
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise UsageError(
-                f"temperature: {self.temperature} must be 0 (greedy) or more, from 1e-30; try 0.8"
+                f"temperature: {self.temperature} must be 0 (greedy), or between {MIN_TEMPERATURE:g} and "
+                f"{MAX_TEMPERATURE:g}; try 0.8"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top_k: {self.top_k} must be at least 1; leave it out to keep every token")
+        if self.top_k is not None and not 1 <= self.top_k <= MAX_TOP_K:
+            raise UsageError(
+                f"top_k: {self.top_k} must be between 1 and {MAX_TOP_K}; leave it out to keep every token"
+            )
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if share is not None and not 0 < share <= 1:
                 raise UsageError(
                     f"{name}: {share} must be above 0 and at most 1; leave it out to switch it off"
                 )
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not MIN_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
             raise UsageError(
-                f"repetition_penalty: {self.repetition_penalty} must be above 0; 1 switches it off"
+                f"repetition_penalty: {self.repetition_penalty} must be between {MIN_PENALTY:g} and "
+                f"{MAX_PENALTY:g}; 1 switches it off"
             )
 
 
@@ -90,6 +100,14 @@ class Settings:
         return Settings(
             torch.tensor(shares, dtype=torch.float32).view(-1, 4).to(device, non_blocking=True),
             torch.tensor(whole, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True),
+        )
+
+    @staticmethod
+    def stacked(rows: Sequence["Settings"], device: torch.device | str) -> "Settings":
+        """Rows of several settings after one another. Copies to a GPU without waiting for it."""
+        return Settings(
+            torch.cat([row.shares for row in rows]).to(device, non_blocking=True),
+            torch.cat([row.whole for row in rows]).to(device, non_blocking=True),
         )
 
     @property
@@ -130,7 +148,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Drawn:
-    """token: int64. Two natural logarithms of its probability, float32:
+    """token: int64, NOT_FINITE where the row's logits are NaN or infinite.
+
+    Two natural logarithms of its probability, float32:
 
     logprob: by the model at the row's temperature (1 where it is greedy), over the whole vocabulary, before penalty
         and filters. It is what a policy gradient needs: filters are no part of the policy.
@@ -140,6 +160,11 @@ class Drawn:
     token_B: Tensor
     logprob_B: Tensor | None  # None where it was not asked for
     sampled_logprob_B: Tensor | None
+
+    @property
+    def safe_token_B(self) -> Tensor:
+        """The token, or token 0 where there is none: what may index an embedding."""
+        return self.token_B.clamp(min=0)
 
 
 def width_of(samplings: Iterable[Sampling], vocabulary: int) -> int:
@@ -202,14 +227,18 @@ def draw(
     penalised_BV = logits_BV if seen_BV is None else penalise(logits_BV, seen_BV, settings.penalty_B)
     sampled_B = None
     if width == GREEDY_ONLY:
-        token_B = penalised_BV.argmax(-1)
+        token_B = penalised_BV.argmax(-1)  # of a row with NaN, the place of the NaN
+        decided_B = penalised_BV.gather(1, token_B[:, None])[:, 0]
         sampled_B = torch.zeros_like(token_B, dtype=torch.float32) if logprobs else None
     else:
         log_p_BW, token_BW = candidates(penalised_BV, settings, width)
         winner_B1 = race(log_p_BW, settings.stream_B, count_B, noise.DRAW, token_BW)[:, None]
         token_B = token_BW.gather(1, winner_B1)[:, 0]
-        sampled_B = log_p_BW.gather(1, winner_B1)[:, 0] if logprobs else None
-    return Drawn(token_B, raw_logprobs(logits_BV, settings, token_B) if logprobs else None, sampled_B)
+        # One NaN or infinite logit makes the normalised log-probability of every token NaN.
+        decided_B = log_p_BW.gather(1, winner_B1)[:, 0]
+        sampled_B = decided_B if logprobs else None
+    logprob_B = raw_logprobs(logits_BV, settings, token_B) if logprobs else None
+    return Drawn(torch.where(decided_B.isfinite(), token_B, NOT_FINITE), logprob_B, sampled_B)
 
 
 def raw_logprobs(logits_BV: Tensor, settings: Settings, token_B: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from deskside.engine import noise
 from deskside.engine.sampling import (
     GREEDY_ONLY,
+    NOT_FINITE,
     UNRANKED,
     Settings,
     candidates,
@@ -70,18 +71,22 @@ def speculate(
     left_BV = (p_BV - q_BV).clamp(min=0)
     left_BV = torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)  # nothing left but rounding
     last_B = _drawn(left_BV, settings, count_B + accepted_B, noise.DRAW)
+    # A draft is never accepted by a p that is NaN, so what NaN decides is the last token.
+    told_B = torch.where(p_BV.sum(-1).isfinite(), last_B, NOT_FINITE)
 
     place_T = torch.arange(T, device=newest_B.device)
-    token_BT = torch.where(place_T < accepted_B[:, None], fed_BT.roll(-1, dims=1), last_B[:, None])
+    drafted_BT = fed_BT.roll(-1, dims=1)
+    token_BT = torch.where(place_T < accepted_B[:, None], drafted_BT, last_B[:, None])
+    told_BT = torch.where(place_T < accepted_B[:, None], drafted_BT, told_B[:, None])
     slots.put(lanes_B, last_B, lengths_B + accepted_B + 1, count_B + accepted_B + 1)
     if how.penalised:
         real_BT = torch.where(place_T <= accepted_B[:, None], token_BT, last_B[:, None])
         slots.saw(lanes_B[:, None], real_BT)
     if not how.logprobs:
-        return Output(token_BT, accepted_B + 1)
+        return Output(told_BT, accepted_B + 1)
     sampled_BT = p_BTV.gather(2, token_BT[..., None])[..., 0].log()
     logprob_BT = raw_logprobs(flat_NV, each, token_BT.flatten()).view(B, T)
-    return Output(token_BT, accepted_B + 1, logprob_BT, sampled_BT)
+    return Output(told_BT, accepted_B + 1, logprob_BT, sampled_BT)
 
 
 def probabilities(logits_BV: Tensor, settings: Settings, width: int, seen_BV: Tensor | None) -> Tensor:

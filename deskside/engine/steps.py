@@ -187,10 +187,10 @@ def prefill(
         forward.prefill(tokens_BT, counts_B, table_BN, length_B, bound, fresh) for forward in forwards
     ]
     drawn = _draw(slots, lanes_B, logits_BV, drawn_B, how)
-    slots.put(lanes_B, drawn.token_B, length_B + counts_B, drawn_B + complete_B)
+    slots.put(lanes_B, drawn.safe_token_B, length_B + counts_B, drawn_B + complete_B)
     if how.penalised:
         assert slots.seen_SV is not None
-        slots.seen_SV[lanes_B, drawn.token_B] |= complete_B.bool()
+        slots.seen_SV[lanes_B, drawn.safe_token_B] |= complete_B.bool()
     return Output.of(drawn)
 
 
@@ -199,9 +199,9 @@ def decode(forward: Forward, slots: Slots, lanes_B: Tensor, bound: int, how: How
     token_B, length_B, count_B = slots.take(lanes_B)
     logits_BTV = forward.decode(token_B[:, None], slots.table_SN[lanes_B], length_B, bound)
     drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, how)
-    slots.put(lanes_B, drawn.token_B, length_B + 1, count_B + 1)
+    slots.put(lanes_B, drawn.safe_token_B, length_B + 1, count_B + 1)
     if how.penalised:
-        slots.saw(lanes_B, drawn.token_B)
+        slots.saw(lanes_B, drawn.safe_token_B)
     return Output.of(drawn)
 
 

@@ -21,6 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deskside.data.renderer import Renderer
 from deskside.engine.room import cache_tokens
 from deskside.errors import RunError, UsageError
 from deskside.model.block import CachedBlocks
@@ -32,8 +33,6 @@ PAGE = 16  # tokens; what a context has beyond whole pages is computed again for
 CACHE_BYTES = 2 << 30
 ENCODED = 4096  # texts at once
 LOGITS = 1 << 26  # values at once, in float32
-
-Render = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class Likelihood:
 class Encoder:
     """Text -> tokens as an evaluation needs them.
 
-    start_token: stands for an empty context. always_start: begin every text with it. render: a context becomes a
-    user's message in a chat; special tokens that the template writes are then special.
+    start_token: stands for an empty context. always_start: begin every text with it. chat: a context becomes a user's
+    message in a chat. Special tokens that its template writes are then special; those that a text spells never are.
     """
 
     def __init__(
@@ -66,26 +65,30 @@ class Encoder:
         start_token: int,
         *,
         always_start: bool = False,
-        render: Render | None = None,
+        chat: Renderer | None = None,
     ):
-        self.start_token, self._always_start, self._render = start_token, always_start, render
+        self.start_token, self._always_start, self._chat = start_token, always_start, chat
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.encode_special_tokens = render is None
+        self._tokenizer.encode_special_tokens = True
         # A template may write the start token itself, which the tokenizer must not do again.
         start_text = tokenizer.decode([start_token], skip_special_tokens=False)
-        self._adds_special = render is None or not render("a").startswith(start_text)
+        self._adds_special = chat is None or not self._question("a").startswith(start_text)
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a").ids
+        at = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+        self._added = (whole[:at], whole[at + len(bare) :])  # what the tokenizer writes around a text
 
     def prompts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Tokens of prompts that a model goes on from; at least one each."""
-        if self._render is not None:
-            texts = [self._render(text) for text in texts]
+        if self._chat is not None:
+            texts = [self._question(text) for text in texts]
         return [ids or (self.start_token,) for ids in self._all(texts)]
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
         """(context, continuation) -> tokens. Raises UsageError when a continuation adds no token."""
-        if self._render is not None:
-            rendered = {context: self._render(context) for context, _ in texts}
-            texts = [(rendered[context], continuation) for context, continuation in texts]
+        if self._chat is not None:
+            rendered = {context: self._question(context) for context, _ in texts}
+            texts = [(rendered[context], self._chat.escaped(continuation)) for context, continuation in texts]
         contexts = list(dict.fromkeys(context for context, _ in texts))
         before = dict(zip(contexts, self._all([c.rstrip() for c in contexts]), strict=True))
         found = []
@@ -106,13 +109,24 @@ class Encoder:
         """On several processors where there are any."""
         found = []
         for start in range(0, len(texts), ENCODED):
-            part = list(texts[start : start + ENCODED])
-            for coded in self._tokenizer.encode_batch_fast(part, add_special_tokens=self._adds_special):
-                ids = tuple(coded.ids)
+            for coded in self._some(list(texts[start : start + ENCODED])):
+                ids = tuple(coded)
                 if self._always_start and ids[:1] != (self.start_token,):
                     ids = (self.start_token, *ids)
                 found.append(ids)
         return found
+
+    def _some(self, texts: list[str]) -> list[list[int]]:
+        if self._chat is None:
+            coded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._adds_special)
+            return [each.ids for each in coded]
+        before, after = self._added if self._adds_special else ([], [])
+        return [[*before, *self._chat.ids(text), *after] for text in texts]
+
+    def _question(self, text: str) -> str:
+        """A user's message as the template writes it, escaped, up to where the assistant speaks."""
+        assert self._chat is not None
+        return self._chat.text([{"role": "user", "content": text}], reply=True)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,10 @@ def paged_attention(
     for first in range(0, len(q_BTHC), rows):
         part = slice(first, first + rows)
         k_BLKC, v_BLKC = (gather(pool, table_BN[part], bound) for pool in (k_PKSC, v_PKSC))
+        # A NaN that another row has left there would come through: its weight of 0 times NaN is NaN.
+        unread_BL = torch.arange(bound, device=q_BTHC.device) > positions_BT[part].amax(1, keepdim=True)
+        for gathered in (k_BLKC, v_BLKC):
+            gathered.masked_fill_(unread_BL[..., None, None], 0)
         parts.append(function(q_BTHC[part], k_BLKC, v_BLKC, positions_BT[part], window, scale))
         del k_BLKC, v_BLKC  # before the next ones are made
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -69,7 +73,7 @@ def in_kernel(tile_rows: int, k_PKSC: Tensor) -> bool:
 
 
 def gather(pool_PKSC: Tensor, table_BN: Tensor, bound: int) -> Tensor:
-    """Entries 0..bound of every row as one tensor (B, bound, K, C)."""
+    """Entries 0..bound of every row, copied into one tensor (B, bound, K, C)."""
     size = pool_PKSC.shape[2]
     pages_BnKSC = pool_PKSC[table_BN[:, : -(-bound // size)]]
     return pages_BnKSC.transpose(2, 3).flatten(1, 2)[:, :bound]

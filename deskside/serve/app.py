@@ -1,4 +1,4 @@
-"""The server's paths: OpenAI's three, /health, and a page to chat in.
+"""The server's paths: OpenAI's three, /health, /openapi.json, and a page to chat in.
 
 A request takes one place for each choice that it wants, from its admission to its last byte. When all are taken the
 next one hears 429 and when to come back. A client that goes away gives its places back at once.
@@ -23,18 +23,21 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from deskside import __version__
-from deskside.data.renderer import NotRendered
 from deskside.engine.requests import Answer, Event, check_prompt
 from deskside.engine.requests import Request as EngineRequest
 from deskside.errors import RunError, UsageError
 from deskside.export.load import Loaded
 from deskside.serve.answers import DONE, Writer, sse
-from deskside.serve.prompts import Prompts
+from deskside.serve.openapi import document
+from deskside.serve.prompts import Prompts, TooLong
 from deskside.serve.protocol import ChatRequest, CompletionRequest, Refusal, read
 from deskside.serve.worker import Ticket, Told, Worker
 
 T = TypeVar("T")
 RETRY_SECONDS = 1
+SHORT_CHARACTERS = (
+    1 << 14
+)  # of a request whose texts are encoded apart from longer ones: some ten milliseconds of work
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -57,6 +60,8 @@ def make_app(service: Service) -> FastAPI:
     text, policy = _read_page()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    vocabulary = service.loaded.config.vocab_size
+    api = document(service.places, service.max_tokens, vocabulary, desk.prompts.roles)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
@@ -82,6 +87,10 @@ def make_app(service: Service) -> FastAPI:
         failed = service.worker.failed is not None
         return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200, HEADERS)
 
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(api, headers=HEADERS)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [desk.card]}, headers=HEADERS)
@@ -102,14 +111,47 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
+class _Lane:
+    """A thread that makes tokens of requests, with prompts of its own."""
+
+    def __init__(self, service: Service, name: str):
+        self.thread = ThreadPoolExecutor(1, name)
+        self._service = service
+        # One token is left for the answer.
+        self.prompts = Prompts(service.loaded, service.longest - 1)
+
+    def encode(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
+        """Tokens of every prompt of a request. Raises Refusal."""
+        name = "messages" if isinstance(asked, ChatRequest) else "prompt"
+        service = self._service
+        if isinstance(asked, ChatRequest) and not self.prompts.chats:
+            raise Refusal(
+                400, "this model has no chat template, so it cannot chat; use /v1/completions", param=name
+            )
+        try:
+            if isinstance(asked, ChatRequest):
+                return [self.prompts.messages(asked.turns())]
+            prompts = [self.prompts.text(p) if isinstance(p, str) else p for p in asked.prompts()]
+            for prompt in prompts:
+                if len(prompt) >= service.longest:
+                    raise TooLong(len(prompt), service.longest - 1)
+                check_prompt(prompt, service.loaded.config.vocab_size, service.longest, name)
+        except TooLong as error:
+            raise Refusal(400, f"{name}: {error}", param=name, code="context_length_exceeded") from None
+        except UsageError as error:
+            raise Refusal(400, str(error), param=name) from None
+        return prompts
+
+
 class _Desk:
     """Where requests are admitted and answered."""
 
     def __init__(self, service: Service):
         self.service = service
         self._taken = 0
-        self._prompts = Prompts(service.loaded)
-        self._coding = ThreadPoolExecutor(1, "prompts")  # long texts must not stop the event loop
+        # Encoding must not stop the event loop, nor long texts the short ones.
+        self._lanes = (_Lane(service, "short prompts"), _Lane(service, "long prompts"))
+        self.prompts = self._lanes[0].prompts
         step = service.loaded.step
         self._fingerprint = f"deskside-{__version__}" + ("" if step is None else f"-step-{step}")
         self.card = {
@@ -118,7 +160,7 @@ class _Desk:
             "created": int(time.time()),
             "owned_by": "deskside",
             "max_model_len": service.longest,
-            "chat_template": self._prompts.chats,
+            "chat_template": self.prompts.chats,
         }
 
     def check_model(self, name: str | None) -> None:
@@ -139,7 +181,8 @@ class _Desk:
         self._take(weight)
         job: _Job | None = None
         try:
-            prompts = await asyncio.get_running_loop().run_in_executor(self._coding, self._encode, asked)
+            lane = self._lanes[asked.characters > SHORT_CHARACTERS]
+            prompts = await asyncio.get_running_loop().run_in_executor(lane.thread, lane.encode, asked)
             job = self._begin(asked, prompts, weight)
             if asked.stream:
                 return _Streamed(job)
@@ -169,37 +212,6 @@ class _Desk:
         if job is not None:
             job.cancel()
 
-    def _encode(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """Tokens of every prompt. Raises Refusal."""
-        if isinstance(asked, ChatRequest):
-            if not self._prompts.chats:
-                raise Refusal(
-                    400,
-                    "this model has no chat template, so it cannot chat; use /v1/completions",
-                    param="messages",
-                )
-            try:
-                prompts = [self._prompts.messages(asked.turns())]
-            except NotRendered as error:
-                raise Refusal(400, str(error), param="messages") from None
-        else:
-            prompts = [self._prompts.text(p) if isinstance(p, str) else p for p in asked.prompts()]
-        longest = self.service.longest
-        for prompt in prompts:
-            name = "messages" if isinstance(asked, ChatRequest) else "prompt"
-            if len(prompt) >= longest:
-                raise Refusal(
-                    400,
-                    f"{name}: {len(prompt)} tokens, and this server takes {longest - 1} at most",
-                    param=name,
-                    code="context_length_exceeded",
-                )
-            try:
-                check_prompt(prompt, self.service.loaded.config.vocab_size, longest, name)
-            except UsageError as error:
-                raise Refusal(400, str(error), param=name) from None
-        return prompts
-
     def _begin(
         self, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], weight: int
     ) -> "_Job":
@@ -210,20 +222,23 @@ class _Desk:
                 400, f"max_tokens: {asked.limit} is more than this server's {most}", param="max_tokens"
             )
         seed = int.from_bytes(os.urandom(8)) if asked.seed is None else asked.seed % (1 << 64)
-        requests = [
-            EngineRequest(
-                tuple(prompt),
-                min(most if asked.limit is None else asked.limit, service.longest - len(prompt)),
-                asked.sampling(),
-                seed,
-                samples=asked.count,
-                first_sample=number * asked.count,
-                eos_tokens=service.loaded.eos_tokens,
-                stop_strings=asked.stops,
-                logprobs=asked.wants_logprobs,
-            )
-            for number, prompt in enumerate(prompts)
-        ]
+        try:
+            requests = [
+                EngineRequest(
+                    tuple(prompt),
+                    min(most if asked.limit is None else asked.limit, service.longest - len(prompt)),
+                    asked.sampling(),
+                    seed,
+                    samples=asked.count,
+                    first_sample=number * asked.count,
+                    eos_tokens=service.loaded.eos_tokens,
+                    stop_strings=asked.stops,
+                    logprobs=asked.wants_logprobs,
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+        except UsageError as error:
+            raise Refusal(400, str(error), param=str(error).partition(":")[0]) from None
         chat = isinstance(asked, ChatRequest)
         tokenizer = service.loaded.tokenizer
         writer = Writer(chat, service.name, self._fingerprint, tokenizer, asked.wants_logprobs)
@@ -299,8 +314,10 @@ class _Job:
         samples = self._requests[0].samples
         while self._left:
             number, told = await self._news.get()
-            if isinstance(told, Exception):
-                raise Refusal(503 if isinstance(told, RunError) else 400, str(told))
+            if isinstance(told, UsageError):
+                raise Refusal(400, str(told))
+            if isinstance(told, RunError):
+                raise Refusal(503 if self._worker.failed is not None else 500, str(told))
             self._left -= told.reason is not None
             yield number * samples + told.sample, told
 

@@ -4,13 +4,14 @@ It stands here, above everything that it uses, because it begins by turning a pa
 --json standard output holds one JSON object and nothing else; all other words go to standard error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
+from tokenizers import Tokenizer
 
 from deskside.config import strict_json
 from deskside.config.commandline import parse
@@ -151,11 +152,11 @@ def _checked(options: Eval) -> Selection | None:
 
 
 def _subject(options: Eval, loaded: Loaded, device: torch.device) -> Subject:
-    render = _render(loaded) if options.chat else None
+    chat = _renderer(loaded) if options.chat else None
     return Subject(
         loaded.model,
         loaded.tokenizer,
-        Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, render=render),
+        Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=chat),
         loaded.eos_tokens,
         options.batch_tokens or BATCH_TOKENS[device.type],
         options.chat,
@@ -217,14 +218,13 @@ def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
         raise RunError(f"--items {path}: cannot be written: {error.strerror or error}") from None
 
 
-def _render(loaded: Loaded) -> Callable[[str], str]:
-    """A question -> the text of a chat after which the assistant speaks. Raises UsageError without a template."""
+def _renderer(loaded: Loaded) -> Renderer:
+    """Return the chat template of a model. Raises UsageError where it has none."""
     if own_template(loaded.tokenizer_dir) is None:
         raise UsageError(
             f"--chat: {loaded.tokenizer_dir} has no chat template; leave --chat out, or make a chat model: deskside sft"
         )
-    renderer = Renderer(loaded.tokenizer_dir, loaded.tokenizer)
-    return lambda text: renderer.text([{"role": "user", "content": text}], reply=True)
+    return Renderer(loaded.tokenizer_dir, Tokenizer.from_str(loaded.tokenizer.to_str()))
 
 
 # What is printed

@@ -4,18 +4,44 @@ Fields and meanings are those of OpenAI's reference (platform.openai.com/docs/ap
 `repetition_penalty` are additions that vLLM and others use under the same names. A field that would change the answer
 and that this server cannot obey is refused, never ignored; so is a field that nobody knows. Types are strict: "1" is no
 number.
+
+Every number, text and list has a bound here, so that nothing unbounded reaches the engine. The bounds are part of the
+types, and so of the OpenAPI document (openapi.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deskside.data.renderer import NotRendered, checked_messages
-from deskside.engine.sampling import Sampling
-from deskside.errors import UsageError
+from deskside.engine.sampling import (
+    MAX_PENALTY,
+    MAX_TOP_K,
+    MIN_PENALTY,
+    MIN_TEMPERATURE,
+    Sampling,
+)
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
+MAX_CHOICES = 4096
+MAX_TOKENS = 2**31 - 1
+MAX_SEED = 2**63 - 1
+MAX_MESSAGES, MAX_PARTS = 8192, 4096
+MAX_PROMPTS = 4096
+MAX_NAME = 256  # characters of names, and of other short texts
+# What to do about a field that is refused for every value that would change the answer.
+REMEDIES = {
+    "frequency_penalty": "is not available here; use repetition_penalty",
+    "presence_penalty": "is not available here; use repetition_penalty",
+    "logit_bias": "is not available here; leave it out",
+    "tools": "are not available here; leave them out",
+    "tool_choice": "takes none and auto, because tools are not available here",
+    "top_logprobs": "takes only 0: only the chosen token's logprob is given",
+    "echo": "is not available here; leave it out",
+    "suffix": "is not available here; leave it out",
+    "best_of": "is not available here; use n",
+}
 
 
 class Refusal(Exception):
@@ -42,40 +68,79 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+ShortText = Annotated[str, Field(max_length=MAX_NAME)]
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """What a stream holds besides the answer."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class _Format(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class TextFormat(_Strict):
+    """The only format of an answer."""
+
     type: Literal["text"] = "text"
 
 
-class _Common(BaseModel):
+class TextPart(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class RequestMessage(_Strict):
+    """One message of a conversation.
+
+    The fields that take only null or an empty list stand in messages that OpenAI's clients send back as they got them.
+    A name is refused where the model's chat template does not write it.
+    """
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    name: ShortText | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_call_id: None = None
+    reasoning_content: None = None
+    tool_calls: Nothing = None
+    annotations: Nothing = None
+
+
+class _Common(_Strict):
     """Fields of both kinds of request."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    model: str | None = None
+    model: ShortText | None = None
     stream: bool = False
-    stream_options: _StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    user: str | None = None  # says who asks; changes nothing
-    metadata: dict[str, str] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
+    max_tokens: Tokens | None = None
+    user: ShortText | None = None  # says who asks; changes nothing
+    metadata: (
+        Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None
+    ) = None  # changes nothing
     # Taken at the value that changes nothing:
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
     def count(self) -> int:
@@ -95,8 +160,9 @@ class _Common(BaseModel):
     def sampling(self) -> Sampling:
         """How tokens are drawn. OpenAI's defaults: temperature 1, every token."""
         top_p = 1.0 if self.top_p is None else self.top_p
+        temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,  # as good as greedy
             top_k=1 if top_p == 0 else (self.top_k if self.top_k and self.top_k > 0 else None),
             top_p=top_p if 0 < top_p < 1 else None,
             min_p=self.min_p or None,
@@ -105,36 +171,21 @@ class _Common(BaseModel):
 
     def check(self) -> None:
         """What types alone cannot say. Raises Refusal."""
-        for name in ("frequency_penalty", "presence_penalty"):
-            if getattr(self, name):
-                raise Refusal(400, f"{name} is not available here; use repetition_penalty", param=name)
-        if self.logit_bias:
-            raise Refusal(400, "logit_bias is not available here; leave it out", param="logit_bias")
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options needs stream: true", param="stream_options")
-        if len(self.stops) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARACTERS for s in self.stops):
-            raise Refusal(
-                400,
-                f"stop takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
-                param="stop",
-            )
-        try:
-            self.sampling()
-        except UsageError as error:
-            raise Refusal(400, str(error), param=str(error).partition(":")[0]) from None
 
 
 class ChatRequest(_Common):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    response_format: _Format | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    response_format: TextFormat | None = None
     store: bool | None = None  # nothing is stored, whatever it says
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Nothing = None
+    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -146,29 +197,41 @@ class ChatRequest(_Common):
         """Tokens of an answer, where the client says."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def check(self) -> None:
-        super().check()
-        if self.tools:
-            raise Refusal(400, "tools are not available here; leave them out", param="tools")
-        if self.top_logprobs:
-            raise Refusal(400, "top_logprobs: only the chosen token's logprob is given", param="top_logprobs")
+    @property
+    def characters(self) -> int:
+        """Characters of text that have to be encoded."""
+        return sum(
+            len(message.content)
+            if isinstance(message.content, str)
+            else sum(len(part.text) for part in message.content)
+            for message in self.messages
+        ) + 16 * len(self.messages)
 
-    def turns(self) -> list[dict[str, str]]:
+    def turns(self) -> list[dict[str, Any]]:
         """Messages as a template wants them. Raises Refusal for what is no conversation."""
         try:
-            return checked_messages(self.messages)
+            return checked_messages([message.model_dump() for message in self.messages])
         except NotRendered as error:
             raise Refusal(400, f"messages: {error}", param="messages") from None
+
+
+Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenPrompt = Annotated[list[Token], Field(min_length=1)]
 
 
 class CompletionRequest(_Common):
     """POST /v1/completions. A prompt is text or tokens; a list of either asks for several."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, Field(ge=0)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | TokenPrompt
+        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: Literal[False] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -181,24 +244,19 @@ class CompletionRequest(_Common):
 
     def check(self) -> None:
         super().check()
-        if self.logprobs:
-            raise Refusal(
-                400, "logprobs: only 0 is available, which gives the chosen token's own", param="logprobs"
-            )
         if self.best_of is not None and self.best_of != self.count:
-            raise Refusal(400, "best_of is not available here; use n", param="best_of")
-        if self.echo:
-            raise Refusal(400, "echo is not available here; leave it out", param="echo")
-        if self.suffix:
-            raise Refusal(400, "suffix is not available here; leave it out", param="suffix")
+            raise Refusal(400, f"best_of {REMEDIES['best_of']}", param="best_of")
+
+    @property
+    def characters(self) -> int:
+        """Characters of text that have to be encoded, and tokens that have to be looked at."""
+        return sum(map(len, self.prompts()))
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Every prompt. Raises Refusal where there is none."""
+        """Every prompt."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
-        if not given:
-            raise Refusal(400, "prompt: is an empty list", param="prompt")
         if isinstance(given[0], int):
             return [[int(token) for token in given]]
         return given
@@ -226,9 +284,25 @@ def _refused(error: ValidationError) -> Refusal:
         return Refusal(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"[:300])
     param = str(first["loc"][0]) if first["loc"] else None
     shown = None if param is None else param[:60]
+    # A union names the branch that it tried beside the path; only the fields and places are the client's.
+    places = [str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS or part == param]
+    where = ".".join(places)[:80] or "the body"
     if first["type"] == "extra_forbidden":
-        name = ".".join(str(part) for part in first["loc"])[:80]
+        name = ".".join([*places, str(first["loc"][-1])] if len(first["loc"]) > 1 else places)[:80]
         return Refusal(400, f"{name}: there is no such field here; leave it out", param=shown)
-    where = "the body" if shown is None else shown
+    if param in REMEDIES:
+        return Refusal(400, f"{param} {REMEDIES[param]}", param=shown)
     what = first["msg"].removeprefix("Input ")[:200]
     return Refusal(400, f"{where}: {what[:1].lower()}{what[1:]}", param=shown)
+
+
+def _fields() -> frozenset[str]:
+    """Return the names of all fields of requests and messages."""
+    models: list[Mapping[str, Any]] = [
+        kind.model_fields
+        for kind in (ChatRequest, CompletionRequest, RequestMessage, TextPart, StreamOptions)
+    ]
+    return frozenset(name for fields in models for name in fields)
+
+
+FIELDS = _fields()

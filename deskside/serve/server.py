@@ -175,7 +175,6 @@ def _serve(
     from deskside.serve.worker import Worker
 
     _quiet()
-    failures: list[RunError] = []
     name = options.name or loaded.name
     longest = min(loaded.config.max_position_embeddings, engine.free_tokens)
     shown = options.host if options.host not in ANY_ADDRESS else socket.gethostname()
@@ -201,11 +200,7 @@ def _serve(
             )
 
     async def serve() -> None:
-        def stop(failure: RunError) -> None:
-            failures.append(failure)
-            server.should_exit = True
-
-        worker = Worker(engine, asyncio.get_running_loop(), stop)
+        worker = Worker(engine, asyncio.get_running_loop(), lambda line: say(f"deskside: {line}"))
         app = make_app(Service(loaded, worker, name, options.concurrency, options.max_tokens, longest))
         config = uvicorn.Config(
             Guard(app, hosts, token, limits),
@@ -231,8 +226,6 @@ def _serve(
     asyncio.run(serve())
     # It has ended as it was asked to; asking again must not make that a failure.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if failures:
-        raise failures[0]
 
 
 class _OneLine(logging.Formatter):

@@ -3,25 +3,33 @@
 The engine computes in one thread and is never touched from another. Requests and cancellations go to it through a
 queue; what a step tells goes back to the event loop in one call per step. Who loses interest cancels, which gives the
 row and its memory back at the next step.
+
+The thread survives every exception. One that a request causes while it is taken in ends that request. One that a step
+raises ends the requests that were running in it: the engine starts again with an empty cache, and those that waited are
+computed then. Where the device is beyond repair (a CUDA context after an illegal access), requests are refused, and
+each new one tries the restart again.
 """
 
 import asyncio
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Event, Request
-from deskside.errors import RunError, UsageError
+from deskside.errors import RunError, UsageError, described
 
 Told = Event | UsageError | RunError
+STOPPING = "the server is stopping"
 
 
 @dataclass(eq=False)
 class Ticket:
     """One request on its way. `tell` is called on the event loop with each of its events; an error is the last one:
-    UsageError, the engine refuses the request; RunError, it has failed or stops."""
+    UsageError, the engine refuses the request; RunError, the request has failed, or the server stops."""
 
     request: Request
     tell: Callable[[Told], None]
@@ -29,14 +37,13 @@ class Ticket:
 
 
 class Worker:
-    """Runs an engine in a thread until `stop`. failed: why the engine cannot go on; None while it can.
+    """Runs an engine in a thread until `stop`. failed: why the device is beyond repair; None while it computes.
 
-    on_failure is called on the event loop when the engine fails.
+    on_failure is called on the event loop with a line for the server's log whenever the engine or the setup of a
+    request has failed.
     """
 
-    def __init__(
-        self, engine: Engine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[RunError], None]
-    ):
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]):
         self.failed: RunError | None = None
         self._engine, self._loop, self._on_failure = engine, loop, on_failure
         self._news = threading.Condition()
@@ -59,7 +66,7 @@ class Worker:
             self._thread.join()
 
     def submit(self, request: Request, tell: Callable[[Told], None]) -> Ticket:
-        """Hand a request to the engine. Raises RunError when the engine has failed or stops."""
+        """Hand a request to the engine. Raises RunError when the server is stopping."""
         ticket = Ticket(request, tell, request.samples)
         self._tell("submit", ticket)
         return ticket
@@ -70,9 +77,9 @@ class Worker:
 
     def _tell(self, what: str, ticket: Ticket) -> None:
         with self._news:
-            if self.failed is not None:  # nobody reads it any more
+            if self._stopping:  # nobody reads it any more
                 if what == "submit":
-                    raise self.failed
+                    raise RunError(STOPPING)
                 return
             self._inbox.append((what, ticket))
             self._news.notify()
@@ -80,16 +87,33 @@ class Worker:
     # In the thread
 
     def _work(self) -> None:
+        while self._take_orders():
+            if self.failed is not None:
+                continue  # those who asked have heard of it
+            try:
+                events = self._engine.step()
+            except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's Rust code is no Exception
+                why = f"the engine failed: {described(error)}"
+                events = self._engine.abandon(why)
+                ended = sum(event.reason == "failed" for event in events)
+                self._log(f"{why} ({_place(error)}); {ended} answers ended with it")
+                self._restart()
+            self._post(events)
+        self._end(RunError(STOPPING))
+
+    def _restart(self) -> bool:
+        """Make the engine's state on the device anew. Returns whether it computes again."""
         try:
-            while self._take_orders():
-                self._post(self._engine.step())
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait have to hear of it
-            first = (str(error).splitlines() or [""])[0][:200]
-            failure = RunError(f"the engine failed: {type(error).__name__}: {first}")
-            self._end(failure)
-            self._loop.call_soon_threadsafe(self._on_failure, failure)
-            return
-        self._end(RunError("the server is stopping"))
+            self._engine.restart()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait have to hear of it
+            failure = RunError(f"the engine cannot be started again: {described(error)}; restart the server")
+            if self.failed is None:
+                self._log(str(failure))
+            self.failed = failure
+            self._post(self._engine.abandon(str(failure), waiting=True))
+            return False
+        self.failed = None
+        return True
 
     def _take_orders(self) -> bool:
         """What came in since the last step; waits while there is nothing to compute. False: stop."""
@@ -100,23 +124,40 @@ class Worker:
                 return False
             orders, self._inbox = self._inbox, deque()
         for what, ticket in orders:
-            if what == "submit":
-                try:
-                    number = self._engine.submit(ticket.request)
-                except UsageError as error:
-                    self._deliver([(ticket, error)])
-                    continue
-                self._numbers[ticket], self._tickets[number] = number, ticket
-            elif (known := self._numbers.get(ticket)) is not None:
-                self._forget(known)
-                self._engine.cancel(known)
+            if what == "cancel":
+                self._cancel(ticket)
+            elif self.failed is not None and not self._restart():
+                self._deliver([(ticket, self.failed)])
+            else:
+                self._submit(ticket)
         return True
+
+    def _submit(self, ticket: Ticket) -> None:
+        try:
+            number = self._engine.submit(ticket.request)
+        except UsageError as error:
+            self._deliver([(ticket, error)])
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is this request's alone
+            why = f"the request could not be set up: {described(error)}"
+            self._log(f"{why} ({_place(error)})")
+            self._deliver([(ticket, RunError(why))])
+        else:
+            self._numbers[ticket], self._tickets[number] = number, ticket
+
+    def _cancel(self, ticket: Ticket) -> None:
+        if (number := self._numbers.get(ticket)) is not None:
+            self._forget(number)
+            self._engine.cancel(number)
 
     def _post(self, events: list[Event]) -> None:
         messages: list[tuple[Ticket, Told]] = []
         for event in events:
             if (ticket := self._tickets.get(event.request)) is None:
                 continue  # cancelled
+            if event.reason == "failed":  # the request's other samples are of no use without it
+                self._cancel(ticket)
+                messages.append((ticket, RunError(event.error)))
+                continue
             messages.append((ticket, event))
             if event.reason is not None:
                 ticket.left -= 1
@@ -130,10 +171,12 @@ class Worker:
 
     def _end(self, error: RunError) -> None:
         with self._news:
-            self.failed = error
             waiting = [ticket for what, ticket in self._inbox if what == "submit"]
             self._inbox.clear()
         self._deliver([(ticket, error) for ticket in [*self._tickets.values(), *waiting]])
+
+    def _log(self, line: str) -> None:
+        self._loop.call_soon_threadsafe(self._on_failure, line)
 
     def _deliver(self, messages: list[tuple[Ticket, Told]]) -> None:
         def put() -> None:
@@ -141,3 +184,9 @@ class Worker:
                 ticket.tell(message)
 
         self._loop.call_soon_threadsafe(put)
+
+
+def _place(error: BaseException) -> str:
+    """Return the file and line that raised an exception."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"

@@ -8,7 +8,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from deskside.data import tokenizer as bpe
 from deskside.errors import UsageError
@@ -166,3 +166,31 @@ def test_lengths_fit() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert bpe.token_bytes(tokenizer).tolist() == [70_000, 1]
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@given(text=st.text(max_size=60) | st.text("\u1100\u1161\u11a8\u1fef\u212ae\u0301\u0323 ", max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_no_token_stands_for_more_bytes_than_the_longest(
+    directory: Path, normalised: bool, text: str
+) -> None:
+    tokenizer = bpe.load(directory)
+    if normalised:
+        tokenizer.normalizer = normalizers.NFC()
+    longest = bpe.longest_token(tokenizer)
+    assert longest is not None
+    assert len(tokenizer.encode(text, add_special_tokens=False).ids) * longest >= len(text.encode())
+
+
+def test_no_bound_where_a_token_may_stand_for_anything(directory: Path) -> None:
+    for change in (
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"added_tokens": [{"id": 0, "content": "x", "single_word": False, "lstrip": False, "rstrip": True,
+                           "normalized": False, "special": False}]},
+    ):  # fmt: skip
+        spec = json.loads(bpe.load(directory).to_str()) | change
+        assert bpe.longest_token(Tokenizer.from_str(json.dumps(spec))) is None
+    unknown = models.BPE({"[UNK]": 0, "a": 1}, [], unk_token="[UNK]", fuse_unk=True)
+    assert bpe.longest_token(Tokenizer(unknown)) is None

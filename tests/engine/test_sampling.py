@@ -22,6 +22,7 @@ from deskside.engine.sampling import (
     ALL,
     GREEDY,
     GREEDY_ONLY,
+    NOT_FINITE,
     UNRANKED,
     Sampling,
     Settings,
@@ -229,6 +230,23 @@ def test_log_probabilities_of_what_was_drawn() -> None:
     torch.testing.assert_close(greedy.logprob_B, logits_BV.log_softmax(-1).amax(-1))
 
 
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(), Sampling(top_k=2), Sampling(repetition_penalty=10.0)]
+)
+@pytest.mark.parametrize(
+    "logits", [[math.nan, 1.0, 2.0], [1.0, math.inf, 2.0], [-math.inf] * 3, [3e38, -3e38, 2.0]]
+)
+def test_logits_that_are_not_finite_draw_no_token(logits: list[float], sampling: Sampling) -> None:
+    """And they leave the row beside them alone."""
+    both = torch.tensor([logits, [0.0, 50.0, 0.0]])
+    widths = [width_of([sampling], 3), ALL] if sampling.temperature else [GREEDY_ONLY]
+    for width in widths:
+        seen_BV = torch.ones(2, 3, dtype=torch.bool)
+        drawn = draw(both, settings_of(sampling, 2), width, torch.zeros(2, dtype=torch.int64), seen_BV)
+        assert drawn.token_B.tolist() == [0 if logits[0] == 3e38 else NOT_FINITE, 1]
+        assert drawn.safe_token_B.tolist() == [0, 1]
+
+
 def test_extreme_values() -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     for width in (UNRANKED, ALL):
@@ -244,11 +262,16 @@ def test_extreme_values() -> None:
     [
         {"temperature": -0.1},
         {"temperature": math.nan},
+        {"temperature": 1e39},
         {"top_k": 0},
+        {"top_k": 2**63},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"min_p": -1.0},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e-39},
+        {"repetition_penalty": 1e30},
         {"repetition_penalty": math.nan},
     ],
 )

@@ -8,6 +8,7 @@ from tests.serve.made_run import MadeRun, make
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
+    "{% if m.content == 'divide by zero' %}{{ 1 / 0 }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

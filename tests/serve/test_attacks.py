@@ -1,6 +1,5 @@
 """Attackers on a whole server: it says why it refuses, stays up, and answers the next good request."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -106,27 +105,12 @@ def test_a_huge_body_is_refused_before_it_is_read(server: tuple[str, int], good:
     assert ask(base) == good
 
 
-def test_a_long_text_does_not_hold_up_the_others(server: tuple[str, int]) -> None:
-    base, _ = server
-    body = {"messages": [{"role": "user", "content": "<" * 1_000_000}]}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(base_url=base, timeout=60) as client:
-        long = pool.submit(httpx.post, f"{base}/v1/chat/completions", json=body, timeout=60)
-        meanwhile = 0
-        while not long.done():
-            assert client.get("/health").status_code == 200
-            meanwhile += 1
-            time.sleep(0.01)
-    assert long.result().json()["error"]["code"] == "context_length_exceeded"
-    assert meanwhile > 8  # a blocked event loop answers one or two
-
-
 def test_paths_and_methods(server: tuple[str, int]) -> None:
     base, _ = server
     for method, path, status in (
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
         ("GET", "/../../etc/passwd", 404),
         ("GET", "/page.html", 404),
         ("GET", "/v1/models/" + "x" * 5000, 404),
@@ -164,22 +148,24 @@ def test_connections_that_break_off_leave_nothing(server: tuple[str, int], good:
     assert ask(base) == good
 
 
-def test_an_engine_that_fails_is_told_to_all_and_ends_the_server(chatty: Path) -> None:
-    """A step that raises stands for what a GPU can do: the clients hear of it, and so does whoever started it."""
-    broken = (
-        "import sys\n"
-        "from deskside.engine.steps import Forward\n"
-        "real, calls = Forward.decode, []\n"
-        "def decode(self, *rest):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) > 2: raise RuntimeError('CUDA error: an illegal memory access')\n"
-        "    return real(self, *rest)\n"
-        "Forward.decode = decode\n"
-        "from deskside.cli import main\n"
-        "sys.exit(main(['serve', sys.argv[1], '--port', '0', '--device', 'cpu']))\n"
-    )
+BROKEN = """
+import os, sys
+from deskside.engine.steps import Forward
+real, told = Forward.decode, []
+def decode(self, *rest):
+    told.append(1)
+    if len(told) == 3: raise RuntimeError('CUDA error: an illegal memory access')
+    return real(self, *rest)
+Forward.decode = decode
+from deskside.cli import main
+sys.exit(main(['serve', sys.argv[1], '--port', '0', '--device', 'cpu']))
+"""
+
+
+def test_a_step_that_raises_ends_its_answers_and_not_the_server(chatty: Path) -> None:
+    """It stands for what a GPU can do: out of memory, a kernel that fails."""
     process = subprocess.Popen(
-        [sys.executable, "-c", broken, str(chatty)],
+        [sys.executable, "-c", BROKEN, str(chatty)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -193,12 +179,25 @@ def test_an_engine_that_fails_is_told_to_all_and_ends_the_server(chatty: Path) -
         lines = httpx.post(f"{base}/v1/completions", json=body, timeout=60).text.strip().split("\n\n")
         error = json.loads(lines[-1].removeprefix("data: "))["error"]
         assert error["type"] == "server_error" and "illegal memory access" in error["message"]
+        assert httpx.get(f"{base}/health").json() == {"status": "ok"}
+        first, again = ask(base), ask(base)
+        assert first == again
+        process.terminate()
         _, told = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 1
-    assert "deskside: the engine failed: RuntimeError: CUDA error" in told and "Traceback" not in told
+    assert process.returncode == 0
+    assert "the engine failed: RuntimeError: CUDA error" in told and "Traceback" not in told
+
+
+def test_a_failing_template_refuses_its_request_alone(server: tuple[str, int], good: str) -> None:
+    """The template of these tests raises on a wizard, and divides by a length that can be 0."""
+    base, _ = server
+    for messages in ([{"role": "user", "content": "divide by zero"}], [{"role": "wizard", "content": "a"}]):
+        response = httpx.post(f"{base}/v1/chat/completions", json={"messages": messages}, timeout=30)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+    assert ask(base) == good
 
 
 def test_ctrl_c_twice_does_not_wait(chatty: Path) -> None:

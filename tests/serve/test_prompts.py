@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from deskside.data import renderer
 from deskside.data.renderer import NotRendered
 from deskside.export.load import Loaded, load_model
-from deskside.serve.prompts import Prompts
+from deskside.serve.prompts import PREFIX_CHARACTERS, Prompts, TooLong
 from tests.serve.chatty import TEMPLATE, make_chatty, rendered
 
 MESSAGES = [
@@ -48,3 +50,39 @@ def test_templates_inside_of_the_configuration_and_none(folder: Path, loaded: Lo
 def test_a_template_that_refuses_says_why(loaded: Loaded) -> None:
     with pytest.raises(NotRendered, match="refuses these messages: no wizards"):
         Prompts(loaded).messages([{"role": "wizard", "content": "a"}])
+
+
+LONG = {
+    "one word": "<" * 1_000_000,
+    "words": "the sea " * 125_000,
+    "numbers": "q1 " * 330_000,
+    "Devanagari": "क्" * 160_000,
+    "special tokens": "<|im_end|>" * 100_000,
+    "emoji": "😀" * 250_000,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_texts_that_are_far_too_long_are_never_encoded_whole(
+    loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, room = Prompts(loaded, 4095), 4095 * PREFIX_CHARACTERS
+    encoded: list[int] = []
+    real = renderer.encode
+
+    def counting(coder: Tokenizer, text: str, plain: bool) -> list[int]:
+        encoded.append(len(text))
+        return real(coder, text, plain)
+
+    monkeypatch.setattr(renderer, "encode", counting)
+    for attempt in (prompts.text, lambda text: prompts.messages([{"role": "user", "content": text}])):
+        encoded.clear()
+        with pytest.raises(TooLong, match="4095 at most"):
+            attempt(LONG[name])
+        assert sum(encoded) <= 10 * room  # a special token is written with two characters while it is escaped
+    # What is not far too long is counted to the token.
+    for text in ("the sea " * 2500, "q1 " * 2700):
+        tokens = Prompts(loaded).text(text)
+        assert Prompts(loaded, len(tokens)).text(text) == tokens
+        with pytest.raises(TooLong, match=f"has {len(tokens)} tokens"):
+            Prompts(loaded, len(tokens) - 1).text(text)

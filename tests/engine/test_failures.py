@@ -1,0 +1,151 @@
+"""What fails in the engine fails alone: one sample with the model's output, one batch with a step, one request with its
+own values."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.engine.engine import Engine
+from deskside.engine.requests import Answer, Event, Request
+from deskside.engine.sampling import GREEDY, Sampling, Settings
+from deskside.engine.steps import Forward
+from deskside.errors import RunError
+from deskside.model.transformer import Transformer
+from tests.engine.test_generate import make, plain
+
+POISON = 77  # a token whose embedding is NaN; no answer to GOOD holds it
+GOOD = [[5, 17, 3, 8, 9], [1], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13]]
+
+
+def poisoned() -> Transformer:
+    model = make(num_hidden_layers=2, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.embed.weight[POISON] = torch.nan
+    return model
+
+
+def answers(events: list[Event]) -> dict[int, Answer]:
+    found: dict[int, Answer] = {}
+    for event in events:
+        found.setdefault(event.request, Answer(0)).add(event)
+    return found
+
+
+def all_events(engine: Engine) -> list[Event]:
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    return events
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, top_k=5, repetition_penalty=1.2)])
+def test_output_that_is_not_finite_fails_its_sample_alone(
+    ahead: bool, drafted: bool, sampling: Sampling
+) -> None:
+    """NaN stays in the pages that the failed rows held, and in the one for padding; it must not reach other rows."""
+    model = poisoned()
+    other: dict[str, Any] = {"draft": model, "drafts": 2} if drafted else {}
+    engine = Engine(model, max_batch=4, max_tokens=160, page_size=4, prefill_tokens=8, **other)
+    engine._ahead = ahead
+    free = engine.free_tokens
+    bad = [[POISON], [5, 17, 3, 8, 9, POISON], [POISON, *range(1, 12)]]
+    for _ in range(3):
+        wrong = [engine.submit(Request(tuple(p), 6, sampling, logprobs=True)) for p in bad]
+        right = [engine.submit(Request(tuple(p), 6, sampling, logprobs=True)) for p in GOOD]
+        found = answers(all_events(engine))
+        assert [found[n].reason for n in wrong] == ["failed"] * 3 and not any(found[n].tokens for n in wrong)
+        for number, prompt in zip(right, GOOD, strict=True):
+            assert found[number].reason == "length"
+            if not drafted or sampling == GREEDY:
+                assert found[number].tokens == plain(model, prompt, 6, sampling)
+    assert engine.idle and engine.free_tokens == free
+
+
+def test_callers_that_want_answers_hear_of_it() -> None:
+    with pytest.raises(RunError, match="not finite"):
+        Engine(poisoned()).run([Request((POISON,), 3)])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("where", ["decode", "prefill"])
+def test_a_step_that_raises_ends_those_that_ran_and_nobody_else(
+    ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(num_hidden_layers=2)
+    engine = Engine(model, max_batch=2, max_tokens=128, page_size=4)
+    engine._ahead = ahead
+    free = engine.free_tokens
+    real, calls = getattr(Forward, where), []
+
+    def broken(self: Forward, *rest: Any) -> Any:
+        calls.append(1)
+        if len(calls) == (3 if where == "decode" else 1):
+            for part in (self.cache.k, self.cache.v):
+                part.fill_(torch.nan)  # whatever a device leaves behind
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, *rest)
+
+    monkeypatch.setattr(Forward, where, broken)
+    short = engine.submit(Request((9,), 0))  # its end is news that the failing step has not told
+    prompts = [*GOOD, [3, 1, 4, 1, 5]]
+    numbers = [engine.submit(Request(tuple(prompt), 6)) for prompt in prompts]
+    events: list[Event] = []
+    with pytest.raises(torch.OutOfMemoryError):
+        while not engine.idle:
+            events += engine.step()
+    events += engine.abandon("out of memory")
+    engine.restart()
+    events += all_events(engine)
+    found = answers(events)
+    assert found[short].reason == "length"
+    assert [found[n].reason for n in numbers] == ["failed", "failed", "length", "length"]
+    assert {e.error for e in events if e.reason == "failed"} == {"out of memory"}
+    for number, prompt in zip(numbers[2:], prompts[2:], strict=True):
+        assert found[number].tokens == plain(model, prompt, 6)
+    assert engine.free_tokens == free
+
+
+def test_what_is_raised_while_a_request_is_taken_in_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make(num_hidden_layers=2)
+    engine = Engine(model, max_batch=2, max_tokens=128)
+    real = Settings.of
+
+    def broken(samplings: Any, streams: Any, device: Any) -> Settings:
+        if samplings[0].top_k == 7:
+            raise ValueError("Overflow when unpacking long long")
+        return real(samplings, streams, device)
+
+    monkeypatch.setattr(Settings, "of", staticmethod(broken))
+    number = engine.submit(Request((5, 17, 3), 4))
+    events = engine.step()
+    with pytest.raises(ValueError):
+        engine.submit(Request((5, 17, 3), 4, Sampling(top_k=7), samples=3))
+    found = answers(events + all_events(engine))
+    assert found.keys() == {number} and found[number].tokens == plain(model, [5, 17, 3], 4)
+
+
+def test_text_that_cannot_be_made_fails_its_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(num_hidden_layers=2)
+    engine = Engine(model, max_batch=2, max_tokens=128)
+    expected = copy.copy(plain(model, [1], 4))
+
+    class Broken:
+        stopped = False
+
+        def push(self, token: int) -> str:
+            raise OverflowError("no such character")
+
+        def finish(self) -> str:
+            raise OverflowError("no such character")
+
+    first, second = engine.submit(Request((5, 17, 3), 4)), engine.submit(Request((1,), 4))
+    engine._waiting[0].stream = Broken()  # type: ignore[assignment]
+    found = answers(all_events(engine))
+    assert (found[first].reason, found[second].reason) == ("failed", "length")
+    assert found[second].tokens == expected
