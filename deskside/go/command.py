@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 import deskside
-from deskside.config import overrides, strict_json
+from deskside.config import merge, overrides, strict_json
 from deskside.config.origin import reached, reached_by
 from deskside.errors import RunError, UsageError
 from deskside.go.journal import FILE, Journal, damaged, tail_seconds
@@ -146,8 +146,9 @@ class Road:
         from deskside.go import phases
         from deskside.probe.identity import this_machine
 
-        allowed = phases.SHARE * phases.DOCTOR_SHARE * self.journal.hours * 3600
-        result = phases.doctor(this_machine(), allowed, self.say)
+        machine = this_machine()
+        allowed = phases.doctor_allowance(self.journal.hours, machine) - self.journal.seconds()
+        result = phases.doctor(machine, allowed, self.say)
         self.journal.keep("doctor", result)
         self.say(f"doctor: {result['status']}: {result['reason']}")
         if result["status"] == "unfit":
@@ -159,7 +160,7 @@ class Road:
         from deskside.probe.store import open_store
 
         machine = this_machine()
-        left = phases.SHARE * self.journal.hours * 3600 - self.journal.seconds()
+        left = phases.allowance(self.journal.hours, machine.device) - self.journal.seconds()
         result = phases.probe(machine, open_store(self._wish().probes), left, self.say)
         self.journal.keep("probe", result)
         if result["status"] == "skipped":
@@ -185,6 +186,8 @@ class Road:
         seconds = self.journal.left() - self.journal.tail()
         if seconds <= 0:
             raise _over(self.journal)
+        self._prepare_data()
+        seconds = self.journal.left() - self.journal.tail()
         result, whole = phases.plan(self._wish(), seconds)
         for line in phases.lines(result):
             self.say(line)
@@ -196,6 +199,27 @@ class Road:
                 f"{target:g} bits per byte is out of reach in these hours: the plan's low end is {result['bpb'][0]:.3f}"
             )
         return {**result, "pretrain_seconds": seconds}
+
+    def _prepare_data(self) -> None:
+        """Prepare a preset's own text before the plan, which is bounded by what simple baselines reach on it."""
+        if self.options["data"] is not None:
+            return
+        from deskside.data.prepare import prepare
+        from deskside.go import phases
+
+        config = merge.build([phases.preset_config(self._wish())])
+        data = config.data
+        if data.path is None or not data.sources or (Path(data.path) / "index.json").exists():
+            return
+        self.say(f"preparing {', '.join(data.sources)} into {data.path}")
+        vocabulary = config.model.vocab_size
+        prepare(
+            list(data.sources),
+            data.path,
+            vocab_size=vocabulary,
+            val_fraction=data.val_fraction,
+            seed=config.seed,
+        )
 
     def train(self) -> Journal | None:
         """Until the run has its summary or is stopped. Returns the journal of the run that takes its place, if any."""

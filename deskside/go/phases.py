@@ -1,11 +1,13 @@
 """What comes before training: doctor, probe and plan, each as plain data that go.json keeps.
 
-They may cost a tenth of the hours together, and less where less will do. What the hours are too short for is skipped,
-and the reason is kept; a run needs none of it, because it checks and measures what it depends on itself.
+Doctor and probe may cost a tenth of the hours together, of short hours up to a minute, and less where less will do.
+What the hours are too short for is skipped, and the reason is kept; a run needs none of it, because it checks and
+measures what it depends on itself.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from deskside.probe.survey import Finding, Surveyor
 from deskside.signals import Interrupted
 
 SHARE = 0.1  # of the hours, that doctor and probe may take together
+# Instead, where it comes to more: enough for a quick doctor, the card itself and a point.
+SHORT_SHARE, SHORT_SECONDS = 0.5, {"cuda": 90.0, "cpu": 60.0}
 DOCTOR_SHARE = 0.5  # of that
 DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}  # of a quick doctor; 12 s were measured on two busy CPU cores
 LONGEST_PROBE = 180.0
@@ -40,9 +44,21 @@ def skipped(reason: str) -> Result:
     return {"status": "skipped", "reason": reason}
 
 
+def allowance(hours: float, device: str) -> float:
+    """Return the seconds that doctor and probe may take together."""
+    return max(SHARE * hours * 3600, min(SHORT_SHARE * hours * 3600, SHORT_SECONDS[device]))
+
+
+def doctor_allowance(hours: float, machine: Machine) -> float:
+    """Return the seconds of it for the doctor, who leaves the probe what a first point needs: a plan rests on it."""
+    both = allowance(hours, machine.device)
+    first = calibration_points(machine.memory_bytes, machine.device)[0]
+    needed = estimate_seconds(first, [], machine.device, None) + CARD_SECONDS[machine.device]
+    return min(DOCTOR_SHARE * both, max(both - needed, 0.0))
+
+
 def _allowed(seconds: float) -> str:
-    share = "doctor and probe together may take a tenth of the hours"
-    return f"{share}, which leaves {max(0.0, seconds):.0f} s for it"
+    return f"{max(0.0, seconds):.0f} s are left of what doctor and probe may take of these hours"
 
 
 # Doctor
@@ -53,7 +69,12 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
     needed = DOCTOR_SECONDS[machine.device]
     if seconds < needed:
         return skipped(f"it takes about {needed:.0f} s, and {_allowed(seconds)}")
-    found = examine(True, lambda text: say(f"doctor: {text}"))
+    try:
+        found = examine(True, lambda text: say(f"doctor: {text}"), seconds)
+    except TimeoutError:
+        return skipped(
+            f"it was not done after {seconds:.0f} s, so the machine is busy; try deskside doctor later"
+        )
     works = sum(check["verdict"] == "works" for check in found["checks"])
     told = f"{works} of {len(found['checks'])} checks work"
     for mend in found["fix"][:1]:
@@ -149,6 +170,7 @@ def plan(wish: Wish, pretrain_seconds: float) -> tuple[Result, Plan | None]:
     if made.verdict == "no" or best is None:
         raise RunError(f"the plan says no: {'; '.join(made.reasons)}")
     for_gpu = not made.request.card.is_cpu
+    unigram = unigram_bpb(prepared_data(wish))
     # A preset that needs no change is trained as it is; the numbers are still the planner's.
     own = wish.preset is not None and made.verdict == "yes"
     result = {
@@ -156,8 +178,8 @@ def plan(wish: Wish, pretrain_seconds: float) -> tuple[Result, Plan | None]:
         "verdict": made.verdict,
         "reasons": list(made.reasons),
         "source": f"modelled from what was {made.request.calibration.source}: {made.request.calibration.basis}",
-        "bands": [_slim(band, made, for_gpu) for band in made.bands] if wish.preset is None else [],
-        **_slim(best, made, for_gpu),
+        "bands": [_slim(band, made, for_gpu, unigram) for band in made.bands] if wish.preset is None else [],
+        **_slim(best, made, for_gpu, unigram),
     }
     if own:
         result["config"] = preset_config(wish)
@@ -191,6 +213,20 @@ def vocabulary(data: str) -> int:
 def unique_tokens(data: str) -> int:
     """Tokens of the training split."""
     return _index(data).splits["train"].tokens
+
+
+def prepared_data(wish: Wish) -> str | None:
+    """Return the data of the run, a preset's own included; None where it is not prepared yet."""
+    data = wish.data
+    if data is None and wish.preset is not None:
+        data = merge.build([*presets.for_pretraining(wish.preset), by_hand(wish)]).data.path
+    return data if data is not None and (Path(data) / "index.json").is_file() else None
+
+
+def unigram_bpb(data: str | None) -> float | None:
+    """Return the unigram baseline of the validation text in bits per byte."""
+    split = None if data is None else _index(data).splits.get("val")
+    return None if split is None else split.unigram_bpb
 
 
 def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
@@ -229,13 +265,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _request(wish: Wish, pretrain_seconds: float) -> Request:
+    data = prepared_data(wish)
     request = ask(
         here=True,
         hours=wish.hours,
         preset=wish.preset,
         probes=wish.probes,
         overrides=by_hand(wish) if wish.preset is not None else None,
-        unique_tokens=None if wish.data is None else unique_tokens(wish.data),
+        unique_tokens=None if data is None else unique_tokens(data),
         pretrain_seconds=pretrain_seconds,
     )
     if wish.preset is None:
@@ -246,9 +283,23 @@ def _request(wish: Wish, pretrain_seconds: float) -> Request:
     return request
 
 
-def _slim(band: PlannedBand, made: Plan, for_gpu: bool) -> Result:
+def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
+    """Return (low, expected, high) bits per byte, none of them above the unigram baseline of the validation text.
+
+    The law of loss is fitted to tens of millions of parameters. For a model of a million it may expect more than token
+    frequencies alone reach, and then knows nothing but its low end: the middle of what is left is expected.
+    """
+    low, expected, high = (float(x) for x in loss)
+    if unigram is None or high <= unigram:
+        return [low, expected, high]
+    low = min(low, unigram)
+    return [low, expected if expected < unigram else math.sqrt(low * unigram), unigram]
+
+
+def _slim(band: PlannedBand, made: Plan, for_gpu: bool, unigram: float | None) -> Result:
     """What is compared later: expected values and ranges, and the configuration."""
     found = band.candidate
+    bpb = bounded_loss(found.loss, unigram)
     slim: Result = {
         "name": band.name,
         "preset": band.preset,
@@ -256,7 +307,7 @@ def _slim(band: PlannedBand, made: Plan, for_gpu: bool) -> Result:
         "weights": found.weights,
         "tokens": [float(x) for x in found.tokens],
         "tokens_per_second": [float(x) for x in found.estimate.tokens_per_second],
-        "bpb": [float(x) for x in found.loss],
+        "bpb": bpb,
         "fits": found.estimate.fits,
         "config": band.config,
     }

@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     return 0 if found["trains"] else 1
 
 
-def examine(quick: bool, say: Say = lambda _: None) -> dict[str, Any]:
+def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf")) -> dict[str, Any]:
     """Examine this machine. Plain JSON:
 
     trains: whether training can work here; why: one line when it cannot. machine: facts (`doctor_facts.collect`), {}
@@ -61,16 +61,20 @@ def examine(quick: bool, say: Say = lambda _: None) -> dict[str, Any]:
     use: a list of {"what", "value", "why", "option"}. fix: of {"severity", "problem", "remedy"}, most important first.
     power: the first card's limits in watts and what lower ones cost, None without a card. seconds: that this took.
 
-    quick: a fifth of the checks, some 10 seconds. Changes nothing on the machine.
+    quick: a fifth of the checks, some 10 seconds. Changes nothing on the machine. Raises TimeoutError when it is not
+    done after so many seconds.
     """
     began = time.monotonic()
+    deadline = began + seconds
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "quick": quick,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     say("looking at the machine and its software")
-    outcome = child.run("deskside.probe.doctor_facts:collect", {}, FACTS_SECONDS)
+    outcome = child.run("deskside.probe.doctor_facts:collect", {}, min(FACTS_SECONDS, seconds))
+    if outcome.status == "timeout" and time.monotonic() >= deadline:
+        raise TimeoutError(f"the doctor was not done after {seconds:.0f} s")
     if outcome.status != "ok":
         problem = f"torch does not start here: {outcome.error}"
         mend = {
@@ -82,7 +86,7 @@ def examine(quick: bool, say: Say = lambda _: None) -> dict[str, Any]:
         return found | {"power": None, "stderr": outcome.stderr, "seconds": _since(began)}
     facts = outcome.value
     facts["libraries"] = doctor_checks.versions()
-    results = doctor_checks.run_all(doctor_checks.listing(facts, quick), say)
+    results = doctor_checks.run_all(doctor_checks.listing(facts, quick), say, deadline)
     return found | conclude(facts, results, quick) | {"seconds": _since(began)}
 
 

@@ -5,6 +5,8 @@ not come back, each of its checks is run again alone, so that a crash or a hang 
 Nothing here imports torch: the parent holds no CUDA context, and lives when torch does not.
 """
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, util
@@ -243,8 +245,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def run_all(checks: Sequence[Check], say: Say) -> list[dict[str, Any]]:
-    """The results in the order of `checks`: {"id", "group", "name", "verdict", "reason", ...}."""
+def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> list[dict[str, Any]]:
+    """Return the results in the order of `checks`: {"id", "group", "name", "verdict", "reason", ...}.
+
+    Raises TimeoutError when they are not done by the deadline, in seconds of `time.monotonic`.
+    """
     results: dict[str, dict[str, Any]] = {}
     done = 0
     for check in checks:
@@ -258,21 +263,23 @@ def run_all(checks: Sequence[Check], say: Say) -> list[dict[str, Any]]:
             c for c in checks if c.answer is None and (c.id == check.id or c.child == check.child != "")
         ]
         say(f"{done + 1} of {len(checks)}: {', '.join(c.name for c in together)}")
-        results |= _run(together, say)
+        results |= _run(together, say, deadline)
         done += len(together)
     return [{"id": c.id, "group": c.group, "name": c.name, "reason": ""} | results[c.id] for c in checks]
 
 
-def _run(checks: Sequence[Check], say: Say) -> dict[str, dict[str, Any]]:
+def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[str, Any]]:
     """Run checks in one child; in a child for each when that does not come back."""
     calls = [{"target": c.target, "arguments": dict(c.arguments)} for c in checks]
-    limit = max(c.timeout for c in checks)
+    limit = min(max(c.timeout for c in checks), max(0.0, deadline - time.monotonic()))
     outcome = child.run("deskside.probe.doctor_child:several", {"calls": calls}, limit)
+    if outcome.status == "timeout" and time.monotonic() >= deadline:
+        raise TimeoutError("the doctor was not done by its deadline")
     if outcome.status == "ok":
         return {check.id: result for check, result in zip(checks, outcome.value, strict=True)}
     if len(checks) > 1:
         say(f"{outcome.error}: each of these again, alone")
-        return {id: result for check in checks for id, result in _run([check], say).items()}
+        return {id: result for check in checks for id, result in _run([check], say, deadline).items()}
     return {checks[0].id: failure(outcome)}
 
 

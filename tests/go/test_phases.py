@@ -91,7 +91,7 @@ def diagnosis(trains: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_doctor(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "examine", lambda quick, say: diagnosis(trains))
+    monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: diagnosis(trains))
     result = phases.doctor(CPU, 100.0, print)
     assert result["status"] == ("fit" if trains else "unfit")
     told = "1 of 2 checks work; first to fix: the disk is full (free some)"
@@ -99,11 +99,10 @@ def test_doctor(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "examine", lambda quick, say: pytest.fail("it was examined"))
+    monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: pytest.fail("it was examined"))
     assert phases.doctor(CARD, 5.0, print) == {
         "status": "skipped",
-        "reason": "it takes about 20 s, and doctor and probe together may take a tenth of the hours, which leaves 5 s "
-        "for it",
+        "reason": "it takes about 20 s, and 5 s are left of what doctor and probe may take of these hours",
     }
 
 
@@ -149,10 +148,8 @@ def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.M
 def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = surveying(monkeypatch, child.Outcome("ok", None, "", 3.0))
     result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
-    assert (
-        result["status"] == "skipped" and "a tenth of the hours, which leaves 10 s for it" in result["reason"]
-    )
-    assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].endswith("0 s for it")
+    assert result["status"] == "skipped" and "10 s are left" in result["reason"]
+    assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].count(" 0 s are left")
     assert phases.probe(CARD, filled(tmp_path / "full", CARD), 10.0, print)["status"] == "stored"
     assert asked == []
 
@@ -243,3 +240,40 @@ def test_too_little_data_is_said_before_anything_is_trained(
     assert phases.unique_tokens(str(data)) < 100_000
     with pytest.raises(RunError, match="nothing would be learned from so few tokens"):
         phases.plan(wish(data, tmp_path), 6900.0)
+
+
+@pytest.mark.parametrize("machine", [CPU, CARD])
+def test_three_minutes_have_room_for_a_doctor_and_a_point(machine: Machine) -> None:
+    """The README's first command goes from doctor to report, without anything stored."""
+    device, started = machine.device, 2.0
+    doctor = phases.doctor_allowance(0.05, machine)
+    assert doctor - started >= phases.DOCTOR_SECONDS[device]
+    first = phases.calibration_points(machine.memory_bytes, device)[0]
+    probe = phases.estimate_seconds(first, [], device, None) + phases.CARD_SECONDS[device]
+    assert doctor + probe <= phases.allowance(0.05, device) <= 90
+    assert phases.allowance(24, device) == pytest.approx(2.4 * 3600)
+
+
+def test_a_doctor_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine(quick: bool, say: object, seconds: float) -> object:
+        raise TimeoutError
+
+    monkeypatch.setattr(phases, "examine", examine)
+    found = phases.doctor(CPU, 30.0, lambda text: None)
+    assert found["status"] == "skipped" and "30 s" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "unigram", "wanted"),
+    [
+        ((1.0, 1.1, 1.2), 3.0, [1.0, 1.1, 1.2]),
+        ((1.837, 4.097, 6.357), 3.0, [1.837, (1.837 * 3.0) ** 0.5, 3.0]),
+        ((1.8, 2.0, 3.5), 3.0, [1.8, 2.0, 3.0]),
+        ((3.5, 4.0, 5.0), 3.0, [3.0, 3.0, 3.0]),
+        ((1.8, 4.0, 6.0), None, [1.8, 4.0, 6.0]),
+    ],
+)
+def test_no_model_is_expected_above_the_unigram_baseline(
+    loss: tuple[float, float, float], unigram: float | None, wanted: list[float]
+) -> None:
+    assert phases.bounded_loss(loss, unigram) == pytest.approx(wanted)
