@@ -22,6 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/deskside go --preset demo --hours 0.05 --yes
+	@echo "to use deskside in this shell: source $(BIN)/activate"
 
 test: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal

@@ -6,6 +6,7 @@ What `dpo` and `grpo` need as well stands here too: the model to begin with, its
 import contextlib
 import os
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +118,10 @@ def learn(
     prepare: from the chat tokenizer's folder to that of the data. configure: of the loaded model, that folder and the
     tokenizer's size. limit: of the run, in seconds; preparing counts against it.
     """
+    from deskside.train.rundir import RunDirectory
+
+    if not int(os.environ.get("RANK", "0")):  # another process may have made it already
+        RunDirectory.check_name(Path(options.runs), options.name)
     source = str(options.source)
     loaded = load(source)
     merge.refuse_other_model(loaded.config, given, source)
@@ -220,7 +225,10 @@ def prepared(asked: str | None, default: Path, make: Callable[[Path], object]) -
     while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
         time.sleep(0.5)
     if not index.is_file():
+        print(f"data: prepared into {path}, and used again by later runs", file=sys.stderr, flush=True)
         make(path)
+    elif not int(os.environ.get("RANK", "0")):
+        print(f"data: {path}, as prepared before", file=sys.stderr, flush=True)
     return path
 
 

@@ -17,6 +17,7 @@ from deskside.config.run import RunConfig
 from deskside.errors import UsageError
 from deskside.train.ready import check_start
 
+LENGTHS = ("hours", "steps", "tokens")  # options that are the schedule's length
 WARMUP = "warm-up ends"  # what optim.schedule.describe calls it
 
 DESCRIPTION = """Pretrain a model.
@@ -44,6 +45,13 @@ class TrainOptions:
     hours: Annotated[
         str | None, tyro.conf.arg(metavar="H", help="length of the run, the same as --schedule.hours")
     ] = None
+    steps: Annotated[
+        str | None, tyro.conf.arg(metavar="N", help="length in optimizer steps, the same as --schedule.steps")
+    ] = None
+    tokens: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="N", help="length in tokens, such as 10M, the same as --schedule.tokens"),
+    ] = None
     depth: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="shape from the depth dial instead of a preset")
     ] = None
@@ -61,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     options, given = overrides.parse(TrainOptions, argv, "deskside train", DESCRIPTION)
     source = _load(options.init) if options.init is not None else None
     if options.resume is not None:
-        extra = [f for f in ("preset", "name", "hours", "depth", "init") if getattr(options, f) is not None]
+        extra = [f for f in ("preset", "name", *LENGTHS, "depth", "init") if getattr(options, f) is not None]
         if given or extra:
             raise UsageError("--resume takes the configuration of the run; give no other options with it")
         config = _recorded(Path(options.resume))
@@ -70,7 +78,11 @@ def run(argv: Sequence[str]) -> int:
     if options.dry_run:
         return _show(config, options.json)
     if options.resume is None:
+        from deskside.train.rundir import RunDirectory
+
         check_start(config)
+        if not int(os.environ.get("RANK", "0")):  # another process may have made it already
+            RunDirectory.check_name(Path(options.runs), options.name)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
 
@@ -128,11 +140,14 @@ def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> Run
     if source is not None:
         merge.refuse_other_model(source.config, given, str(options.init))
         layers += merge.resolved("model", source.config.model_dump(mode="json"))
-    if options.hours is not None:
+    for name in LENGTHS:
+        value = getattr(options, name)
+        if value is None:
+            continue
         schedule = given.setdefault("schedule", {})
-        if "hours" in schedule:
-            raise UsageError("--hours and --schedule.hours: give one of them")
-        schedule["hours"] = options.hours
+        if name in schedule:
+            raise UsageError(f"--{name} and --schedule.{name}: give one of them")
+        schedule[name] = value
     return merge.build([*layers, given])
 
 

@@ -36,8 +36,8 @@ def progress(brief: Brief, rows: Rows, now: float | None = None) -> Progress:
     for row in rows.steps[-WINDOW:]:
         values |= {key: value for key in row if (value := number(row[key])) is not None}
     if rows.steps:
-        bpb = [v for row in rows.steps if (v := number(row.get("val_bpb"))) is not None]
-        values |= {"val_bpb": bpb[-1]} if bpb else {}
+        for row in rows.steps:  # measured now and then, so the newest may lie before the window
+            values |= {k: v for k in row if k.startswith("val_") and (v := number(row[k])) is not None}
     step = int(values["step"]) if "step" in values else None
     total = brief.total_steps
     pace = _pace(rows)

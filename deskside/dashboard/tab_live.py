@@ -59,6 +59,13 @@ def _studies(root: str) -> None:
             )
 
 
+MEASURES = (
+    ("validation, bits per byte", "val_bpb", "{:.4f}"),
+    ("preference accuracy, held out", "val_accuracy", "{:.1%}"),
+    ("mean reward, held out", "val_reward", "{:.3f}"),
+)
+
+
 def _run(brief: Brief, rows: Rows, shown: str) -> None:
     now = progress(brief, rows)
     with st.container(border=True):
@@ -79,10 +86,15 @@ def _run(brief: Brief, rows: Rows, shown: str) -> None:
         _charts(brief, rows)
 
 
+def _measure(now: Progress) -> tuple[str, str, str]:
+    """Return label, key and format of the objective's own measure; bits per byte before the first measurement."""
+    return next((measure for measure in MEASURES if measure[1] in now.values), MEASURES[0])
+
+
 def _numbers(now: Progress) -> None:
     shown = (
         ("loss, nats per token", "loss", "{:.4f}"),
-        ("validation, bits per byte", "val_bpb", "{:.4f}"),
+        _measure(now),
         ("speed, tokens/s", "tokens_per_second", "{:,.0f}"),
         ("memory, GiB", "memory_gib", "{:.2f}"),
         ("power, W", "watts", "{:.0f}"),

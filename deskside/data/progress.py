@@ -96,9 +96,10 @@ class Progress:
         now = time.monotonic()
         seconds = now - self._start
         self._last_line = now
-        text = f"{self._task}: {self._done:,.1f}"
+        form = ",.1f" if self._unit == "MB" else ",.0f"
+        text = f"{self._task}: {self._done:{form}}"
         if self._total:
-            text += f" of {self._total:,.1f}"
+            text += f" of {self._total:{form}}"
         text += f" {self._unit}, {seconds:.0f} s"
         if self._total and 0 < self._done < self._total:
             text += f", about {seconds * (self._total / self._done - 1):.0f} s left"

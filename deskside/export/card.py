@@ -50,9 +50,12 @@ def model_card(
     return "\n".join(parts)
 
 
+MOST_UNTAGGED = 0.1  # of the tokens: with more, the tagged languages would be taken for all of them
+
+
 def _front(history: Sequence[Stage], form: str) -> str:
     """The metadata that model hubs read."""
-    languages = sorted({s.lang for stage in history for s in stage.sources if s.lang})
+    languages = _languages(history) if _untagged(history) <= MOST_UNTAGGED else []
     lines = ["---", f"library_name: {'transformers' if form == 'hf' else form}"]
     lines += ["pipeline_tag: text-generation", "license: unknown", "tags:", "- deskside"]
     # Quoted, because `no` is a language too, and in YAML the word for false.
@@ -278,8 +281,18 @@ def _evaluation(loaded: Loaded, history: Sequence[Stage]) -> str:
     )
 
 
+def _languages(history: Sequence[Stage]) -> list[str]:
+    return sorted({s.lang for stage in history for s in stage.sources if s.lang})
+
+
+def _untagged(history: Sequence[Stage]) -> float:
+    """Return the share of the training tokens whose language is not known."""
+    tokens = [(s.lang, s.tokens) for stage in history for s in stage.sources]
+    return sum(count for lang, count in tokens if not lang) / max(1, sum(count for _, count in tokens))
+
+
 def _limits(loaded: Loaded, history: Sequence[Stage], chats: bool) -> str:
-    languages = sorted({s.lang for stage in history for s in stage.sources if s.lang})
+    languages = _languages(history)
     lines = [
         f"It reads at most {loaded.config.max_position_embeddings:,} tokens at once.",
         "It states false things fluently; nothing here checks what it says.",
@@ -288,9 +301,13 @@ def _limits(loaded: Loaded, history: Sequence[Stage], chats: bool) -> str:
     if not chats:
         lines.append("It continues text and was not taught to follow instructions.")
     if languages:
-        lines.append(
-            f"Languages of its data that were tagged: {', '.join(languages)}; expect little of others."
+        untagged = _untagged(history)
+        rest = (
+            "expect little of others"
+            if untagged <= MOST_UNTAGGED
+            else f"{untagged:.0%} of it has no language tag"
         )
+        lines.append(f"Languages of its data that were tagged: {', '.join(languages)}; {rest}.")
     return "\n".join(f"- {line}" for line in lines) + "\n"
 
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -37,6 +38,7 @@ class Terminal:
         self._bar: Progress | None = None
         self._last_line = 0.0
         self._last_value = ""
+        self._first_step, self._started = first_step, time.monotonic()
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
@@ -60,11 +62,22 @@ class Terminal:
             self._bar.update(self._task, completed=row["step"], total=total_steps, numbers=numbers)
         elif time.monotonic() - self._last_line >= LINE_SECONDS or row["step"] == total_steps:
             self._last_line = time.monotonic()
-            print(f"step {row['step']}/{total_steps}  {numbers}", file=sys.stderr, flush=True)
+            share = f" ({row['step'] / max(1, total_steps):.0%})"
+            print(
+                f"step {row['step']}/{total_steps}{share}  {numbers}{self._times(row['step'], total_steps)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def _times(self, step: int, total: int) -> str:
+        """Return the time that the steps of this process have taken, and the time left at their pace."""
+        elapsed, done = time.monotonic() - self._started, max(1, step - self._first_step)
+        left = timedelta(seconds=round(elapsed / done * max(0, total - step)))
+        return f"  {timedelta(seconds=round(elapsed))} elapsed, {left} left"
 
     @staticmethod
     def say(text: str) -> None:

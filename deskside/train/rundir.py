@@ -40,6 +40,19 @@ class RunDirectory:
         self.tokenizer = path / "tokenizer.json"
         self.model = path / "model"
 
+    @staticmethod
+    def check_name(root: Path, name: str | None) -> None:
+        """Raise UsageError for a name that cannot be used, or is taken; costs nothing, so call it first."""
+        if name is None:
+            return
+        if not name or name in (".", "..") or "/" in name or "\\" in name:
+            raise UsageError(f"--name {name!r}: must be a plain folder name")
+        if (root / name).exists():
+            path = root / name
+            raise UsageError(
+                f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
+            )
+
     @classmethod
     def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
         """A new directory. A name that was asked for must be free; the default gets a number when it is taken."""

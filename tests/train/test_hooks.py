@@ -1,6 +1,7 @@
 """The terminal's plain lines, and trackers that are off unless asked for."""
 
 import importlib.util
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -25,8 +26,12 @@ def test_plain_lines_come_now_and_then_and_at_the_end(capsys: pytest.CaptureFixt
         terminal.on_step(row(step, **({"val_bpb": 1.25} if step == 200 else {})), 500)
     terminal.close()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "step 1/500  loss 2.500  1,234 tok/s"
-    assert lines[-1] == "step 500/500  loss 2.500  val 1.250 bpb  1,234 tok/s" and len(lines) < 5
+    time = r"  \d:\d\d:\d\d elapsed, \d:\d\d:\d\d left"
+    assert re.fullmatch(r"step 1/500 \(0%\)  loss 2.500  1,234 tok/s" + time, lines[0])
+    last = r"step 500/500 \(100%\)  loss 2.500  val 1.250 bpb  1,234 tok/s"
+    assert (
+        re.fullmatch(last + time.replace(r"\d:\d\d:\d\d left", "0:00:00 left"), lines[-1]) and len(lines) < 5
+    )
 
 
 ASKED = {"tensorboard": True, "wandb": "project", "trackio": "project"}
