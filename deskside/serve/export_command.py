@@ -23,6 +23,7 @@ from deskside.export.card import model_card
 from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
 from deskside.export.gguf_tokenizer import gguf_tokenizer
 from deskside.export.hf import check_out, save_hf
+from deskside.export.history import mapping
 from deskside.export.load import Loaded, load_model
 from deskside.export.merge import open_adapted
 from deskside.export.peft_dir import save_peft
@@ -68,6 +69,12 @@ def run_export(argv: Sequence[str]) -> int:
         )
     check_out(out)  # before the work
     loaded = load_model(options.model, "cpu", torch.float32, say)
+    adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
+    if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
+        say(
+            f"the adapters are merged into weights that the run kept in {adapter.get('base')}, so {options.dtype} "
+            "holds rounded numbers; for the original's precision use --to peft and merge with the original model"
+        )
     about = {
         "deskside": __version__,
         "from": options.model,

@@ -1,6 +1,7 @@
 """`deskside export` as a person runs it: the three forms, their JSON, what is refused, and disks and runs that fail."""
 
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -103,7 +104,9 @@ def test_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     content = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert content["r"] == 4 and content["base_model_name_or_path"] == "some/model"
     assert "LoRA of rank 4" in (tmp_path / "peft" / "README.md").read_text("utf-8")
+    capsys.readouterr()
     assert run_export([str(run), "--out", str(tmp_path / "hf")]) == 0
+    assert re.search(r"kept in (bf16|int8|nf4), .*--to peft", capsys.readouterr().err)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
