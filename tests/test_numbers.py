@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"
-# Documents of measured figures, but for precision.md, whose tables are of formats as well. statistics.md and planner-accuracy.md name the command that makes their tables again.
+# Not precision.md, whose tables are of formats as well; statistics.md and planner-accuracy.md name the commands that
+# make their tables again.
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/alignment.md")
 FIGURE = re.compile(r"\d[\d,.]*\s*(?:tokens/s|ms|GiB|%|s\b|W\b)|\|\s*\**\d[\d,.]*")
 PATH = re.compile(r"docs/data/[\w./*-]+")
