@@ -48,8 +48,8 @@ def token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> ND
     counts = np.zeros(vocab_size, dtype=np.int64)
     for shard in split.shards:
         tokens = shards.open_tokens(out, shard, dtype)
-        for start in range(0, len(tokens), 1 << 23):
-            counts += np.bincount(tokens[start : start + (1 << 23)], minlength=vocab_size)
+        for start in range(0, len(tokens), 1 << 20):  # bincount takes eight bytes a token
+            counts += np.bincount(tokens[start : start + (1 << 20)], minlength=vocab_size)
     return counts
 
 

@@ -41,6 +41,7 @@ INDEX = "index.json"
 STAMP = ".verified.json"
 TEMPORARY = ".deskside-tmp"  # no other program's files end so, and these may be deleted
 DOCUMENT = np.dtype([("start", "<i8"), ("tag", "<u2")])
+_PART = 1 << 20  # tokens that are looked up at a time: their lengths take twice the memory of a shard
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
 
 
@@ -257,7 +258,9 @@ def write_shard(
         tokens=len(tokens),
         documents=len(documents),
         text_bytes=text_bytes,
-        token_text_bytes=int(lengths[tokens].sum(dtype=np.int64)),
+        token_text_bytes=sum(
+            int(lengths[tokens[i : i + _PART]].sum(dtype=np.int64)) for i in range(0, len(tokens), _PART)
+        ),
         checksum=checksum_file(paths[0]),
         table_checksum=checksum_file(paths[1]),
         key=key,
