@@ -15,7 +15,7 @@ SHELF = (
     "align", "train", "export", "evaluate", "engine",
     "data", "optim", "precision", "model", "ops", "kernels",
     "config", "budget", "facts",
-    "errors", "signals",
+    "parsing", "errors", "signals",
 )  # fmt: skip
 NEVER = {("precision", "model"), ("optim", "model"), ("data", "model")}
 NO_TORCH = ("config", "budget", "facts", "plan")

@@ -26,6 +26,7 @@ from deskside.data.records import Record, content_key, iter_records
 from deskside.data.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
 from deskside.data.sources import BadInputLog, Source
 from deskside.errors import RunError, UsageError
+from deskside.parsing import json_value
 
 VERSION = 1  # of the folder's form
 RENDERED = 2  # of what is made of the same records
@@ -194,21 +195,21 @@ class Maker:
 def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
     """index.json of a prepared folder. Raises UsageError for another kind or too many tokens, RunError when damaged."""
     try:
-        index: dict[str, Any] = json.loads((path / "index.json").read_text("utf-8"))
+        index: dict[str, Any] = json_value((path / "index.json").read_bytes())
         found = index.get("kind", "text")
-        splits = index["splits"]
-    except (OSError, ValueError, KeyError) as error:
+        files = [(path / split["file"], split["checksum"]) for split in index["splits"].values()]
+        tokens = int(index["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path / 'index.json'}: is damaged ({error}); prepare the data again") from None
     if found != kind:
         raise UsageError(f"data.path: {path} holds {found}, not {kind}; give {NOUN[kind]}s with --data")
-    if index["vocab_size"] > vocabulary:
+    if tokens > vocabulary:
         raise UsageError(
-            f"model.vocab_size: {path} has {index['vocab_size']} tokens, the model {vocabulary}; prepare it with the "
+            f"model.vocab_size: {path} has {tokens} tokens, the model {vocabulary}; prepare it with the "
             "model's own tokenizer"
         )
-    for split in splits.values():
-        file = path / split["file"]
-        if not file.is_file() or shards.checksum_file(file) != split["checksum"]:
+    for file, checksum in files:
+        if not file.is_file() or shards.checksum_file(file) != checksum:
             raise RunError(f"{file}: is not what was written there; remove {path} and prepare the data again")
     return index
 
@@ -216,7 +217,7 @@ def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
 def key_of(path: Path) -> str | None:
     """`Spec.key` of what a prepared folder was made from; None where its index does not say, as older ones do not."""
     try:
-        return str(json.loads((path / "index.json").read_text("utf-8"))["key"])
+        return str(json_value((path / "index.json").read_bytes())["key"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

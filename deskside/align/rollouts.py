@@ -15,6 +15,7 @@ from typing import Any
 from deskside.align.grpo_data import Question
 from deskside.align.sampler import Sampled
 from deskside.errors import RunError
+from deskside.parsing import json_value
 from deskside.train.rundir import append_line, write_atomically
 
 SHOWN = 2  # questions of each round that the page shows
@@ -81,7 +82,7 @@ class RolloutLog:
                 if not line.endswith(b"\n"):
                     continue
                 try:
-                    row = json.loads(line)
+                    row = json_value(line)
                     wanted = first <= row["position"] and (last is None or row["position"] < last)
                 except (ValueError, KeyError, TypeError):
                     raise RunError(

@@ -1,11 +1,10 @@
 """What the model says to a few held-out questions, before the run and after it."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from deskside.align.sft import BEFORE, answers
+from deskside.align.sft import BEFORE, answers, read_questions
 from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
 from deskside.train.objective import Session
@@ -20,7 +19,7 @@ def keep_before(session: Session, questions: Path) -> float:
     began = time.perf_counter()
     if session.world.first:
         with session.precision.plain():
-            conversations = json.loads(questions.read_text("utf-8"))
+            conversations = read_questions(questions)
             found = answers(session.model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
         session.run.write_json(BEFORE, {"samples": found})
     session.world.barrier()
@@ -31,7 +30,7 @@ def with_before(session: Session, model: Transformer, questions: Path) -> list[d
     """Ask the finished model; "before" is what the first one said."""
     # Merged adapters lie on the host; the model that was trained says the same, on its device.
     asked = session.model if is_adapted(session.model) else model
-    conversations = json.loads(questions.read_text("utf-8"))
+    conversations = read_questions(questions)
     found = answers(asked, session.run, conversations, session.budget.share(SAMPLE_SHARE))
     before = session.run.read_json(BEFORE)["samples"] if (session.run.path / BEFORE).exists() else []
     for sample, earlier in zip(found, before, strict=False):

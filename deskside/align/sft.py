@@ -5,7 +5,6 @@ The loss is that of pretraining; what differs is the data (`data.chat`: every to
 assistant says on held-out conversations, before the first step and at the end, with answers to some of them.
 """
 
-import json
 import math
 import time
 from pathlib import Path
@@ -19,9 +18,10 @@ from deskside.data.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import events
 from deskside.engine.sampling import GREEDY
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
+from deskside.parsing import Unreadable, json_value
 from deskside.train.objective import Measured, NextToken, Session
 from deskside.train.rundir import RunDirectory
 from deskside.train.time_budget import SAMPLE_SHARE
@@ -96,7 +96,7 @@ class Sft(NextToken):
     def _answers(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         """The model's greedy answers to the last question of some held-out conversations."""
         path = self.opened[0].directory / SAMPLES_FILE
-        conversations = json.loads(path.read_text("utf-8")) if path.is_file() else []
+        conversations = read_questions(path) if path.is_file() else []
         return answers(model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
 
 
@@ -149,3 +149,14 @@ def answers(
         }
         for messages, tokens in zip(asked, said, strict=True)
     ]
+
+
+def read_questions(path: Path) -> list[Any]:
+    """Return the held-out conversations that a run asks its model. Raises RunError when the file is damaged."""
+    try:
+        found = json_value(path.read_bytes())
+    except (OSError, Unreadable) as error:
+        raise RunError(f"{path}: cannot be read ({error}); prepare the data again") from None
+    if not isinstance(found, list):
+        raise RunError(f"{path}: does not hold a list of conversations; prepare the data again")
+    return found

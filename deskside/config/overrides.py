@@ -7,7 +7,6 @@ from the one place where a field is described, and "was it set" stays knowable.
 
 import dataclasses
 import inspect
-import tomllib
 import types
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,6 +21,7 @@ from deskside.config.base import Part
 from deskside.config.merge import LENGTH_ALIASES, Path, keys, option_keys, parts_of
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
+from deskside.parsing import Unreadable, toml_table
 
 Options = TypeVar("Options")
 SOURCES = ("name", "data", "val")  # of an objective: the command has them as options of its own
@@ -170,8 +170,8 @@ def _value(path: Path, text: str, is_list: bool) -> Any:
         return None
     if text.startswith(("[", "{")):
         try:
-            return tomllib.loads(f"x = {text}")["x"]
-        except tomllib.TOMLDecodeError:
+            return toml_table(f"x = {text}")["x"]
+        except Unreadable:
             raise UsageError(
                 f"{'.'.join(path)}: '{text}' is not a TOML list or table, such as [0.9, 0.95]"
             ) from None

@@ -5,12 +5,12 @@ the same merge as the command line.
 """
 
 import re
-import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from deskside.errors import UsageError
+from deskside.parsing import Unreadable, toml_table
 
 DEPTH_HEAD_DIM = 128
 FINE_TUNING = ("sft", "dpo", "grpo")  # commands that begin from weights and take options, no preset
@@ -62,8 +62,8 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
             f"{name}: no such preset; use one of {', '.join(names())}, d12 ... d20, or a .toml file"
         )
     try:
-        values = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        values = toml_table(text)
+    except Unreadable as error:
         raise UsageError(f"{label}: not valid TOML: {error}") from None
     if "base" not in values:
         return [values]

@@ -5,7 +5,6 @@ A study that cannot be read keeps its place in the list, with the reason. A run 
 everything (`report.rundir`) for whole curves.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.errors import UsageError
+from deskside.parsing import json_value
 from deskside.report.rundir import mapping, number, objects, read_run, text
 from deskside.study import results as study_results
 from deskside.study.metrics import BY_KEY
@@ -138,12 +138,12 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 def _object(path: Path, problems: list[str], needed: bool = False) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json_value(path.read_bytes())
     except FileNotFoundError:
         if needed:
             problems.append(f"{path.name} is missing")
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):
@@ -169,8 +169,8 @@ def read_rows(path: Path) -> Rows:
     damaged = 0
     for line in lines[1 if start else 0 : -1]:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = json_value(line)
+        except ValueError:
             row = None
         if isinstance(row, dict) and number(row.get("step")) is not None:
             rows.append(row)

@@ -10,12 +10,13 @@ parser would hold the line and the string as `str`, each up to four times as lar
 from __future__ import annotations
 
 import codecs
-import json
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from deskside.parsing import json_value
 
 CHUNK = 1 << 20  # bytes that are read or decoded at a time
 LONG_LINE = 4 << 20  # from here on a JSON line is parsed without its long strings
@@ -159,7 +160,6 @@ def parse_long(line: bytes | bytearray, field: str) -> object:
     Raises:
         ValueError: not JSON, or more than 16 MiB of it besides long strings. UnicodeDecodeError for bytes that are not
             UTF-8 and UnicodeEncodeError for a lone surrogate in `field` are ValueErrors too.
-        RecursionError: nested too deeply.
     """
     mark = uuid.uuid4().hex  # no string of the line can be equal to a placeholder
     spans: dict[str, tuple[int, int]] = {}
@@ -177,7 +177,7 @@ def parse_long(line: bytes | bytearray, field: str) -> object:
     if len(short) + len(line) - copied > _STRUCTURE_LIMIT:
         raise ValueError(f"more than {_STRUCTURE_LIMIT >> 20} MiB of JSON besides long strings")
     short += line[copied:]
-    value = json.loads(short)
+    value = json_value(short, big_integers=True)
     if isinstance(value, dict) and isinstance(value.get(field), str) and value[field] in spans:
         value[field] = _unescape(line, *spans[value[field]])
     return value
@@ -207,7 +207,7 @@ def _unescape(line: bytes | bytearray, start: int, end: int) -> bytes:
     found = bytearray()
     while start < end:
         cut = _cut(line, start, end)
-        found += json.loads(b'"' + line[start:cut] + b'"').encode("utf-8")
+        found += json_value(b'"' + line[start:cut] + b'"').encode("utf-8")
         start = cut
     return bytes(found)
 

@@ -13,7 +13,6 @@ A message holds a role, a text and perhaps a name. A role has to be one that the
 writes. Other fields (tool calls, reasoning) are refused by `checked_messages`, never dropped.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer
 
 from deskside.data.escaping import Escaping
 from deskside.errors import UsageError, described
+from deskside.parsing import json_object
 
 TEMPLATE = "chat_template.jinja"
 NAMED_TOKENS = (
@@ -299,15 +299,7 @@ def own_template(folder: Path) -> str | None:
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, empty where there is none. Raises UsageError where it is no JSON object."""
     file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        settings = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: cannot be read as JSON ({described(error)})") from None
-    if not isinstance(settings, dict):
-        raise UsageError(f"{file}: does not hold a JSON object")
-    return settings
+    return json_object(file) if file.is_file() else {}
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:

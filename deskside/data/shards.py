@@ -35,6 +35,7 @@ from typing_extensions import TypedDict
 
 from deskside.config.base import DATA_NOUNS, Part, first_problem
 from deskside.errors import RunError, UsageError
+from deskside.parsing import json_value
 
 SCHEMA_VERSION = 1
 INDEX = "index.json"
@@ -306,7 +307,7 @@ def read_index(directory: Path) -> DatasetIndex:
         )
         raise UsageError(f"{directory}: not a prepared data set (no {INDEX}); {remedy}.")
     try:
-        data = json.loads(path.read_bytes())
+        data = json_value(path.read_bytes())
         if (kind := data.get("kind")) in DATA_NOUNS:  # align/prepared.py writes those
             raise UsageError(
                 f"{directory}: holds {DATA_NOUNS[kind]}, not text or conversations; give another folder."
@@ -317,7 +318,7 @@ def read_index(directory: Path) -> DatasetIndex:
                 f"{path}: schema version {version}, wanted {SCHEMA_VERSION}. Prepare the data again."
             )
         return DatasetIndex.model_validate(data)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
         raise RunError(f"{path}: damaged index ({reason}). Prepare the data again.") from error
 

@@ -19,7 +19,6 @@ and a longer text file is read as several documents, cut at ends of lines.
 from __future__ import annotations
 
 import glob as globbing
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from deskside.data.lines import CHUNK, LONG_LINE, iter_lines, parse_long, utf8_error
 from deskside.errors import UsageError
+from deskside.parsing import json_value
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -305,12 +305,12 @@ def _parse(
         line = raw.decode("utf-8")
         if not line.strip():
             return None  # a blank line holds no record, so nothing is lost
-        return (json.loads(line),)
+        return (json_value(line, big_integers=True),)
     except UnicodeDecodeError as error:
         bad.add(NOT_UTF8, origin, f"byte {error.start} of the line")
     except UnicodeEncodeError:
         bad.add(NOT_UTF8, origin, "lone surrogate")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         bad.add(BAD_JSON, origin, str(error)[:80])
     finally:
         raw.clear()

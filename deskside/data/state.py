@@ -14,6 +14,7 @@ from deskside.data.baselines import TRAIN_COUNTS
 from deskside.data.scan import Scan
 from deskside.data.shards import ShardInfo
 from deskside.errors import RunError, UsageError
+from deskside.parsing import json_value
 
 STATE = "prepare.json"
 FIXED = (STATE, shards.INDEX, shards.STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
@@ -43,8 +44,8 @@ def read_state(directory: Path) -> State | None:
     if not path.is_file():
         return None
     try:
-        return State.model_validate(json.loads(path.read_bytes()))
-    except (ValueError, RecursionError) as error:
+        return State.model_validate(json_value(path.read_bytes()))
+    except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise RunError(
             f"{path}: is damaged, or was not written by `deskside data prepare` ({reason}). Give another --out, or "
@@ -81,7 +82,7 @@ def refuse_strangers(out: Path, state: State) -> None:
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """How the arguments of two preparations differ, in words; nothing where they do not."""
-    now = json.loads(json.dumps(now))
+    now = json_value(json.dumps(now))
     keys = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
     return "; ".join(f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in keys)
 

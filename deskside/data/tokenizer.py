@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.errors import UsageError
+from deskside.parsing import json_value
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -118,8 +119,8 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
     config = Path(directory) / "tokenizer_config.json" if directory is not None else None
     if config is not None and config.is_file():
         try:
-            settings = json.loads(config.read_bytes())
-        except (ValueError, RecursionError) as error:
+            settings = json_value(config.read_bytes())
+        except ValueError as error:
             raise UsageError(f"{config}: cannot be read as JSON ({error}).") from None
         if not isinstance(settings, dict):
             raise UsageError(f"{config}: does not hold a JSON object.")
@@ -184,7 +185,7 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
     Raises:
         UsageError: the tokenizer is not byte-level BPE.
     """
-    spec = json.loads(tokenizer.to_str())
+    spec = json_value(tokenizer.to_str())
     if not _mentions_byte_level(spec.get("pre_tokenizer")) or (spec.get("model") or {}).get("type") != "BPE":
         raise UsageError(
             "the tokenizer is not byte-level BPE, so its bytes per token are not known. Train a new one."
@@ -200,7 +201,7 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
 
 def token_texts(tokenizer: Tokenizer) -> list[bytes]:
     """Return the bytes that each token of a byte-level tokenizer stands for, b"" for special tokens."""
-    spec = json.loads(tokenizer.to_str())
+    spec = json_value(tokenizer.to_str())
     added = {
         token["id"]: b"" if token["special"] else token["content"].encode("utf-8")
         for token in spec.get("added_tokens", [])
@@ -225,7 +226,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     """
     from tokenizers import pre_tokenizers
 
-    spec = json.loads(tokenizer.to_str())
+    spec = json_value(tokenizer.to_str())
     model = spec.get("model") or {}
     vocab = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocab, dict):

@@ -5,7 +5,6 @@ format strings over a record's fields. A folder of data may bring further tasks 
 """
 
 import difflib
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ from deskside.config.base import Part, first_problem
 from deskside.data.sources import kind_of
 from deskside.errors import UsageError
 from deskside.evaluate.hub import READERS
+from deskside.parsing import Unreadable, toml_table
 
 HUB = "hf:"
 DEPTH = 3  # folders below the one that is given
@@ -262,20 +262,17 @@ def _own(root: Path, tasks: Mapping[str, Task]) -> dict[str, Task]:
     file = root / "tasks.toml"
     if not file.is_file():
         return {}
-    try:
-        own = _read(file.read_text("utf-8"), str(file))
-    except UnicodeDecodeError:
-        raise UsageError(f"{file}: is not UTF-8; write it again as UTF-8") from None
+    own = _read(file.read_bytes(), str(file))
     for name in own:
         if name in tasks or name in GROUPS or "," in name:
             raise UsageError(f"{file}: {name!r} cannot name a task here; give it another name")
     return own
 
 
-def _read(text: str, where: str) -> dict[str, Task]:
+def _read(text: str | bytes, where: str) -> dict[str, Task]:
     try:
-        return _TASKS.validate_python(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+        return _TASKS.validate_python(toml_table(text))
+    except Unreadable as error:
         raise UsageError(f"{where}: is no TOML ({error}); mend it") from None
     except ValidationError as error:
         raise UsageError(f"{where}: {first_problem(error)}; mend it, or remove it") from None

@@ -4,7 +4,6 @@ A checkpoint is a folder `step-000001000` whose manifest.json holds size and che
 `deskside/train/checkpoint.py` writes them and says why they look as they do.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from deskside.errors import RunError
+from deskside.parsing import json_value
 
 NAME = re.compile(r"step-(\d{9})")
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -62,7 +62,7 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
     refuse_pickle(checkpoint)
     path = checkpoint.path
     try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        manifest = json_value((path / MANIFEST).read_bytes())
         version = manifest["schema_version"]
         listed = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
     except OSError as error:

@@ -14,8 +14,8 @@ from deskside.data.renderer import own_template
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.errors import UsageError
-from deskside.export.hf import read_json
 from deskside.export.load import named_token
+from deskside.parsing import json_object
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -58,7 +58,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
     Raises UsageError for a tokenizer that llama.cpp cannot run.
     """
     file = folder / "tokenizer.json"
-    spec = read_json(file)
+    spec = json_object(file)
     coder = load_tokenizer(file)
     model = spec.get("model") or {}
     pre = _pre_tokenizer(spec, file)
@@ -115,7 +115,7 @@ def _filler(number: int, vocabulary: Mapping[str, int]) -> str:
 
 def _ends(folder: Path, end: int) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    named = json_object(path).get("eos_token_id") if path.is_file() else None
     ids = [n for n in (named if isinstance(named, list) else [named]) if isinstance(n, int)]
     return tuple(dict.fromkeys([*ids, end]))
 

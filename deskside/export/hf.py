@@ -29,6 +29,7 @@ from deskside.export.hf_read import from_hf_config
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
+from deskside.parsing import json_object
 
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MARK = "deskside.json"  # where an export came from, and its files
@@ -114,7 +115,7 @@ def check_out(out_dir: Path) -> set[str]:
     if not out_dir.exists():
         return set()
     folders.refuse_fixed(out_dir)
-    listed = read_json(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
+    listed = json_object(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
     seen = listed if isinstance(listed, dict) else {}
     own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
     own |= {MARK} if seen else set()
@@ -134,7 +135,7 @@ def load_hf(
     dtype: of weights with two or more dimensions; the others are float32. Raises UsageError when it is not one, has
     options that are not computed here, or its tensors do not match.
     """
-    source = read_json(folder / "config.json")
+    source = json_object(folder / "config.json")
     try:
         config = from_hf_config(source)
     except UsageError as error:
@@ -173,7 +174,7 @@ class _Stored:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
-            files = read_json(index).get("weight_map")
+            files = json_object(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
                 raise UsageError(f"{index}: has no weight_map of names to files")
             names = sorted(set(files.values()))
@@ -229,7 +230,7 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
     Of a tokenizer for conversations several tokens end a text: those of the generation_config.json beside it.
     """
     file = source / "tokenizer.json" if source.is_dir() else source
-    content = read_json(file)
+    content = json_object(file)
     ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     try:
         name, end = end_of_text(load_tokenizer(file), file.parent)
@@ -253,10 +254,10 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
             "clean_up_tokenization_spaces": False,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-    settings, ends = read_json(folder / "tokenizer_config.json"), file.parent / "generation_config.json"
+    settings, ends = json_object(folder / "tokenizer_config.json"), file.parent / "generation_config.json"
     begin = settings.get("bos_token")
     begin = begin.get("content") if isinstance(begin, dict) else begin
-    stops = read_json(ends).get("eos_token_id", end) if ends.is_file() else end
+    stops = json_object(ends).get("eos_token_id", end) if ends.is_file() else end
     return {"bos_token_id": ids.get(begin, end), "eos_token_id": stops, "pad_token_id": end}
 
 
@@ -291,21 +292,6 @@ def _enough_room(out_dir: Path, needed: int) -> None:
             f"--out {out_dir}: needs {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free there; "
             "free some space, or choose another disk"
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UsageError naming the file where it cannot be read, or holds something else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ A run that began from another run's weights names it, so the stages before are r
 fact that a directory does not have is None: nothing is derived from what the configuration meant to do.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from deskside.config.origin import reached
 from deskside.data.shards import DatasetIndex, read_index
 from deskside.errors import RunError, UsageError
+from deskside.parsing import json_value
 
 MOST_STAGES = 16
 OBJECTIVES = {
@@ -172,8 +172,8 @@ def _energy(path: Path, warn: Warn) -> Energy | None:
         return None
     for line in lines:
         try:
-            row = mapping(json.loads(line))
-        except (ValueError, RecursionError):
+            row = mapping(json_value(line))
+        except ValueError:
             damaged += 1
             continue
         tokens, speed, watts = number(row, "tokens"), number(row, "tokens_per_second"), number(row, "watts")
@@ -191,10 +191,10 @@ def _energy(path: Path, warn: Warn) -> Energy | None:
 def _object(path: Path, warn: Warn) -> dict[str, Any]:
     """A JSON object of the run; empty where it is missing, and where it is damaged, which is said."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json_value(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         warn(f"{path}: is not used for the model card: {error}")
         return {}
     return mapping(value)

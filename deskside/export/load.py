@@ -33,10 +33,11 @@ from deskside.export.checkpoints import (
     load_weights,
     verify,
 )
-from deskside.export.hf import load_hf, read_json
+from deskside.export.hf import load_hf
 from deskside.export.merge import merged, read_adapted
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
+from deskside.parsing import json_object
 
 Kind = Literal["run", "checkpoint", "hf"]
 
@@ -187,7 +188,7 @@ def _complete(
 
 def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
     path = run_dir / "run.json"
-    run = read_json(path)
+    run = json_object(path)
     config = run.get("config")
     shape = config.get("model") if isinstance(config, dict) else None
     if not isinstance(shape, dict):
@@ -253,14 +254,14 @@ def _cast(model: Transformer, dtype: torch.dtype) -> None:
 
 def _eos_of_generation_config(folder: Path) -> set[int]:
     path = folder / "generation_config.json"
-    ids = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = json_object(path).get("eos_token_id") if path.is_file() else None
     return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
 
 def named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
     """The id of the token that tokenizer_config.json names under `key`."""
     path = folder / "tokenizer_config.json"
-    named = read_json(path).get(key) if path.is_file() else None
+    named = json_object(path).get(key) if path.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named
     token = tokenizer.token_to_id(named) if isinstance(named, str) else None
     return int(token) if token is not None else None

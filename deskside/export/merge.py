@@ -20,10 +20,10 @@ from deskside.config.run import RunConfig
 from deskside.errors import RunError, UsageError
 from deskside.export import base
 from deskside.export.checkpoints import WEIGHTS, Checkpoint, Damaged, find, load_weights, verify
-from deskside.export.hf import read_json
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Embedding, Linear
+from deskside.parsing import json_object
 from deskside.precision.frozen import FrozenLinear
 
 
@@ -70,7 +70,7 @@ def open_adapted(
     Raises UsageError for a run without adapters or checkpoints, RunError when all are damaged.
     """
     path = run_dir / "run.json"
-    run = read_json(path)
+    run = json_object(path)
     try:
         config = RunConfig.model_validate(run.get("config"))
     except ValidationError as error:

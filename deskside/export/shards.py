@@ -56,7 +56,7 @@ def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
         KeyError,
         TypeError,
         AttributeError,
-        RecursionError,
+        RecursionError,  # torch parses the headers of shards by itself
     ) as error:
         raise Damaged(f"{folder} cannot be read ({type(error).__name__}: {error})") from None
     for group, tensors in groups.items():

@@ -7,7 +7,6 @@ the file. `deskside.study.claims` judges them.
 
 import difflib
 import fnmatch
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +14,7 @@ from importlib import resources
 from typing import Any, Literal, get_args
 
 from deskside.errors import UsageError
+from deskside.parsing import toml_table
 
 Kind = Literal["measured", "arithmetic", "open"]
 Direction = Literal["lower", "higher", "none", "about", "at most", "at least"]
@@ -123,7 +123,7 @@ def _number(value: float) -> str:
 @cache
 def claims() -> tuple[Claim, ...]:
     """Every claim, in the order of the file. Raises ValueError for an entry that cannot be judged."""
-    data = tomllib.loads(resources.files("deskside.facts").joinpath("claims.toml").read_text("utf-8"))
+    data = toml_table(resources.files("deskside.facts").joinpath("claims.toml").read_text("utf-8"))
     return tuple(claim(entry, data["sources"]) for entry in data["claim"])
 
 

@@ -1,12 +1,12 @@
 """What cards draw while they compute and what a lower limit cost those who tried: `power.toml` as typed values."""
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from deskside.facts.gpus import Gpu
+from deskside.parsing import toml_table
 
 
 @dataclass(frozen=True)
@@ -78,4 +78,4 @@ def _share(values: list[float], source: str) -> Share:
 
 @cache
 def _data() -> dict[str, Any]:
-    return tomllib.loads(resources.files("deskside.facts").joinpath("power.toml").read_text("utf-8"))
+    return toml_table(resources.files("deskside.facts").joinpath("power.toml").read_text("utf-8"))

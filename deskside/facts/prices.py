@@ -4,13 +4,13 @@ Nothing here applies itself. Whoever shows one of these numbers shows `Price.lab
 and a price that a person gives wins.
 """
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from deskside.facts.gpus import Gpu
+from deskside.parsing import toml_table
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ def electricity() -> tuple[Price, ...]:
 
 @cache
 def _data() -> dict[str, Any]:
-    return tomllib.loads(resources.files("deskside.facts").joinpath("prices.toml").read_text("utf-8"))
+    return toml_table(resources.files("deskside.facts").joinpath("prices.toml").read_text("utf-8"))

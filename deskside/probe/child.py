@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from deskside.parsing import Unreadable, json_value
+
 Status = Literal["ok", "oom", "failed", "timeout"]
 TAIL = 4000  # characters of the child's standard error that are kept
 
@@ -68,8 +70,12 @@ def run(
                 _end(process)  # compile workers, and everything on Ctrl-C
         seconds = time.monotonic() - began
         if answer.exists():
-            result = json.loads(answer.read_text(encoding="utf-8"))
-            return Outcome(result["status"], result["value"], result["error"], seconds, _tail(log))
+            try:
+                result = json_value(answer.read_bytes())
+                found = result["status"], result["value"], result["error"]
+            except (Unreadable, KeyError, TypeError) as error:  # killed, or out of disk, while it wrote
+                return Outcome("failed", None, f"its answer is damaged ({error})", seconds, _tail(log))
+            return Outcome(*found, seconds, _tail(log))
         return Outcome("failed", None, _ending(process.returncode), seconds, _tail(log))
 
 
@@ -97,7 +103,7 @@ def _ending(code: int) -> str:
 
 
 def _child(target: str, answer: Path) -> None:
-    arguments = json.load(sys.stdin)
+    arguments = json_value(sys.stdin.read())
     # Whatever a library raises on this machine is a result too; the traceback goes to the log as always.
     sys.excepthook = lambda kind, error, trace: _report_error(answer, kind, error, trace)
     module, function = target.split(":")

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from deskside.errors import RunError, UsageError
+from deskside.parsing import json_value
 from deskside.probe.identity import Machine, this_machine
-from deskside.probe.rows import damage, finite, refused, shown
+from deskside.probe.rows import damage, shown
 
 __all__ = [
     "Busy", "Machine", "Row", "Store", "hash_of", "make_key", "make_row", "open_store", "slug", "this_machine",
@@ -273,9 +274,9 @@ def _passed_over(path: Path, damaged: list[tuple[int, str]]) -> str:
 def _parse(line: bytes) -> Row | str:
     """The row that a line holds, or why it holds none."""
     try:
-        row = json.loads(line, parse_float=finite, parse_constant=refused)
+        row = json_value(line, finite=True)
         return _checked(row)
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, NaN, or brackets without end
+    except ValueError:  # no UTF-8, no JSON, NaN, or brackets without end
         return "this is no JSON"
 
 

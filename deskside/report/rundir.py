@@ -5,7 +5,6 @@ file that is missing or damaged: the reader gets what there is, and `missing` sa
 Only a path that is no run directory at all is an error.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.errors import UsageError
+from deskside.parsing import Unreadable, json_value
 
 LARGEST = 1e200
 
@@ -121,8 +121,8 @@ def _object(path: Path, consequence: str, missing: list[str]) -> dict[str, Any]:
     if content is None:
         return {}
     try:
-        value = json.loads(content)
-    except (json.JSONDecodeError, RecursionError):
+        value = json_value(content)
+    except Unreadable:
         missing.append(f"{path.name} is not valid JSON: {consequence}.")
         return {}
     if not isinstance(value, dict):
@@ -140,8 +140,8 @@ def _metrics(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     damaged = 0
     for index, line in enumerate(lines):
         try:
-            value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+            value = json_value(line)
+        except Unreadable:
             value = None
         step = number(value.get("step")) if isinstance(value, dict) else None
         if step is not None:

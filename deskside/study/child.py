@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.errors import RunError, UsageError
+from deskside.parsing import json_value
 from deskside.probe.child import is_out_of_memory
 from deskside.train.rundir import write_atomically
 
@@ -141,7 +142,7 @@ class Child:
 def read_answer(folder: Path) -> tuple[str, str] | None:
     """(status, reason) that a trial left in its run directory; None where it left none."""
     try:
-        answer = json.loads((folder / ANSWER).read_text("utf-8"))
+        answer = json_value((folder / ANSWER).read_bytes())
         return str(answer["status"]), str(answer["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -223,7 +224,7 @@ def _read_order() -> Order:
         if not byte:
             raise SystemExit("deskside.study.child: started without an order")
         line += byte
-    return Order(**json.loads(line))
+    return Order(**json_value(line))
 
 
 def _follow() -> None:

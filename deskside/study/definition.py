@@ -36,7 +36,6 @@ checked by name here, and by value when the arms are built (`expand.py`).
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -48,6 +47,7 @@ from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.errors import UsageError
 from deskside.facts.claims import chosen, claims
+from deskside.parsing import Unreadable, toml_table
 from deskside.study.matrix import (
     MAIN,
     Budget,
@@ -121,8 +121,8 @@ def load(name: str) -> Study:
 def parse(text: str, label: str = "study", folder: Path = Path()) -> Study:
     """A study from the text of its file. label: begins every error; folder: where files it names are looked for."""
     try:
-        top = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        top = toml_table(text)
+    except Unreadable as error:
         raise UsageError(f"{label}: not valid TOML: {error}") from None
     check_keys(top, (*OWN, *SHARED), label)
     if "name" not in top:

@@ -11,7 +11,6 @@ A resume reads study.json and nothing else, so a preset that has changed since c
 
 import contextlib
 import fcntl
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from pydantic import ValidationError
 from deskside.config import strict_json
 from deskside.config.run import RunConfig
 from deskside.errors import RunError, UsageError
+from deskside.parsing import json_value
 from deskside.study.expand import Expansion, PlannedArm, trials
 from deskside.study.matrix import Study
 from deskside.study.results import Factor, Group
@@ -165,12 +165,12 @@ class StudyFolder:
         """study.json. Raises UsageError where there is none, RunError for one that is damaged."""
         path = self.path / "study.json"
         try:
-            return Plan.from_json(json.loads(path.read_text("utf-8")))
+            return Plan.from_json(json_value(path.read_bytes()))
         except FileNotFoundError:
             raise UsageError(
                 f"{self.path}: is not a study (no study.json); begin one with: deskside study STUDY --out DIR"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RunError(f"{path}: is damaged ({reason}); restore it, or begin another study") from None
 

@@ -5,7 +5,6 @@ planner models the speed, from `deskside probe`'s measurements of this card or f
 neither, as on a CPU that was never probed, nothing is said: a guess would be worse.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from deskside.budget.work import Precision
 from deskside.config.run import RunConfig
 from deskside.errors import UsageError
+from deskside.parsing import json_value
 from deskside.plan.candidates import SETUP_SECONDS
 from deskside.plan.estimate import Estimate, estimate, fitted, of_config
 from deskside.plan.request import Request, ask
@@ -140,7 +140,7 @@ def _validation_tokens(config: RunConfig) -> int | None:
     if config.data.path is None:
         return None
     try:
-        index = json.loads((Path(config.data.path) / "index.json").read_text("utf-8"))
+        index = json_value((Path(config.data.path) / "index.json").read_bytes())
         return int(index["splits"]["val"]["tokens"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -4,7 +4,6 @@ It is what a resume goes by: a trial that began and has no end was running when 
 one half-written last line, which is cut away when the journal is opened again.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from deskside.config import strict_json
 from deskside.errors import RunError
+from deskside.parsing import json_value
 from deskside.study.results import STATUSES
 from deskside.train.rundir import append_line
 
@@ -99,9 +99,9 @@ def replay_file(path: Path) -> dict[Key, Past]:
     past: dict[Key, Past] = {}
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            event = json.loads(line)
+            event = json_value(line)
             key = (str(event["arm"]), int(event["seed"]))
             past[key] = after(past.get(key, Past()), event)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path}: line {number} is damaged ({error}); delete that line") from None
     return past

@@ -4,7 +4,6 @@ A number that was not measured is left out. `val_bpb_equal_tokens` is the compar
 trials; `total_seconds` is the journal's, since a run does not know how long its process took to start and to end.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from deskside.budget.shape import num_params
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.errors import RunError
+from deskside.parsing import json_value
 from deskside.train.rundir import RunDirectory
 
 CURVE_POINTS = 200
@@ -108,8 +108,8 @@ def quantized_parameters(config: RunConfig) -> int:
 def _read(run: Path, name: str) -> dict[str, Any]:
     """A JSON object of the run; empty where it is missing or damaged."""
     try:
-        value = json.loads((run / name).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = json_value((run / name).read_bytes())
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -4,7 +4,6 @@ The time that is left is the forecast of the trials that are left, corrected by 
 ended turned out; without forecasts it is what a trial took on average.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from deskside.parsing import json_value
 from deskside.plan.words import duration
 from deskside.study.child import Ended
 from deskside.study.expand import PlannedArm
@@ -131,7 +131,7 @@ def last_row(run: Path) -> tuple[int, int] | None:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
             lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-        revision = json.loads((run / "plan.json").read_text("utf-8"))["revisions"][-1]
-        return int(json.loads(lines[-1])["step"]), int(revision["step"]) + int(revision["remaining"])
+        revision = json_value((run / "plan.json").read_bytes())["revisions"][-1]
+        return int(json_value(lines[-1])["step"]), int(revision["step"]) + int(revision["remaining"])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return None

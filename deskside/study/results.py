@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from deskside.errors import UsageError
+from deskside.parsing import json_value
 
 SCHEMA_VERSION = 1
 
@@ -217,12 +218,12 @@ def read(folder: Path) -> Results:
     """The results of a study's directory. Raises UsageError when there are none, or they are damaged."""
     path = folder / "results.json"
     try:
-        plain = json.loads(path.read_text("utf-8"))
+        plain = json_value(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
             f"{folder}: not a study (it has no results.json); give a directory that `deskside study` made"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {error}; run the study again with --resume") from None
     try:
         return from_json(plain)

@@ -40,6 +40,7 @@ from deskside.export.checkpoints import (
     folder_name,
     verify,
 )
+from deskside.parsing import json_value
 
 SET_ASIDE = "damaged-"
 Tensors = dict[str, Tensor]
@@ -117,8 +118,8 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """The JSON part of a checkpoint. Raises RunError when it cannot be read."""
     path = checkpoint.path / STATE
     try:
-        state = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        state = json_value(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise RunError(f"{path}: cannot be read ({error}); restore it, or delete {checkpoint.path}") from None
     if not isinstance(state, dict):
         raise RunError(f"{path}: does not hold a JSON object; restore it, or delete {checkpoint.path}")

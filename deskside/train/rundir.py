@@ -28,6 +28,7 @@ from deskside.config.base import first_problem
 from deskside.config.origin import reached_by
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.errors import RunError, UsageError
+from deskside.parsing import Unreadable, json_value
 
 
 class RunDirectory:
@@ -110,12 +111,12 @@ class RunDirectory:
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the run. Raises RunError naming the file when it is damaged."""
         try:
-            value = json.loads((self.path / name).read_text("utf-8"))
+            value = json_value((self.path / name).read_bytes())
         except FileNotFoundError:
             raise RunError(
                 f"{self.path / name}: is missing; the run cannot be continued without it"
             ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except Unreadable as error:
             raise RunError(
                 f"{self.path / name}: is damaged ({error}); restore it or start a new run"
             ) from None
@@ -181,8 +182,8 @@ class RunDirectory:
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
         reason = "it holds no step"
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = json_value(line)
+        except ValueError as error:
             row, reason = None, str(error)
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise RunError(
