@@ -86,7 +86,8 @@ def test_every_old_claim_is_refuted_with_its_arithmetic(moe: Request) -> None:
     # and at 100 tokens per second 524,288,000 s: 16.6 years
     assert "16.6 years" in why["50 to 100 tokens/s beside 100,000 steps in 28.8 hours"]
     assert "7 of 7 claims do not hold" in plan.reasons
-    assert plan.verdict == "no"
+    # With shorter rows and the states on the host together it can be trained, which is not what was claimed.
+    assert plan.verdict == "yes-if" and any("rows of 8,192 tokens" in reason for reason in plan.reasons)
 
 
 def test_one_second_per_step_is_more_than_the_card_has_in_any_format(moe: Request) -> None:
