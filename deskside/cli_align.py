@@ -130,6 +130,8 @@ def learn(
         with _in_time(limit):
             path = prepare(Path(folder))
     config = configure(loaded, path, chat.vocab_size)
+    if not int(os.environ.get("RANK", "0")):
+        print(f"data: prepared in {path}, where later runs find it", file=sys.stderr, flush=True)
     default = f"{Path(source).resolve().name}-{name}"
     command = shlex.join(["deskside", name, *argv])
     outcome = start(config, loaded, source, chat.fresh, Path(options.runs), options.name, default, command)
@@ -225,10 +227,7 @@ def prepared(asked: str | None, default: Path, make: Callable[[Path], object]) -
     while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
         time.sleep(0.5)
     if not index.is_file():
-        print(f"data: prepared into {path}, and used again by later runs", file=sys.stderr, flush=True)
         make(path)
-    elif not int(os.environ.get("RANK", "0")):
-        print(f"data: {path}, as prepared before", file=sys.stderr, flush=True)
     return path
 
 
