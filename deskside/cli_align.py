@@ -130,7 +130,7 @@ def learn(
         with _in_time(limit):
             path = prepare(Path(folder))
     config = configure(loaded, path, chat.vocab_size)
-    if not int(os.environ.get("RANK", "0")):
+    if path.parent == Path("data") and not int(os.environ.get("RANK", "0")):  # not a place that was asked for
         print(f"data: prepared in {path}, where later runs find it", file=sys.stderr, flush=True)
     default = f"{Path(source).resolve().name}-{name}"
     command = shlex.join(["deskside", name, *argv])
