@@ -11,10 +11,13 @@ from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import numpy as np
+
+from deskside.budget import loss
 from deskside.budget.energy import energy, gpu_watts, wall_watts
 from deskside.budget.memory import training_memory
 from deskside.budget.money import Ownership, own_or_rent, per_billion_tokens
-from deskside.budget.shape import flops_per_token, kv_bytes_per_token, num_params
+from deskside.budget.shape import flops_per_token, kv_bytes_per_token, matmul_params, num_params
 from deskside.budget.work import Precision, Work
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
@@ -213,6 +216,20 @@ def _parameters_112m() -> Answer:
     return _exact(num_params(shape) / 1e6, on="12 layers, 768, 3 key-value heads, 49,152 entries, tied")
 
 
+def _tokens_over_parameters() -> Answer:
+    """Relative change of bits per byte: 124M parameters on 100B tokens against the best larger model of equal compute.
+
+    Both come from one law, so its offset and most of its error cancel. No range is given, since the law has none for
+    a ratio.
+    """
+    params, tokens = matmul_params(merge.build(presets.layers("124m")).model), 100e9
+    larger = np.geomspace(params, 100 * params, 400)[1:]
+    best = min(loss.LAW.at(size, params * tokens / size) for size in larger)
+    return _exact(
+        float(loss.LAW.at(params, tokens) / best) - 1, "modelled", "the planner's loss law, equal compute"
+    )
+
+
 def _moe() -> Estimate:
     overrides = {
         "model": MOE,
@@ -404,6 +421,7 @@ FORMULAS: dict[str, Callable[[], Answer]] = {
     "bandwidth_rtx5090": _sheet("rtx5090", lambda gpu: gpu.bandwidth / 1e12),
     "board_power_rtx5090": _sheet("rtx5090", lambda gpu: gpu.watts),
     "cores_rtx5090": _sheet("rtx5090", lambda gpu: 128 * gpu.multiprocessors),
+    "capability_rtx5090": _sheet("rtx5090", lambda gpu: float(gpu.compute_capability)),
     "memory_rtx5090": _sheet("rtx5090", lambda gpu: gpu.memory_bytes / 2**30),
     "memory_rtx4090": _sheet("rtx4090", lambda gpu: gpu.memory_bytes / 2**30),
     "memory_h100": _sheet("h100 sxm", lambda gpu: gpu.memory_bytes / 2**30),
@@ -438,6 +456,9 @@ FORMULAS: dict[str, Callable[[], Answer]] = {
     "minutes_of_2_5b": _time(2.5e9, 60, CLAIMED_CLUSTER_SPEED, "1.3M tokens/s"),
     "minutes_of_100m": _time(100e6, 60, 185_000, "185,000 tokens/s"),
     "hours_in_all": lambda: Answer(13.5, 14.0, 14.5, "arithmetic", "10.5 + 1 + 2 to 3 hours"),
+    "chinchilla_tokens": lambda: _exact(20 * 124e6 / 1e9, on="20 tokens for each of 124M parameters"),
+    "casts_saved": lambda: _exact(16 - 1, on="one cast instead of 16 in a step of 16 passes"),
+    "tokens_over_parameters": _tokens_over_parameters,
     "memory_8_rows": _rows_memory(8),
     "memory_16_rows": _rows_memory(16),
     "memory_18_rows": _rows_memory(18),
