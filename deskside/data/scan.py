@@ -71,9 +71,14 @@ class Sampler:
     def texts(self, holdout: Holdout) -> Iterator[str]:
         """Yield the sample in a fixed order, without text of validation."""
         for piece in sorted(self._heap, reverse=True):
-            cut = piece.few if holdout.tails else piece.long
-            if piece.end <= cut or not (holdout.tails or holdout.chosen(piece.key)):
+            if not (holdout.tails or holdout.chosen(piece.key)):
                 yield piece.data.decode("utf-8")
+                continue
+            cut = piece.few if holdout.tails else piece.long
+            # A document below 16 KiB is a single piece, with the cut inside it.
+            before = cut - (piece.end - len(piece.data))
+            if before > 0:
+                yield piece.data[:before].decode("utf-8")
 
 
 @dataclass
