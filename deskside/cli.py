@@ -5,6 +5,9 @@ before it was done, although what was saved can be resumed. A run that ends at i
 of its own, so Ctrl-C or SIGTERM ends it with 0, and so does leaving `chat`. torchrun reports any of its processes'
 failures as 1. No traceback reaches a person unless --debug is given.
 
+A run, checkpoint, model directory or data set given as an argument that is damaged, or that another version wrote, is
+1; a path that is not there, or that holds something else, is 2. `report` and `dashboard` show what can still be read.
+
 Standard error only tells what goes on, so losing it (`2>&1 | head`, a full disk, a terminal that was closed) stops no
 work: what cannot be written there is dropped. Losing standard output, which carries results, is an error.
 """

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 
 MAX_DEPTH = 100  # far below Python's limit of recursion, which every function that walks a value shares
 MAX_DIGITS = 20  # of an integer: all of 64 bits, none that a float or an array cannot hold
@@ -68,17 +68,20 @@ def toml_table(text: str | bytes) -> dict[str, Any]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds. Raises UsageError naming the file where there is none."""
+    """Return the JSON object that a file holds.
+
+    Raises UsageError naming the file when it does not exist, RunError when it is damaged.
+    """
     try:
         content = json_value(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist") from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
     except Unreadable as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
+        raise RunError(f"{path} is damaged: it is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{path} does not hold a JSON object")
+        raise RunError(f"{path} is damaged: it does not hold a JSON object")
     return content
 
 

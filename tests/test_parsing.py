@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.cli import main
-from deskside.errors import UsageError
+from deskside.errors import RunError
 from deskside.parsing import MAX_DEPTH, Unreadable, json_object, json_value, toml_table
 from tests.export.test_load import made, run, save
 
@@ -96,7 +96,7 @@ def test_no_memory_is_an_error_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for parse in (json_value, toml_table):
         with pytest.raises(Unreadable, match="memory"):
             parse("{}")
-    with pytest.raises(UsageError, match=r"a\.json is not JSON: it needs more memory"):
+    with pytest.raises(RunError, match=r"a\.json is damaged: it is not JSON: it needs more memory"):
         json_object(tmp_path / "a.json")
 
 

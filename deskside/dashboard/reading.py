@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.parsing import json_value
 from deskside.report.rundir import mapping, number, objects, read_run, text
 from deskside.study import results as study_results
@@ -97,7 +97,7 @@ def read_study(path: Path) -> Study | None:
     """A study; None for a directory whose results.json is something else's."""
     try:
         return Study(path, study_results.read(path), "")
-    except UsageError as error:
+    except (RunError, UsageError) as error:
         if not (path / "study.json").exists() and not _claims_to_be_study(path / "results.json"):
             return None
         if not (path / "results.json").exists():

@@ -22,7 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from deskside.data.escaping import Escaping
-from deskside.errors import UsageError, described
+from deskside.errors import RunError, UsageError, described
 from deskside.parsing import json_object
 
 TEMPLATE = "chat_template.jinja"
@@ -281,14 +281,14 @@ def refuse_row_fields(fields: Mapping[str, Any]) -> None:
 def own_template(folder: Path) -> str | None:
     """The chat template beside a tokenizer, or inside of its tokenizer_config.json; None where there is none.
 
-    Raises UsageError for a file that cannot be read.
+    Raises RunError for a file that is damaged.
     """
     file = folder / TEMPLATE
     if file.is_file():
         try:
             return file.read_text("utf-8")
         except UnicodeDecodeError:
-            raise UsageError(f"{file}: is not UTF-8; save it as UTF-8") from None
+            raise RunError(f"{file}: is not UTF-8; save it as UTF-8") from None
     found = tokenizer_settings(folder).get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
@@ -297,7 +297,7 @@ def own_template(folder: Path) -> str | None:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, empty where there is none. Raises UsageError where it is no JSON object."""
+    """Return tokenizer_config.json, empty where there is none. Raises RunError where it is no JSON object."""
     file = folder / "tokenizer_config.json"
     return json_object(file) if file.is_file() else {}
 

@@ -294,8 +294,8 @@ def read_index(directory: Path) -> DatasetIndex:
     """Reads and checks index.json.
 
     Raises:
-        UsageError: not a prepared data set, not finished, of another kind or version.
-        RunError: the index is damaged.
+        UsageError: not a prepared data set, not finished, or of another kind.
+        RunError: the index is damaged or of another version.
     """
     path = directory / INDEX
     if not path.is_file():
@@ -314,7 +314,7 @@ def read_index(directory: Path) -> DatasetIndex:
             )
         version = data["schema_version"]
         if version != SCHEMA_VERSION:
-            raise UsageError(
+            raise RunError(
                 f"{path}: schema version {version}, wanted {SCHEMA_VERSION}. Prepare the data again."
             )
         return DatasetIndex.model_validate(data)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.parsing import json_value
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def load(path: str | Path) -> Tokenizer:
     Text that spells a special token is encoded as ordinary text, so that data cannot forge a document's end.
 
     Raises:
-        UsageError: no such file, or not a tokenizers file.
+        UsageError: no such file.
+        RunError: the file is damaged, or not a tokenizers file.
     """
     from tokenizers import Tokenizer
 
@@ -100,11 +101,11 @@ def load(path: str | Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise UsageError(f"{file}: not a tokenizers file (not UTF-8).") from None
+        raise RunError(f"{file}: not a tokenizers file (not UTF-8).") from None
     except Exception as error:  # (tokenizers raises Exception itself, and nothing narrower)
         if type(error) is not Exception:
             raise
-        raise UsageError(f"{file}: not a tokenizers file ({str(error)[:100]}).") from error
+        raise RunError(f"{file}: not a tokenizers file ({str(error)[:100]}).") from error
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -113,7 +114,8 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
     """The token that stands between documents, and its id. `directory` may hold a tokenizer_config.json that names it.
 
     Raises:
-        UsageError: none of the known names is in the vocabulary, or tokenizer_config.json is damaged.
+        UsageError: none of the known names is in the vocabulary.
+        RunError: tokenizer_config.json is damaged.
     """
     names = list(_END_NAMES)
     config = Path(directory) / "tokenizer_config.json" if directory is not None else None
@@ -121,9 +123,9 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
         try:
             settings = json_value(config.read_bytes())
         except ValueError as error:
-            raise UsageError(f"{config}: cannot be read as JSON ({error}).") from None
+            raise RunError(f"{config}: cannot be read as JSON ({error}).") from None
         if not isinstance(settings, dict):
-            raise UsageError(f"{config}: does not hold a JSON object.")
+            raise RunError(f"{config}: does not hold a JSON object.")
         named = settings.get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str):

@@ -132,14 +132,16 @@ def load_hf(
 ) -> tuple[ModelConfig, Transformer]:
     """Read a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
 
-    dtype: of weights with two or more dimensions; the others are float32. Raises UsageError when it is not one, has
-    options that are not computed here, or its tensors do not match.
+    dtype: of weights with two or more dimensions; the others are float32. Raises UsageError when it is not one or has
+    options that are not computed here, RunError when config.json or the weights are damaged.
     """
     source = json_object(folder / "config.json")
     try:
         config = from_hf_config(source)
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
+    except RunError as error:
+        raise RunError(f"{folder}: {error}") from None
     family = FAMILIES[source["model_type"]]
     model = allocate(config, device, dtype)
     with ExitStack() as stack, torch.no_grad():
@@ -152,9 +154,7 @@ def load_hf(
             rows = [part.view.shape[0] for part in parts]
             expected = (sum(rows), *parts[0].view.shape[1:])
             if tuple(tensor.shape) != expected:
-                raise UsageError(
-                    f"{folder}: {name} is {tuple(tensor.shape)}, its config.json needs {expected}"
-                )
+                raise RunError(f"{folder}: {name} is {tuple(tensor.shape)}, its config.json needs {expected}")
             for part, values in zip(parts, tensor.split(rows), strict=True):
                 part.view.copy_(values)
         extra = stored.unread(tied=config.tie_word_embeddings)
@@ -176,7 +176,7 @@ class _Stored:
         if index.exists():
             files = json_object(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-                raise UsageError(f"{index}: has no weight_map of names to files")
+                raise RunError(f"{index}: has no weight_map of names to files")
             names = sorted(set(files.values()))
         elif single.exists():
             names = [single.name]
@@ -187,7 +187,7 @@ class _Stored:
             try:
                 file = stack.enter_context(safe_open(folder / name, "pt"))
             except (SafetensorError, OSError) as error:
-                raise UsageError(f"{folder / name} cannot be read: {error}") from error
+                raise RunError(f"{folder / name} cannot be read: {error}") from error
             self.file_of |= dict.fromkeys(file.keys(), file)
 
     def read(self, name: str) -> Tensor:
@@ -197,7 +197,7 @@ class _Stored:
                 self.seen.add(candidate)
                 tensor: Tensor = self.file_of[candidate].get_tensor(candidate)
                 return tensor
-        raise UsageError(f"{self.folder} has no tensor {name}; its config.json says it should")
+        raise RunError(f"{self.folder} has no tensor {name}; its config.json says it should")
 
     def unread(self, tied: bool) -> list[str]:
         """Weights that nobody asked for. A tied model may store its head once more."""

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.export.hf_families import FAMILIES
 
 _ACTIVATIONS = {
@@ -21,18 +21,22 @@ _ACTIVATIONS = {
 
 
 def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
-    """Raises UsageError for an architecture, or an option of one, that this package does not compute."""
+    """Return the configuration of a published checkpoint.
+
+    Raises UsageError for an architecture, or an option of one, that this package does not compute, and RunError for
+    values that are missing, impossible or of the wrong kind.
+    """
     model_type = source.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"model_type '{model_type}' is not supported; use one of {', '.join(FAMILIES)}")
     try:
         return _gpt2(source) if model_type == "gpt2" else _decoder(source, model_type)
     except KeyError as error:
-        raise UsageError(f"config.json of a {model_type} model lacks {error}; is it complete?") from error
+        raise RunError(f"config.json of a {model_type} model lacks {error}; is it complete?") from error
     except ValidationError as error:
-        raise UsageError(f"config.json describes an impossible model: {first_problem(error)}") from error
+        raise RunError(f"config.json describes an impossible model: {first_problem(error)}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"config.json holds a value of the wrong kind ({error}); is it damaged?") from error
+        raise RunError(f"config.json holds a value of the wrong kind ({error}); is it damaged?") from error
 
 
 def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:

@@ -82,7 +82,8 @@ def load_model(
     dtype: of weights with two or more dimensions, and so of the activations; norms keep float32. With bfloat16 the
     numbers are those of BF16 training, which casts the same weights where it uses them. `warn` gets a sentence for
     each damaged checkpoint that was passed over.
-    Raises UsageError when there is no such model, RunError when all its checkpoints are damaged.
+    Raises UsageError when there is no such model, RunError when it is damaged: run.json, config.json, the tokenizer,
+    the weights of a Hugging Face directory, or every checkpoint of a run.
     """
     path = Path(path)
     if not path.exists():
@@ -163,7 +164,7 @@ def _complete(
     tokenizer = load_tokenizer(tokenizer_dir)
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if highest >= config.vocab_size:
-        raise UsageError(
+        raise RunError(
             f"{tokenizer_dir / 'tokenizer.json'}: has token {highest}, above the model's vocabulary of "
             f"{config.vocab_size}; put the model's own tokenizer there"
         )
@@ -192,15 +193,15 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
     config = run.get("config")
     shape = config.get("model") if isinstance(config, dict) else None
     if not isinstance(shape, dict):
-        raise UsageError(f"{path}: has no model configuration; is this a run that `deskside train` made?")
+        raise RunError(f"{path}: has no model configuration; restore it, or use another run")
     if run.get("schema_version") != SCHEMA_VERSION:
-        raise UsageError(
+        raise RunError(
             f"{path}: has schema version {run.get('schema_version')}; this deskside reads {SCHEMA_VERSION}"
         )
     try:
         return run, ModelConfig.model_validate(shape)
     except ValidationError as error:
-        raise UsageError(f"{path}: config.model.{first_problem(error)}") from None
+        raise RunError(f"{path}: config.model.{first_problem(error)}; restore the file") from None
 
 
 def _read_weights(
@@ -240,7 +241,7 @@ def _whole_config(run_dir: Path, run: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(run["config"])
     except ValidationError as error:
-        raise UsageError(f"{run_dir / 'run.json'}: config.{first_problem(error)}") from None
+        raise RunError(f"{run_dir / 'run.json'}: config.{first_problem(error)}; restore the file") from None
 
 
 @torch.no_grad()

@@ -67,14 +67,14 @@ def open_adapted(
 ) -> AdaptedRun:
     """The newest good checkpoint of a run with adapters, beside its base.
 
-    Raises UsageError for a run without adapters or checkpoints, RunError when all are damaged.
+    Raises UsageError for a run without adapters or checkpoints, RunError when run.json or all checkpoints are damaged.
     """
     path = run_dir / "run.json"
     run = json_object(path)
     try:
         config = RunConfig.model_validate(run.get("config"))
     except ValidationError as error:
-        raise UsageError(f"{path}: config.{first_problem(error)}") from None
+        raise RunError(f"{path}: config.{first_problem(error)}; restore the file") from None
     if config.adapter is None:
         raise UsageError(f"{run_dir}: was trained without adapters; they are made with: --adapter.rank 16")
     found = find(run_dir / "checkpoints")

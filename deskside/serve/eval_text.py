@@ -14,7 +14,7 @@ from deskside.data.progress import Progress
 from deskside.data.rows import PackedDataset
 from deskside.data.shards import checksum_file
 from deskside.data.sources import BadInputLog, Source, iter_documents
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
 from deskside.export.load import Loaded
 from deskside.kernels.attention import Requirements, choose
@@ -94,7 +94,9 @@ def run_config(loaded: Loaded) -> RunConfig | None:
     try:
         return reached_by(RunConfig.model_validate(loaded.run["config"]), loaded.run)
     except ValidationError as error:
-        raise UsageError(f"{loaded.run_dir / 'run.json'}: config.{first_problem(error)}") from None
+        raise RunError(
+            f"{loaded.run_dir / 'run.json'}: config.{first_problem(error)}; restore the file"
+        ) from None
 
 
 def has_data(config: RunConfig | None) -> bool:

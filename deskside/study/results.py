@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.parsing import json_value
 
 SCHEMA_VERSION = 1
@@ -215,7 +215,7 @@ class Results:
 
 
 def read(folder: Path) -> Results:
-    """The results of a study's directory. Raises UsageError when there are none, or they are damaged."""
+    """Return the results of a study's directory. Raises UsageError when there are none, RunError when damaged."""
     path = folder / "results.json"
     try:
         plain = json_value(path.read_bytes())
@@ -224,11 +224,11 @@ def read(folder: Path) -> Results:
             f"{folder}: not a study (it has no results.json); give a directory that `deskside study` made"
         ) from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}; run the study again with --resume") from None
+        raise RunError(f"{path}: cannot be read: {error}; run the study again with --resume") from None
     try:
         return from_json(plain)
     except TypeError as error:
-        raise UsageError(f"{path}: is damaged ({error}); run the study again with --resume") from None
+        raise RunError(f"{path}: is damaged ({error}); run the study again with --resume") from None
 
 
 def from_json(plain: Any) -> Results:

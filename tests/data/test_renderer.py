@@ -21,7 +21,7 @@ from deskside.data.renderer import (
     own_template,
     special_tokens,
 )
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from tests.data import chat_tokenizer
 from tests.data.chat_tokenizer import talk
 
@@ -245,7 +245,7 @@ def test_damaged_files_are_named(folder: Path, tmp_path: Path, name: str, conten
     if name == "chat_template.jinja" and content != b"\xff\xfe":
         assert own_template(tmp_path) == content.decode()
         return
-    with pytest.raises(UsageError, match=name):
+    with pytest.raises(RunError, match=name):
         own_template(tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_wrong_directories_and_indexes(copy: Path, tmp_path: Path) -> None:
         shards.read_index(tmp_path)
     index = json.loads((copy / "index.json").read_text())
     (copy / "index.json").write_text(json.dumps({**index, "schema_version": 99}))
-    with pytest.raises(UsageError, match="schema version 99"):
+    with pytest.raises(RunError, match="schema version 99"):
         shards.read_index(copy)
     for kind in {c.data_kind for c in get_args(get_args(AlignConfig)[0])} - {"conversations"}:
         (copy / "index.json").write_text(json.dumps({"schema_version": 1, "kind": kind, "splits": {}}))

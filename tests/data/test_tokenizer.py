@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from deskside.data import tokenizer as bpe
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 
 TEXTS = [
     "The quick brown fox, it's 2024! नमस्ते दुनिया।\n\n\tdef f(x):\r\n    return x + 1234567\n" * 3,
@@ -149,7 +149,7 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such tokenizer"):
         bpe.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UsageError, match="not a tokenizers file"):
+    with pytest.raises(RunError, match="not a tokenizers file"):
         bpe.load(tmp_path)
     with pytest.raises(UsageError, match="at least 259"):
         bpe.train(TEXTS, 100)

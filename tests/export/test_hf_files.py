@@ -309,29 +309,29 @@ def broken(out: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "kind", "message"),
     [
-        ("missing tensor", r"no tensor model\.norm\.weight"),
-        ("extra tensor", r"q_proj\.bias"),
-        ("wrong shape", r"gate_proj\.weight is \(48, 32\)"),
-        ("other architecture", "'mamba' is not supported"),
-        ("scaled rope", "rope_type 'yarn'"),
-        ("impossible", "num_key_value_heads"),
-        ("incomplete", "lacks 'hidden_size'"),
-        ("truncated", "cannot be read"),
-        ("no weights", "no model.safetensors"),
-        ("not json", "not JSON"),
-        ("no directory", "does not exist"),
+        ("missing tensor", RunError, r"no tensor model\.norm\.weight"),
+        ("extra tensor", UsageError, r"q_proj\.bias"),
+        ("wrong shape", RunError, r"gate_proj\.weight is \(48, 32\)"),
+        ("other architecture", UsageError, "'mamba' is not supported"),
+        ("scaled rope", UsageError, "rope_type 'yarn'"),
+        ("impossible", RunError, "num_key_value_heads"),
+        ("incomplete", RunError, "lacks 'hidden_size'"),
+        ("truncated", RunError, "cannot be read"),
+        ("no weights", UsageError, "no model.safetensors"),
+        ("not json", RunError, "not JSON"),
+        ("no directory", UsageError, "does not exist"),
     ],
 )
-def test_bad_directories_are_named(what: str, message: str, tmp_path: Path) -> None:
+def test_bad_directories_are_named(what: str, kind: type[Exception], message: str, tmp_path: Path) -> None:
     model = random_model()
     out = save_hf(model, model.config, None, tmp_path / "hf")
     if what == "no directory":
         out = tmp_path / "nowhere"
     else:
         broken(out, what)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(kind, match=message):
         load_hf(out)
 
 

@@ -282,7 +282,7 @@ def test_parquet_is_made_anew_only_when_it_is_older(tmp_path: Path) -> None:
 
 def test_directories_that_are_no_study(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(RunError, match="cannot be read"):
         write_report(tmp_path)
     (tmp_path / "results.json").unlink()
     (tmp_path / "run.json").write_text("{}")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deskside.data.rows import PackedDataset
 from deskside.engine.generate import generate
-from deskside.errors import UsageError
+from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.serve.commands import run_chat
 from deskside.serve.eval_command import run_eval
@@ -80,7 +80,7 @@ def test_export_replaces_only_what_it_made(made: MadeRun, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="did not write"):
         run_export([str(made.path), "--out", str(out)])
     (out / "deskside.json").write_text("[]")
-    with pytest.raises(UsageError, match=r"deskside\.json does not hold a JSON object"):
+    with pytest.raises(RunError, match=r"deskside\.json is damaged: it does not hold a JSON object"):
         run_export([str(made.path), "--out", str(out)])
     (out / "deskside.json").unlink()
     assert sorted(path.name for path in out.iterdir()) == before

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deskside.errors import UsageError
+from deskside.errors import RunError
 from deskside.study import results as files
 from deskside.study.claims import judge
 from deskside.study.compare import compare
@@ -46,7 +46,7 @@ def test_a_value_of_the_wrong_kind_is_told_by_its_place(
         at = at[key]
     at[place[-1]] = value
     (tmp_path / "results.json").write_text(json.dumps(plain))
-    with pytest.raises(UsageError, match=r"results\.json: is damaged \(.*run the study again") as raised:
+    with pytest.raises(RunError, match=r"results\.json: is damaged \(.*run the study again") as raised:
         files.read(tmp_path)
     assert "\n" not in str(raised.value)
     assert ".".join(str(key) for key in place) in str(raised.value) or place == ("schema_version",)
@@ -57,6 +57,6 @@ def test_a_value_of_the_wrong_kind_is_told_by_its_place(
 )
 def test_what_is_no_study_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UsageError, match=r"results\.json: (is damaged|cannot be read)") as raised:
+    with pytest.raises(RunError, match=r"results\.json: (is damaged|cannot be read)") as raised:
         files.read(tmp_path)
     assert "\n" not in str(raised.value)

@@ -74,7 +74,8 @@ def test_resumed_to_the_last_bit(
     assert curve(stopped.run.path) == curve(straight)
     weights = "model/model.safetensors"
     assert (stopped.run.path / weights).read_bytes() == (straight / weights).read_bytes()
-    assert rows(straight)[-1]["loss"] < rows(straight)[0]["loss"]
+    losses = [row["loss"] for row in rows(straight)]
+    assert sum(losses[-8:]) < sum(losses[:8])  # a step of 256 tokens alone says little
 
 
 def begin(root: Path, wanted: RunConfig, name: str, pretrained: Path) -> None:
