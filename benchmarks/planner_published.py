@@ -311,8 +311,8 @@ def _memory_section() -> list[str]:
         "## Published measurements: memory",
         "",
         *prose(
-            f"{len(rows)} published runs say their shape, their micro-batch and how they counted. None of "
-            "them was used",
+            f"{len(rows)} published runs of `deskside/facts/measurements.csv` say their shape, their micro-batch and "
+            "how they counted. None of them was used",
             "for a constant of `budget/memory.py`. Their steps are not ours: what differs is said in "
             "each row, and only",
             f"what is known was changed (logits that are not split: {LOGIT_BYTES[True]} bytes each compiled,",

@@ -1,4 +1,9 @@
-"""Measured figures of the documents lead to their data: a file under docs/data, or a dated entry of the log."""
+"""Measured figures of the documents lead to where they come from.
+
+A section (# or ##) with a table of figures, or with a paragraph of measured ones, names a file under docs/data, a
+dated entry of the log, a table of deskside/facts, a publication, a test that computes the figures again, or a seeded
+simulation; or it says that the raw data were not kept. README.md may link to a document that does.
+"""
 
 import re
 from pathlib import Path
@@ -7,13 +12,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"
-# Not precision.md, whose tables are of formats as well; statistics.md and planner-accuracy.md name the commands that
-# make their tables again.
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/alignment.md")
-FIGURE = re.compile(r"\d[\d,.]*\s*(?:tokens/s|ms|GiB|%|s\b|W\b)|\|\s*\**\d[\d,.]*")
-PATH = re.compile(r"docs/data/[\w./*-]+")
+# log.md is dated, and claims.md is generated (tests/report/test_claims_document.py).
+CHECKED = ("alignment", "performance", "planner-accuracy", "precision", "statistics")
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in CHECKED))
+CELL = re.compile(r"\|\s*\**\d[\d,.]*")
+# "At 95 %" is a level. One figure may be a setting or a rule; two in a paragraph are taken for a measurement.
+FIGURE = re.compile(r"\d[\d,.]*\s*(?:tokens/s|ms\b|GiB|s\b|W\b)|(?<!at )(?<![\d,.])\d[\d,.]*\s*%")
+PARAGRAPH_FIGURES = 2
+PATH = re.compile(r"(?:docs/data|deskside/facts|tests)/[\w./*-]+")
 FILE = re.compile(r"`([\w.*-]+\.(?:json|jsonl|txt|gz|zst|npz|parquet))`")
-LOG = re.compile(r"docs/log\.md|\blog of 20\d\d-\d\d-\d\d|raw data (?:was|were) not kept")
+ELSEWHERE = re.compile(
+    r"docs/log\.md|\blog of 20\d\d-\d\d-\d\d|raw data (?:was|were) not kept|facts/measurements\.csv|arXiv \d"
+    rf"|python -m benchmarks\.coverage|\]\(docs/(?:{'|'.join(CHECKED)}|claims)\.md"
+)
 
 
 def sections(text: str) -> dict[str, str]:
@@ -21,32 +32,60 @@ def sections(text: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def has_figures(body: str) -> bool:
+    prose = re.sub(r"^```.*?^```", "", body, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n\s*\n", prose):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        if any(CELL.search(row) or FIGURE.search(row) for row in rows):
+            return True
+        if not rows and len(FIGURE.findall(block)) >= PARAGRAPH_FIGURES:
+            return True
+    return False
+
+
+def has_source(body: str, names: set[str]) -> bool:
+    return bool(
+        PATH.search(body) or ELSEWHERE.search(body) or any(name in names for name in FILE.findall(body))
+    )
+
+
 def untraced(text: str) -> list[str]:
-    """The sections with a table of figures that name no data."""
+    """Return the headings of the sections with figures that name no source."""
     names = {path.name for path in DATA.rglob("*") if path.is_file()}
-    found = []
-    for heading, body in sections(text).items():
-        tables = [line for line in body.splitlines() if line.startswith("|") and FIGURE.search(line)]
-        named = PATH.search(body) or LOG.search(body) or any(name in names for name in FILE.findall(body))
-        if tables and not named:
-            found.append(heading)
-    return found
+    return [
+        heading
+        for heading, body in sections(text).items()
+        if has_figures(body) and not has_source(body, names)
+    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_tables_of_figures_name_their_data(document: str) -> None:
+def test_figures_name_their_source(document: str) -> None:
     assert untraced((ROOT / document).read_text("utf-8")) == []
 
 
-def test_data_that_documents_name_is_there() -> None:
+def test_every_document_is_looked_at() -> None:
+    every = {path.name for path in (ROOT / "docs").glob("*.md")} | {"README.md"}
+    assert every - {Path(name).name for name in DOCUMENTS} == {"log.md", "claims.md"}
+
+
+def test_sources_that_documents_name_are_there() -> None:
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         prose = re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
         for name in PATH.findall(prose):
             assert list(ROOT.glob(name.rstrip("./"))), f"{document.name}: {name}"
 
 
-def test_a_figure_without_data_is_found() -> None:
-    table = "## Speed\n\n| arm | tokens/s |\n|---|---|\n| BF16 | 637,300 |\n"
-    assert untraced(table) == ["## Speed"]
-    assert untraced(table + "\nRaw data in `docs/data/2026-11-22-release/step/`.\n") == []
-    assert untraced(table + "\n(`no-such-file.json`)\n") == ["## Speed"]
+@pytest.mark.parametrize(
+    "figures",
+    [
+        "| arm | tokens/s |\n|---|---|\n| BF16 | 637,300 |\n",
+        "BF16 trains at 637,300 tokens/s and FP8 at 779,500 tokens/s.\n",
+    ],
+)
+def test_a_figure_without_a_source_is_found(figures: str) -> None:
+    section = f"## Speed\n\n{figures}"
+    assert untraced(section) == ["## Speed"]
+    assert untraced(section + "\n(`no-such-file.json`)\n") == ["## Speed"]
+    assert untraced(section + "\nRaw data in `docs/data/2026-11-22-release/step/`.\n") == []
+    assert untraced("## Speed\n\nA limit of 10 % is the default.\n") == []

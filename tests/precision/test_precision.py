@@ -1,6 +1,7 @@
 """fp32 and bf16 recipes on a module of our own making, and the self-check against GEMMs that are broken."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from deskside.precision.operands import Draws, cast_with_own_scale
 from deskside.precision.plan import Shared
 from deskside.precision.scales import DelayedScales
 from deskside.precision.selfcheck import HEAD_TOLERANCE, check, check_gemm, check_head
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "precision.md"
 
 
 def tiny() -> nn.Sequential:
@@ -82,6 +85,11 @@ def test_selfcheck_passes_on_cpu(recipe: str) -> None:
     assert result.ok and result.reason == ""
     assert set(result.errors) == {"output", "input gradient", "weight gradient"}
     assert all(0 < error < RECIPES[recipe].tolerance for error in result.errors.values())
+    if recipe != "fp32":  # the document's table begins with BF16
+        table = DOCUMENT.read_text("utf-8").partition("## How close the numbers are")[2].partition("\n## ")[0]
+        (row,) = (line for line in table.splitlines() if line.startswith("|") and f"`{recipe}`" in line)
+        written = [float(cell) for cell in row.split("|")[2:5]]
+        assert written == pytest.approx(list(result.errors.values()), abs=6e-4)
 
 
 def test_bf16_does_not_pass_as_fp32() -> None:
