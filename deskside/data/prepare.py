@@ -104,7 +104,7 @@ def prepare(
 
     Raises:
         UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else.
-        RunError: the disk is full, or a worker process died.
+        RunError: the tokenizer is damaged, the disk is full, or a worker process died.
     """
     begin = time.monotonic()
     if not sources:
@@ -132,7 +132,7 @@ def prepare(
         arguments |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes}
         bpe.check_size(vocab_size)
     else:
-        given = bpe.load(tokenizer)
+        given, _ = bpe.load_for_data(tokenizer)  # before a corpus is read
         arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))
     out = Path(out)
     old = look(out)

@@ -158,17 +158,24 @@ def _write_config(directory: Path, end: str) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def copy(source: str | Path, directory: Path) -> None:
-    """Takes over an existing tokenizer with its tokenizer_config.json where it has one.
+def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
+    """Return a tokenizer that data can be prepared with, and its end-of-text token.
 
     Raises:
-        UsageError: as `load` and `end_of_text`.
+        UsageError, RunError: as `load`, `end_of_text` and `token_bytes`.
     """
     file = Path(source).expanduser()
-    folder = file if file.is_dir() else file.parent
     tokenizer = load(file)
-    end, _ = end_of_text(tokenizer, folder)
+    end, _ = end_of_text(tokenizer, file if file.is_dir() else file.parent)
     token_bytes(tokenizer)
+    return tokenizer, end
+
+
+def copy(source: str | Path, directory: Path) -> None:
+    """Takes over an existing tokenizer with its tokenizer_config.json where it has one. Raises: as `load_for_data`."""
+    file = Path(source).expanduser()
+    folder = file if file.is_dir() else file.parent
+    _, end = load_for_data(file)
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "tokenizer.json" if file.is_dir() else file, directory / "tokenizer.json")
     config = folder / "tokenizer_config.json"
