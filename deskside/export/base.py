@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from pydantic import Field, NonNegativeInt, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -87,12 +87,7 @@ def make(
 
 def keep(model: Transformer, run_dir: Path) -> None:
     """Write base.safetensors and base.json into a run. Raises RunError when the disk refuses."""
-    trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    tensors = {
-        name: tensor.contiguous()
-        for name, tensor in ((clean_name(n), t) for n, t in model.state_dict().items())
-        if name not in trained
-    }
+    tensors = _frozen(model)
     rows = [module for module in model.modules() if isinstance(module, TrainedRows)]
     temporary = run_dir / f".tmp-{BASE}"
     try:
@@ -120,18 +115,7 @@ def reopen(
 ) -> Transformer:
     """The model that `keep` was given, with fresh adapters. Raises RunError when it is not there or was changed."""
     path = run_dir / BASE
-    try:
-        facts = BaseFacts.model_validate_json((run_dir / FACTS).read_bytes())
-        found = fingerprint(path)
-    except OSError as error:
-        raise RunError(
-            f"{error.filename}: cannot be read ({error.strerror}); adapters are nothing without it: restore it, or "
-            f"start another run"
-        ) from None
-    except ValidationError as error:
-        raise RunError(f"{run_dir / FACTS}: {first_problem(error)}; restore it") from None
-    if found != (facts.bytes, facts.xxh3_128):
-        raise RunError(f"{path}: is damaged: its checksum is not that of {FACTS}; restore it")
+    facts = _verify(run_dir)
     with torch.device("meta"):
         model = Transformer(config)
     tensors = load_file(path, device=str(device))
@@ -150,6 +134,52 @@ def reopen(
     model.reset_buffers()
     attach(model, adapter, seed, facts.trained_tokens)
     return model
+
+
+def is_made_from(
+    run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, weights: Mapping[str, Tensor]
+) -> bool:
+    """Return whether freezing `weights` gives the base that a run keeps, bit for bit.
+
+    Raises RunError when the base is damaged, or the weights are of another architecture.
+    """
+    facts = _verify(run_dir)
+    frozen = _frozen(make(config, adapter, seed, weights, "cpu", facts.trained_tokens))
+    with safe_open(run_dir / BASE, "pt") as stored:  # one tensor at a time
+        return set(stored.keys()) == frozen.keys() and all(
+            _same_bits(tensor, stored.get_tensor(name)) for name, tensor in frozen.items()
+        )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _verify(run_dir: Path) -> BaseFacts:
+    """Return what base.json says of base.safetensors. Raises RunError when one of them is missing or was changed."""
+    path = run_dir / BASE
+    try:
+        facts = BaseFacts.model_validate_json((run_dir / FACTS).read_bytes())
+        found = fingerprint(path)
+    except OSError as error:
+        raise RunError(
+            f"{error.filename}: cannot be read ({error.strerror}); adapters are nothing without it: restore it, or "
+            f"start another run"
+        ) from None
+    except ValidationError as error:
+        raise RunError(f"{run_dir / FACTS}: {first_problem(error)}; restore it") from None
+    if found != (facts.bytes, facts.xxh3_128):
+        raise RunError(f"{path}: is damaged: its checksum is not that of {FACTS}; restore it")
+    return facts
+
+
+def _frozen(model: Transformer) -> dict[str, Tensor]:
+    """Return the tensors of a model that do not train, by name."""
+    trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = ((clean_name(name), tensor) for name, tensor in model.state_dict().items())
+    return {name: tensor.contiguous() for name, tensor in named if name not in trained}
 
 
 def _without_blocks(model: Transformer) -> nn.Module:

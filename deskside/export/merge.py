@@ -4,7 +4,7 @@ The merged model computes what the adapted one computed, up to rounding, and nee
 summary and export are made of, and what `load_model` gives for a run with adapters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,15 +39,26 @@ def merged(
 
 
 @torch.no_grad()
-def merge_into(plain: Transformer, model: Transformer) -> None:
+def merge_into(
+    plain: Transformer, model: Transformer, original: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Overwrite the weights of a model without adapters with those of an adapted one, merged. The two may lie on
-    different devices. Beside them the first one's needs memory for one weight at a time: its codes and float32."""
+    different devices. Beside them the first one's needs memory for one weight at a time: its codes and float32.
+
+    original: the weights that were frozen, by parameter name, to merge into instead of their frozen form.
+    """
     given = dict(model.named_modules())
     for path, target in plain.named_modules():
         source = given[path]
         for leaf, parameter in target.named_parameters(recurse=False):
+            given_weight = None
+            if original is not None and not _trains(source, leaf):
+                given_weight = original[f"{path}.{leaf}"]
+            if leaf != "weight":
+                parameter.copy_(getattr(source, leaf) if given_weight is None else given_weight)
+                continue
             # Not named: the next weight is made when this one is gone.
-            parameter.copy_(_weight(source, parameter.device) if leaf == "weight" else getattr(source, leaf))
+            parameter.copy_(_weight(source, parameter.device, given_weight))
 
 
 @dataclass(frozen=True)
@@ -111,11 +122,22 @@ def read_adapted(
     return model
 
 
-def _weight(module: nn.Module, device: torch.device) -> torch.Tensor:
-    """The weight of a module as it computes: in float32 on `device` where it has to be made, else as it is."""
+def _trains(module: nn.Module, leaf: str) -> bool:
+    """Return whether a parameter trained as a whole, beside the adapters."""
+    parameter = dict(module.named_parameters(recurse=False)).get(leaf)
+    return parameter is not None and parameter.requires_grad
+
+
+def _weight(module: nn.Module, device: torch.device, original: torch.Tensor | None = None) -> torch.Tensor:
+    """The weight of a module as it computes: in float32 on `device` where it has to be made, else as it is.
+
+    original: what to use in place of the frozen weight.
+    """
     adapter = module.adapter if isinstance(module, Linear) else None
     trained = module.trained if isinstance(module, Linear | Embedding) else None
-    if isinstance(module, FrozenLinear):
+    if original is not None:
+        weight = original.to(device).to(torch.float32, copy=True)
+    elif isinstance(module, FrozenLinear):
         weight = module.dense(device=device)
     else:
         weight = module.get_parameter("weight").detach()

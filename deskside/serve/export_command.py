@@ -28,6 +28,7 @@ from deskside.export.load import Loaded, load_model
 from deskside.export.merge import open_adapted
 from deskside.export.peft_dir import save_peft
 from deskside.serve.machine import say
+from deskside.serve.original import Unavailable, merge_into_original
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,10 +72,17 @@ def run_export(argv: Sequence[str]) -> int:
     loaded = load_model(options.model, "cpu", torch.float32, say)
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
     if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
-        say(
-            f"the adapters are merged into weights that the run kept in {adapter.get('base')}, so {options.dtype} "
-            "holds rounded numbers; for the original's precision use --to peft and merge with the original model"
-        )
+        try:
+            path = merge_into_original(loaded, say)
+            say(
+                f"the adapters are merged into the original weights, {path}, which the run's base was made from"
+            )
+        except Unavailable as why:
+            say(
+                f"the adapters are merged into weights that the run kept in {adapter.get('base')}, so {options.dtype} "
+                "holds rounded numbers; for the original's precision use --to peft and merge with the original model "
+                f"({why})"
+            )
     about = {
         "deskside": __version__,
         "from": options.model,

@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from deskside.config.adapter import AdapterConfig
+from deskside.config.model import ModelConfig
 from deskside.errors import RunError, UsageError
+from deskside.export import base
+from deskside.export.hf import save_hf
+from deskside.model.init import InitOptions, initialize
+from deskside.model.transformer import Transformer
 from deskside.serve.export_command import run_export
-from tests.export.adapted import trained
+from tests.export.adapted import TINY, trained
 from tests.export.test_base import write_run
 from tests.serve.made_run import MadeRun, make
 
@@ -111,6 +118,43 @@ def test_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, model(tokens), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kept", ["bf16", "int8"])
+def test_adapters_are_merged_into_the_original_weights(
+    kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As PEFT merges them, without the rounding of the base that the run keeps; only where it is the original."""
+    peft = pytest.importorskip("peft")
+    config, options = ModelConfig(**TINY), AdapterConfig(rank=4, alpha=8, base=kept)
+    plain = Transformer(config)
+    initialize(plain, 3, InitOptions(output="fan_in", head_std=0.2, embedding_std=0.5))
+    given = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    model = base.make(config, options, 5, given, "cpu")
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    run, original = tmp_path / "run", tmp_path / "original"
+    run.mkdir()
+    write_run(run, model, {"base": kept})
+    save_hf(plain, config, run, original)
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "init": str(original)}))
+    assert run_export([str(run), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    assert run_export([str(run), "--out", str(tmp_path / "hf")]) == 0
+    assert f"original weights, {original}" in capsys.readouterr().err
+    theirs = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").merge_and_unload().state_dict()
+    for name, tensor in load_file(tmp_path / "hf" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+
+    plain.get_parameter("layers.1.mlp.output.projection.weight").data[0, 0] += 1.0
+    save_hf(plain, config, run, original)
+    assert run_export([str(run), "--out", str(tmp_path / "hf")]) == 0
+    assert f"kept in {kept}" in (said := capsys.readouterr().err) and "to the last bit" in said
+    rounded = load_file(tmp_path / "hf" / "model.safetensors")
+    assert any(float((rounded[name] - expected[name]).abs().max()) > 1e-4 for name in rounded)
 
 
 @pytest.mark.parametrize(
