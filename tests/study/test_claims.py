@@ -13,19 +13,12 @@ from scipy.stats import false_discovery_control, ttest_1samp
 from deskside.errors import UsageError
 from deskside.facts.claims import Claim, claims
 from deskside.study import arithmetic, definition
-from deskside.study.claims import (
-    LEAST_SHARE,
-    Change,
-    accepted,
-    arms_of,
-    judge,
-    verdict_of_change,
-    verdict_of_value,
-)
+from deskside.study.claims import arms_of, judge
 from deskside.study.compare import compare
 from deskside.study.expand import expand
 from deskside.study.metrics import BY_KEY
 from deskside.study.results import Arm, ClaimResult, Factor, Group, Results, Trial
+from deskside.study.verdicts import LEAST_SHARE, Change, accepted, verdict_of_change, verdict_of_value
 
 H200 = {"device": "cuda", "gpu": {"name": "NVIDIA H200", "compute_capability": "9.0"}}
 RTX5090 = {"device": "cuda", "gpu": {"name": "NVIDIA GeForce RTX 5090", "compute_capability": "12.0"}}
