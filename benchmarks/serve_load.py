@@ -21,8 +21,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -67,13 +68,31 @@ class Report:
     @property
     def growth(self) -> float:
         """MiB: the median of the last quarter's memory over that of the second quarter."""
+        if len(self.memory) < 4:
+            return 0.0
         quarter = len(self.memory) // 4
         return statistics.median(self.memory[-quarter:]) - statistics.median(
             self.memory[quarter : 2 * quarter]
         )
 
+    def add(self, other: "Report") -> None:
+        """Add what clients saw afterwards."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the counts, with percentiles in place of the latencies."""
+        numbers = {key: value for key, value in asdict(self).items() if key not in ("latencies", "memory")}
+        if self.latencies:
+            numbers |= {"p50": self.percentile(0.5), "p99": self.percentile(0.99)}
+        if self.memory:
+            numbers |= {"memory_mib": [self.memory[0], self.memory[-1]], "growth_mib": self.growth}
+        return numbers
+
     def lines(self) -> list[str]:
         """For a person."""
+        if not self.latencies or not self.memory:
+            return ["no good answers", *self.problems[:5]]
         return [
             f"{self.good} good answers in {self.seconds:.0f} s ({self.good / self.seconds:.1f} a second), "
             f"p50 {self.percentile(0.5):.3f} s, p99 {self.percentile(0.99):.3f} s",
@@ -159,8 +178,12 @@ async def load(
     headers: Mapping[str, str] | None = None,
     hang_ups: float = 0.12,
     nonsense: float = 0.12,
+    long_answer: int = 400,
 ) -> Report:
-    """Let the clients ask for a time. hang_ups, nonsense: shares of what they do."""
+    """Let the clients ask for a time.
+
+    hang_ups, nonsense: shares of what they do; long_answer: tokens of an answer that a client does not wait for.
+    """
     report = Report(seconds=seconds)
     end = time.monotonic() + seconds
 
@@ -177,7 +200,7 @@ async def load(
                 what = rng.random()
                 try:
                     if what < hang_ups:
-                        await _hang_up(client, rng, known, report)
+                        await _hang_up(client, rng, known, report, long_answer)
                     elif what < hang_ups + nonsense:
                         await _nonsense(client, rng, report)
                     else:
@@ -247,17 +270,21 @@ async def _streamed(client: httpx.AsyncClient, question: Question) -> str | None
 
 
 async def _hang_up(
-    client: httpx.AsyncClient, rng: random.Random, known: Mapping[Question, str], report: Report
+    client: httpx.AsyncClient,
+    rng: random.Random,
+    known: Mapping[Question, str],
+    report: Report,
+    tokens: int,
 ) -> None:
     """Ask for a long answer and leave: after a moment, or after its first piece."""
     prompt, _ = rng.choice(list(known))
     if rng.random() < 0.5:
         with contextlib.suppress(httpx.TimeoutException):
             await client.post(
-                "/v1/completions", json=body_of((prompt, 400), False), timeout=rng.uniform(0.01, 0.2)
+                "/v1/completions", json=body_of((prompt, tokens), False), timeout=rng.uniform(0.01, 0.2)
             )
     else:
-        async with client.stream("POST", "/v1/completions", json=body_of((prompt, 400), True)) as response:
+        async with client.stream("POST", "/v1/completions", json=body_of((prompt, tokens), True)) as response:
             async for _ in response.aiter_lines():
                 break
     report.hung_up += 1
@@ -289,14 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = asyncio.run(load(base, pid, known, seconds=options.seconds, clients=options.clients))
     print("\n".join(report.lines()))
     if options.json is not None:
-        numbers = {key: value for key, value in asdict(report).items() if key not in ("latencies", "memory")}
-        numbers |= {
-            "p50": report.percentile(0.5),
-            "p99": report.percentile(0.99),
-            "memory_mib": [report.memory[0], report.memory[-1]],
-            "growth_mib": report.growth,
-        }
-        options.json.write_text(json.dumps({**numbers, "clients": options.clients}, indent=1) + "\n", "utf-8")
+        numbers = {**report.numbers(), "clients": options.clients}
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     return 0 if not (report.lost or report.mixed or report.wrongly_taken) and report.growth < 64 else 1
 
 
