@@ -48,7 +48,7 @@ CHECKS = [
 TURNED_AWAY = 429
 PROCESSES = 4
 ROUND = 200  # cases with one seed
-# Short answers, all of them at once: a step of a small model on a CPU costs about the same for one row as for a hundred.
+# Short answers, all of them at once: on a CPU a step of a small model costs about the same for one row as for many.
 MAX_TOKENS = 24
 SERVER = ["--max-tokens", str(MAX_TOKENS), "--max-batch", "128", "--concurrency", "128"]
 
