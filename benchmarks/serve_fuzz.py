@@ -127,7 +127,9 @@ def fuzz_all(base: str, cases: int, first: int, total: Fuzzed) -> None:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for each in done:
-                total.add(each.result())
+                found = each.result()
+                total.add(found)
+                print(*found.problems[:10], sep="\n", end="\n" * bool(found.problems), flush=True)
             statuses = dict(sorted(total.statuses.items()))
             print(
                 f"{time.monotonic() - began:6.0f} s: {total.cases} cases, {statuses}, "
@@ -185,7 +187,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     total, beside, took = run(options.model, options.cases, options.seconds, options.clients, options.seed)
     statuses = {str(status): count for status, count in sorted(total.statuses.items())}
     print(f"{total.cases} cases in {took:.0f} s: {statuses}; {len(total.problems)} problems")
-    print(*total.problems[:10], sep="\n")
     print(
         f"{options.clients} clients, beside the first {beside.cases_beside_many} cases:",
         *beside.many.lines(),
