@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from deskside.facts.claims import Claim, chosen, claims
-from deskside.study.arithmetic import Answer, answer
+from deskside.study.answers import Answer
+from deskside.study.arithmetic import answer
 from deskside.study.claim_words import (
     change_in_words,
     in_unit,

@@ -38,7 +38,7 @@ from typing import Literal
 from scipy.special import stdtr, stdtrit
 
 from deskside.facts.claims import Claim
-from deskside.study.arithmetic import Answer
+from deskside.study.answers import Answer
 from deskside.study.statistics import LEVEL
 
 Verdict = Literal[

@@ -13,6 +13,7 @@ from scipy.stats import false_discovery_control, ttest_1samp
 from deskside.errors import UsageError
 from deskside.facts.claims import Claim, claims
 from deskside.study import arithmetic, definition
+from deskside.study.answers import Answer
 from deskside.study.claims import arms_of, judge
 from deskside.study.compare import compare
 from deskside.study.expand import expand
@@ -566,7 +567,7 @@ def test_values_hold_where_the_range_meets_them(
         kind="arithmetic", group="", arm={}, against={}, size=None, formula="f", direction=direction,
         value=(100.0, 100.0), unit="W", tolerance=0.1,
     )  # fmt: skip
-    answer = arithmetic.Answer(low, (low + high) / 2, high, "published prices", "a card")
+    answer = Answer(low, (low + high) / 2, high, "published prices", "a card")
     assert verdict_of_value(one, answer) == verdict
     met = "not consistent with the model" if verdict == "contradicted" else "consistent with the model"
     assert verdict_of_value(one, replace(answer, source="modelled")) == met
