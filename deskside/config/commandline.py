@@ -134,7 +134,7 @@ def values(kind: type[Options], parsed: Any, prog: str) -> Options:
         try:
             given[field.name] = TypeAdapter(hints[field.name], config=_FINITE).validate_python(value)
         except ValidationError as error:
-            message = error.errors(include_url=False)[0]["msg"]
+            message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
             raise UsageError(f"{label}: {message[0].lower()}{message[1:]}, not {value!r}") from None
     return kind(**given)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, get_args
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import BeforeValidator, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 Unit = Literal["seconds", "tokens", "steps", "epochs"]
@@ -123,6 +123,18 @@ def hours(text: str) -> float:
     if length is None or length.unit != "seconds":
         raise ValueError(f"'{text}' is not a time; write hours as 2 or 0.5, or with a unit as 2h, 90m, 1h30m")
     return length.value / 3600
+
+
+def _hours_given(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return hours(value)
+    except ValueError:
+        raise ValueError("input should be a number of hours, or a time such as 2h or 1h30m") from None
+
+
+HOURS = BeforeValidator(_hours_given)  # marks an option in hours, which may also be a time with units
 
 
 def _number(text: str, given: str) -> Decimal:

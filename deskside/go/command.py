@@ -17,6 +17,7 @@ import tyro
 
 import deskside
 from deskside.config import merge, overrides, strict_json
+from deskside.config.duration import HOURS
 from deskside.config.origin import reached, reached_by
 from deskside.errors import RunError, UsageError
 from deskside.go.journal import FILE, Journal, damaged, tail_seconds
@@ -44,7 +45,11 @@ LENGTHS = ("length", "hours", "steps", "tokens", "clock")
 class GoOptions:
     """Options of the command itself."""
 
-    hours: Annotated[float | None, tyro.conf.arg(metavar="H", help="wall-clock hours for everything")] = None
+    hours: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="H", help="wall-clock hours for everything, such as 8 or 90m"),
+        HOURS,
+    ] = None
     preset: Annotated[
         str | None, tyro.conf.arg(metavar="PRESET", help="the model; default: the plan chooses it")
     ] = None
@@ -285,8 +290,9 @@ class Road:
                 print(f"{name:<10}  {summary[f'{name}_bpb']:.3f} bits per byte on the same text")
         for sample in summary["samples"][:1]:
             print(f"\nsample: {sample['prompt']!r} ->\n  " + "\n  ".join(sample["text"].splitlines()))
-        print(f"\nreport: {page}\nnext:   deskside chat {self.run.path}")
-        print(f"        deskside sft {self.run.path} --data CHAT.jsonl    # to have it answer")
+        command = as_typed()
+        print(f"\nreport: {page}\nnext:   {command} chat {self.run.path}")
+        print(f"        {command} sft {self.run.path} --data CHAT.jsonl    # fine-tune it for chat")
 
     # What they need
 
@@ -453,6 +459,15 @@ def _over(journal: Journal) -> RunError:
         f"these hours are over: {spent:.0f} of {whole:.0f} s are spent, and {journal.tail():.0f} s are kept for the "
         f"samples and the report; begin again with more hours"
     )
+
+
+def as_typed() -> str:
+    """Return `deskside` as a shell finds it: with the path that this process was started by where PATH has another
+    one or none."""
+    found, own = shutil.which("deskside"), Path(sys.argv[0])
+    if own.name != "deskside" or (found is not None and Path(found).samefile(own)):
+        return "deskside"
+    return shlex.quote(str(own))
 
 
 def _forget() -> None:

@@ -8,6 +8,7 @@ every phase can be taken up again.
 
 import contextlib
 import copy
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -23,11 +24,17 @@ FILE = "go.json"
 BEAT = 2.0  # seconds between two notes of the time
 # What follows the training run's own end: samples, the report, leaving. On two CPU cores it took 3 to 5 s.
 TAIL_SECONDS, TAIL_SHARE = 6.0, 0.005
+MOST_CONTENTION = 4.0  # a load beyond it says little about a process of one thread
+
+
+def contention() -> float:
+    """Return how many processes share a CPU core of this machine (the load average of the last minute), at least 1."""
+    return min(MOST_CONTENTION, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def tail_seconds(hours: float) -> float:
-    """Seconds to keep for what follows the training run's own end."""
-    return TAIL_SECONDS + TAIL_SHARE * hours * 3600
+    """Return the seconds to keep for what follows the training run's own end: more on a busy machine."""
+    return TAIL_SECONDS * contention() + TAIL_SHARE * hours * 3600
 
 
 def damaged(path: Path, why: str) -> RunError:

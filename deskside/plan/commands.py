@@ -9,6 +9,7 @@ import tyro
 
 from deskside.config import strict_json
 from deskside.config.commandline import parse
+from deskside.config.duration import HOURS
 from deskside.errors import UsageError
 from deskside.plan import claims
 from deskside.plan.make import make_plan
@@ -40,7 +41,9 @@ class PlanOptions:
     ] = None
     here: Annotated[bool, tyro.conf.arg(help="this machine")] = False
     hours: Annotated[
-        float | None, tyro.conf.arg(metavar="H", help="budget: hours in all, everything included")
+        float | None,
+        tyro.conf.arg(metavar="H", help="budget: hours in all, everything included, or 90m"),
+        HOURS,
     ] = None
     tokens: Annotated[
         str | None, tyro.conf.arg(metavar="N", help="budget: tokens to train on, such as 3B")

@@ -61,8 +61,8 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
     use: a list of {"what", "value", "why", "option"}. fix: of {"severity", "problem", "remedy"}, most important first.
     power: the first card's limits in watts and what lower ones cost, None without a card. seconds: that this took.
 
-    quick: a fifth of the checks, some 10 seconds. Changes nothing on the machine. Raises TimeoutError when it is not
-    done after so many seconds.
+    quick: a fifth of the checks, some 10 seconds; with a limit in seconds only those that a run depends on. Changes
+    nothing on the machine. Raises TimeoutError when it is not done after so many seconds.
     """
     began = time.monotonic()
     deadline = began + seconds
@@ -86,7 +86,9 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
         return found | {"power": None, "stderr": outcome.stderr, "seconds": _since(began)}
     facts = outcome.value
     facts["libraries"] = doctor_checks.versions()
-    results = doctor_checks.run_all(doctor_checks.listing(facts, quick), say, deadline)
+    limited = quick and seconds < float("inf")
+    checks = doctor_checks.essential(facts) if limited else doctor_checks.listing(facts, quick)
+    results = doctor_checks.run_all(checks, say, deadline)
     return found | conclude(facts, results, quick) | {"seconds": _since(began)}
 
 

@@ -92,6 +92,16 @@ PRECISION = "deskside.probe.doctor_recipes"
 NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
 
 
+# What a run on a CPU depends on: it trains in FP32, and products in BF16 and FP16 took a third of a quick look.
+ESSENTIAL = ("fp32", "attention", "step_fp32")
+
+
+def essential(facts: Mapping[str, Any]) -> list[Check]:
+    """Return the quick checks that a run depends on: on a CPU `ESSENTIAL`, on a card all of them."""
+    checks = listing(facts, quick=True)
+    return checks if facts["device"] == "cuda" else [check for check in checks if check.id in ESSENTIAL]
+
+
 def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     """The checks for this machine. quick: plain matmuls, memory, the choice of attention, eager training steps."""
     on = {"device": _device(facts)}

@@ -1,5 +1,7 @@
 """The end of a run: samples, the Hugging Face model, summary.json."""
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor
 from deskside.config.run import RunConfig
 from deskside.data.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.engine.generate import generate
+from deskside.engine.generate import events
 from deskside.engine.sampling import Sampling
 from deskside.errors import UsageError
 from deskside.export.checkpoints import load_weights
@@ -75,28 +77,34 @@ def summarise(
 
 
 def samples(
-    model: Transformer, validation: PackedDataset, run: RunDirectory, seed: int
+    model: Transformer, validation: PackedDataset, run: RunDirectory, seed: int, seconds: float = math.inf
 ) -> list[dict[str, str]]:
-    """Continuations of a few places spread over the validation text."""
+    """Return continuations of a few places spread over the validation text, cut off after so many seconds."""
     tokenizer = load_tokenizer(run.tokenizer)
     eos = validation.index.tokenizer.eos_id
     numbers = np.unique(np.arange(SAMPLES) * validation.num_rows // SAMPLES)
     rows = validation.plain_rows(numbers).inputs[:, :PROMPT_TOKENS]
     prompts: list[list[int]] = [row.tolist() for row in rows]
-    results = generate(
+    new: list[list[int]] = [[] for _ in prompts]
+    until = time.perf_counter() + seconds
+    for event in events(
         model,
         prompts,
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(temperature=SAMPLE_TEMPERATURE, top_k=50),
         eos_tokens=(eos,),
         seed=seed,
-    )
+    ):
+        if event.token is not None:
+            new[event.row].append(event.token)
+        if time.perf_counter() > until:
+            break
     return [
         {
             "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-            "text": _continuation(tokenizer, prompt, r.tokens),
+            "text": _continuation(tokenizer, prompt, tokens),
         }
-        for prompt, r in zip(prompts, results, strict=True)
+        for prompt, tokens in zip(prompts, new, strict=True)
     ]
 
 

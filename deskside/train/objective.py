@@ -36,7 +36,7 @@ from deskside.train.attention import Attention
 from deskside.train.fit import RowShape, worst_case_batch
 from deskside.train.parallel import World
 from deskside.train.rundir import RunDirectory
-from deskside.train.time_budget import UNLIMITED, TimeBudget
+from deskside.train.time_budget import SAMPLE_SHARE, UNLIMITED, TimeBudget
 
 
 class Rows(RowShape, Protocol):
@@ -268,4 +268,5 @@ class NextToken:
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         dataset = cast(PackedDataset, session.validation)
-        return finish.samples(model, dataset, session.run, session.config.seed)
+        seconds = session.budget.share(SAMPLE_SHARE)
+        return finish.samples(model, dataset, session.run, session.config.seed, seconds)

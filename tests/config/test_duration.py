@@ -1,13 +1,14 @@
 """Duration: the accepted forms, the refused ones, and the round trip of its canonical string."""
 
 import json
+from typing import Annotated
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from deskside.config.duration import Duration
+from deskside.config.duration import HOURS, Duration
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,12 @@ def test_pydantic_names_the_field_and_the_forms() -> None:
     with pytest.raises(ValidationError, match=r"(?s)every.*'soon' is not a duration; write it as 24h"):
         Holder.model_validate({"every": "soon"})
     assert Holder.model_json_schema()["properties"]["every"]["type"] == "string"
+
+
+def test_hours_of_an_option_may_have_units() -> None:
+    adapter = TypeAdapter(Annotated[float | None, HOURS])
+    given = {"2h": 2.0, "90m": 1.5, "1h30m": 1.5, "0.05": 0.05}
+    assert {text: adapter.validate_python(text) for text in given} == given
+    for wrong in ("two", "500 steps", "10M tokens"):
+        with pytest.raises(ValidationError, match="number of hours"):
+            adapter.validate_python(wrong)

@@ -12,7 +12,7 @@ import pytest
 import deskside
 from deskside.errors import RunError, UsageError
 from deskside.go import journal as journals
-from deskside.go.journal import PHASES, Journal
+from deskside.go.journal import PHASES, Journal, tail_seconds
 from deskside.train.rundir import RunDirectory
 from tests.train import tiny_run
 
@@ -198,3 +198,10 @@ def test_phases_are_in_order_and_the_file_is_whole_at_any_moment(tmp_path: Path)
         journal.enter(phase)
         assert json.loads((tmp_path / "run" / "go.json").read_text("utf-8"))["phase"] == phase
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+
+
+def test_a_busy_machine_keeps_more_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    for load, factor in ((0.1, 1.0), (2.5, 2.5), (50.0, 4.0)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load * cores, 0.0, 0.0))
+        assert tail_seconds(0.05) == pytest.approx(6.0 * factor + 0.9)

@@ -151,6 +151,10 @@ def test_listing_covers_what_the_issue_asks_for() -> None:
     quick = doctor_checks.listing(FACTS, quick=True)
     assert {c.child for c in quick} == {"quick"}, "a quick look takes one child"
     assert {"bf16", "attention", "step_fp32", "step_bf16"} <= {c.id for c in quick}
+    if FACTS["device"] == "cuda":
+        assert doctor_checks.essential(FACTS) == quick
+    least = doctor_checks.essential({**FACTS, "device": "cpu"})
+    assert [c.id for c in least] == ["fp32", "attention", "step_fp32"], "go's look at a CPU"
 
 
 def test_what_a_backend_declares_is_not_run() -> None:

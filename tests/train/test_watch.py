@@ -13,7 +13,7 @@ import deskside
 from deskside.data import tokenizer as bpe
 from deskside.data.loader import evaluated_rows
 from deskside.data.rows import IGNORE, PackedDataset
-from deskside.train import objective, pretrain
+from deskside.train import finish, objective, pretrain
 from deskside.train.clock import Clock
 from deskside.train.rundir import RunDirectory
 from deskside.train.stop import StopSignal
@@ -201,3 +201,22 @@ def test_every_process_evaluates_the_same_at_the_end(data: Path, tmp_path: Path)
     first, second = (json.loads((tmp_path / f"limits-{rank}.json").read_text("utf-8")) for rank in (0, 1))
     whole = PackedDataset.open(data, split="val", sequence_length=32).num_tokens
     assert first == second and first[-1] == pytest.approx(0.1 * whole, rel=0.2)
+
+
+def test_samples_of_a_limited_run_are_cut_off(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that needs a second for a token, samples take a fiftieth of the length."""
+    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 2.0)
+    original, seen = finish.events, []
+
+    def slow(*arguments: Any, **given: Any) -> Any:
+        for event in original(*arguments, **given):
+            virtual.now += 1.0
+            seen.append(event)
+            yield event
+
+    monkeypatch.setattr(finish, "events", slow)
+    config = tiny_run.config(data, schedule={"length": "100s"}, batch={"tokens": 256})
+    summary = start(tmp_path, config, Notes()).summary
+    assert len(seen) == 2 and summary["samples"], "2 s of 100 s, which is a fiftieth"
