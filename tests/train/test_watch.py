@@ -86,7 +86,8 @@ def test_time_that_was_spent_before_and_time_that_is_kept(
     config = tiny_run.config(data, schedule={"length": "10s"})
     free = start(tmp_path, config, Notes(), "free").summary
     bound = start(tmp_path, config, Notes(spent=3.0, reserve=2.0), "bound").summary
-    assert 9.7 <= free["seconds"] <= 10 and 7.7 <= bound["seconds"] <= 8
+    # Of a run that nobody follows a twentieth is kept for its report.
+    assert 9.4 <= free["seconds"] <= 10 and 7.7 <= bound["seconds"] <= 8
     assert free["steps"] - bound["steps"] == pytest.approx(5 / 0.05, abs=3)
 
 
