@@ -66,7 +66,7 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         (["124m", "--hours", "2", "--data.path", ""], "data.path: string should have at least 1 character"),
         (["124m", "--hours", "2", "--runs", ""], "--runs '': is empty; give a value, or leave it out"),
         (["--resume", ""], "--resume '': is empty"),
-        (["124m", "--hours", "two"], "schedule.length: 'twoh' is not a duration"),
+        (["124m", "--hours", "two"], "schedule.hours: 'two' is not a time"),
         (["124m", "--hours", "0"], "schedule.length: a duration must be above zero"),
         (["demo", "--model.num_key_value_heads", "3"], "model.num_key_value_heads: 4 heads cannot be shared"),
         (

@@ -39,7 +39,7 @@ class ReportOptions:
     ] = None
     also: Annotated[
         str | None,
-        tyro.conf.arg(metavar="STUDY,...", help="with --claims: more studies whose trials count as well"),
+        tyro.conf.arg(metavar="DIR,...", help="with --claims: more studies whose trials count as well"),
     ] = None
     json: bool = False
     """print the paths as JSON"""

@@ -122,7 +122,7 @@ def test_chat_template_is_used_and_old_exchanges_are_dropped_whole(chatty: Loade
     assert answer == continuation(chatty, "", 20, prompt)
     assert chat.transcript() == f"system: be brief\n\nuser: hello\n\nassistant: {answer}\n"
     for _ in range(6):
-        list(chat.reply("the ship went to the sea " * 95))
+        list(chat.reply("the ship went to the sea " * 160))
     assert chat.forgotten
     assert chat.transcript().count("user:") == 7  # forgotten by the model, not by the transcript
     with pytest.raises(UsageError, match="make it shorter"):

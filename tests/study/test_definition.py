@@ -104,7 +104,7 @@ def test_groups_take_what_they_do_not_say_from_the_top() -> None:
             "claims: gqa-sped: there is no such claim; did you mean gqa-speed?",
         ),
         (('name = "trial"', f'name = "{"a" * 300}"'), "is no folder name; use at most 100 letters"),
-        (("batch.tokens = 65536", f"{'a.' * 2000}a = 1"), "tables are nested too deeply"),
+        (("batch.tokens = 65536", f"{'a.' * 2000}a = 1"), "nested more than 100 levels deep"),
         (('design = "full"', 'design = "half"'), "design: is full or one-at-a-time, not 'half'"),
         (
             ('within = ["size"]', 'within = ["sise"]'),
