@@ -6,9 +6,11 @@ MemoryError; and a value that is parsed can still break whatever walks through i
 is one exception, which is a ValueError.
 """
 
+import contextlib
 import json
 import math
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite
 
     Raises Unreadable.
     """
-    try:
+    with _as_unreadable():
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = json.loads(
             decoded,
@@ -39,29 +41,15 @@ def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite
             parse_float=_finite if finite else None,
             parse_constant=_finite if finite else None,
         )
-    except Unreadable:
-        raise
-    except RecursionError:
-        raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    except MemoryError:
-        raise Unreadable("it needs more memory than there is") from None
-    except ValueError as error:
-        raise Unreadable(_line(error)) from None
     _check_depth(value, decoded)
     return value
 
 
 def toml_table(text: str | bytes) -> dict[str, Any]:
     """Return the top-level table of a TOML text; bytes must be UTF-8. Raises Unreadable."""
-    try:
+    with _as_unreadable():
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         table = tomllib.loads(decoded)
-    except RecursionError:
-        raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    except MemoryError:
-        raise Unreadable("it needs more memory than there is") from None
-    except ValueError as error:
-        raise Unreadable(_line(error)) from None
     _check_depth(table)
     _check_integers(table)
     return table
@@ -83,6 +71,21 @@ def json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it does not hold a JSON object")
     return content
+
+
+@contextlib.contextmanager
+def _as_unreadable() -> Iterator[None]:
+    """Raise Unreadable for whatever a parser raises about its input."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except RecursionError:
+        raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except MemoryError:
+        raise Unreadable("it needs more memory than there is") from None
+    except ValueError as error:
+        raise Unreadable(_line(error)) from None
 
 
 def _integer(digits: str) -> int:

@@ -1,6 +1,6 @@
 # Studies one after the other on one card; nothing else runs on this machine.
-export PYTHONPATH=/tmp/c/src:/tmp/c/site PYTHONUNBUFFERED=1
-cd /tmp/c
+export PYTHONPATH=$WORK/src:$WORK/site PYTHONUNBUFFERED=1
+cd "$WORK"
 (while true; do echo "$(date -u +%T) $(cut -d' ' -f1-4 /proc/loadavg) $(nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,memory.used --format=csv,noheader)"; sleep 5; done) > load.txt &
 SAMPLER=$!
 study() { out=$1; shift; echo "$(date -u +%T) $out begins"; python3 -m deskside study $(if [ "$1" = --resume ]; then echo studies/$out; else echo claims --data.path data/english --out studies/$out; fi) "$@" > $out.log 2>&1; echo "$(date -u +%T) $out ended with $?"; }
