@@ -318,9 +318,19 @@ def start(
     from deskside.align.registry import objective_of
     from deskside.train import pretrain
     from deskside.train.initial import Initial
+    from deskside.train.watch import ReportFollows
 
     initial = Initial.of_chat(loaded, source, config, fresh)
-    return pretrain.start(config, root, name, default_name, command, initial, objective=objective_of(config))
+    return pretrain.start(
+        config,
+        root,
+        name,
+        default_name,
+        command,
+        initial,
+        objective=objective_of(config),
+        watch=ReportFollows(),
+    )
 
 
 def resume(path: str) -> Any:
@@ -332,8 +342,9 @@ def resume(path: str) -> Any:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from deskside.align.registry import objective_of
     from deskside.train import pretrain
+    from deskside.train.watch import ReportFollows
 
-    return pretrain.resume(Path(path), objective=objective_of(config))
+    return pretrain.resume(Path(path), ReportFollows(), objective_of(config))
 
 
 def finish(outcome: Any, as_json: bool, gained: Callable[[dict[str, Any]], str] | None = None) -> int:

@@ -88,11 +88,12 @@ def run(argv: Sequence[str]) -> int:
 
     from deskside.train import pretrain
     from deskside.train.initial import Initial
+    from deskside.train.watch import ReportFollows
 
     if options.resume is not None:
         from deskside.align.registry import objective_of
 
-        outcome = pretrain.resume(Path(options.resume), objective=objective_of(config))
+        outcome = pretrain.resume(Path(options.resume), ReportFollows(), objective_of(config))
         if config.align is not None:
             from deskside.cli_align import finish
 
@@ -105,6 +106,7 @@ def run(argv: Sequence[str]) -> int:
             _default_name(options),
             shlex.join(["deskside", "train", *argv]),
             Initial.of(source, str(options.init)) if source is not None else None,
+            watch=ReportFollows(),
         )
     if outcome.first and outcome.status == "finished":
         from deskside.report.commands import write_report

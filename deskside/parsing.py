@@ -89,8 +89,9 @@ def _as_unreadable() -> Iterator[None]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise Unreadable(f"it has an integer of {len(digits.lstrip('-')):,} digits, more than 64 bits hold")
+    length = len(digits.lstrip("-"))
+    if length > MAX_DIGITS:
+        raise Unreadable(f"it has an integer of {length:,} digits, more than 64 bits hold")
     return int(digits)
 
 

@@ -55,6 +55,7 @@ def test_hostile_json_is_one_kind_of_error_in_one_line(name: str) -> None:
 
 def test_what_json_may_be_taken_for_data() -> None:
     assert json_value("9" * 400, big_integers=True) == int("9" * 400)
+    assert [json_value(str(number)) for number in (2**64 - 1, 1 - 2**64)] == [2**64 - 1, 1 - 2**64]
     assert json_value("[" * MAX_DEPTH + "]" * MAX_DEPTH) is not None
     assert json_value(b"\xef\xbb\xbf[1]") == [1]
     for number in ("NaN", "Infinity", "1e999"):

@@ -221,7 +221,7 @@ class Pilot(Watch):
             return "its pilot was too short to say where it leads"
         return f"its pilot leads to {bpb['expected']:.3f} ({bpb['low']:.3f} to {bpb['high']:.3f})"
 
-    def reserve(self) -> float:
+    def reserve(self, limit: float | None) -> float:
         return self.journal.tail()
 
     def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from deskside.train.rundir import RunDirectory
 from deskside.train.settle import Settler
 from deskside.train.step import Stepper
 from deskside.train.stop import StopSignal
-from deskside.train.time_budget import MEASURE_SHARE, REPORT_SECONDS, REPORT_SHARE, TimeBudget
+from deskside.train.time_budget import MEASURE_SHARE, TimeBudget
 from deskside.train.trainer import Hook, Progress, StageWork, Trainer
 from deskside.train.watch import Watch
 
@@ -409,14 +409,10 @@ class _Run:
         return build(self.model, self.config.optim, scaling)
 
     def reserve(self) -> float:
-        """Seconds to keep for what follows the last step: checkpoint, evaluation, export."""
+        """Return the seconds to keep for what follows the last step: evaluation, checkpoint, samples, report."""
         if self.clock.kind != "wall":
             return 0.0
-        follows = self.watch.reserve()
-        if not follows and (
-            limit := self.wall_limit()
-        ):  # nobody follows: the samples and the report are this run's
-            follows = self.objective.samples_seconds() + min(REPORT_SECONDS, REPORT_SHARE * limit)
+        follows = self.objective.samples_seconds() + self.watch.reserve(self.wall_limit())
         return self.final_evaluation()[0] + 2 * self.save_seconds + follows
 
     def wall_limit(self) -> float | None:

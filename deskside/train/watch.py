@@ -9,6 +9,7 @@ from typing import Any
 from deskside.train.objective import Rows
 from deskside.train.rundir import RunDirectory
 from deskside.train.stop import StopSignal
+from deskside.train.time_budget import REPORT_SECONDS, REPORT_SHARE
 
 
 class Watch:
@@ -30,10 +31,17 @@ class Watch:
     def close(self) -> None:
         """The steps have ended, for whatever reason."""
 
-    def reserve(self) -> float:
-        """Seconds of a length in wall-clock time to keep for what follows the run's own end."""
+    def reserve(self, limit: float | None) -> float:
+        """Return the seconds to keep for what follows the run's own end. limit: the run's, in wall-clock seconds."""
         return 0.0
 
     def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
         """What is added to summary.json."""
         return {}
+
+
+class ReportFollows(Watch):
+    """A run whose command writes the report when the run has ended, within the same limit."""
+
+    def reserve(self, limit: float | None) -> float:
+        return 0.0 if limit is None else min(REPORT_SECONDS, REPORT_SHARE * limit)

@@ -3,7 +3,10 @@
 import shutil
 from pathlib import Path
 
-from tests.serve.made_run import MadeRun, make
+import torch
+
+from deskside.data.tokenizer import load
+from tests.serve.made_run import MadeRun, make, save
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -22,6 +25,21 @@ def make_chatty(folder: Path) -> tuple[MadeRun, Path]:
     (chatty / "chat_template.jinja").write_text(TEMPLATE)
     (chatty / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return made, chatty
+
+
+def make_endless(folder: Path) -> Path:
+    """Return the path of a run with a chat template whose model says "a" for ever, whatever it is asked."""
+    made, path = make_chatty(folder)
+    said = load(made.path).token_to_id("a")
+    with torch.no_grad():
+        for name, parameter in made.model.named_parameters():
+            if "attn.output" in name or "mlp.output" in name:
+                parameter.zero_()  # every block adds nothing, so the hidden state is the embedding
+        made.model.embed.weight.fill_(1.0)
+        made.model.head.weight.zero_()
+        made.model.head.weight[said] = 1.0
+    save(path, 30, made.model)
+    return path
 
 
 def rendered(messages: list[dict[str, str]]) -> str:

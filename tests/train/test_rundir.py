@@ -18,7 +18,11 @@ from deskside.train.rundir import RunDirectory, append_line, write_atomically
 from tests.train import tiny_run
 
 ROWS = st.lists(
-    st.dictionaries(st.text(max_size=5), st.floats() | st.integers() | st.none() | st.booleans(), max_size=4),
+    st.dictionaries(
+        st.text(max_size=5),
+        st.floats() | st.integers(-(2**64) + 1, 2**64 - 1) | st.none() | st.booleans(),
+        max_size=4,
+    ),
     max_size=20,
 )
 

@@ -47,7 +47,7 @@ def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
     )
     summary = tiny_run.train(tmp_path, config).summary
     found = rows(tmp_path / "run")
-    assert 0.92 * limit <= summary["seconds"] <= limit  # a twentieth is kept for the report
+    assert 0.97 * limit <= summary["seconds"] <= limit
     assert [r["step"] for r in found] == list(range(1, summary["steps"] + 1))
     lrs = [r["lr"] for r in found]
     # The last step is one step short of the end, so its rate is the final one and a step's worth of decay.

@@ -44,7 +44,7 @@ class Notes(Watch):
     def close(self) -> None:
         self.closed = True
 
-    def reserve(self) -> float:
+    def reserve(self, limit: float | None) -> float:
         return self.kept
 
     def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -86,9 +86,8 @@ def test_time_that_was_spent_before_and_time_that_is_kept(
     config = tiny_run.config(data, schedule={"length": "10s"})
     free = start(tmp_path, config, Notes(), "free").summary
     bound = start(tmp_path, config, Notes(spent=3.0, reserve=2.0), "bound").summary
-    # Of a run that nobody follows a twentieth is kept for its report.
-    assert 9.4 <= free["seconds"] <= 10 and 7.7 <= bound["seconds"] <= 8
-    assert free["steps"] - bound["steps"] == pytest.approx(4.5 / 0.05, abs=3)
+    assert 9.7 <= free["seconds"] <= 10 and 7.7 <= bound["seconds"] <= 8
+    assert free["steps"] - bound["steps"] == pytest.approx(5 / 0.05, abs=3)
 
 
 def test_the_wall_clock_never_shows_less_than_was_spent() -> None:
@@ -134,7 +133,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
     assert (
         0.3 < took[-1] < 1.0
     )  # the final one, twice what the first ones had shown; no more than a twentieth
-    assert 0.94 * 20 <= summary["seconds"] <= 20
+    assert 0.95 * 20 <= summary["seconds"] <= 20
 
 
 @pytest.mark.parametrize("clock", ["wall", pytest.param("training", marks=pytest.mark.full)])
@@ -171,7 +170,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
         assert (summary["gzip_bpb"], summary["unigram_bpb"]) == (baselines.gzip_bpb, baselines.unigram_bpb)
     if clock == "wall":
         assert evaluated[-1] == pytest.approx(0.1 * whole, rel=0.2)  # a twentieth of 20 s, at 10 s for all
-        assert 0.94 * 20 <= summary["seconds"] <= 20
+        assert 0.95 * 20 <= summary["seconds"] <= 20
     else:
         assert evaluated[-1] >= 0.99 * whole and 0.97 * 20 <= summary["seconds"] <= 20
     assert f"final evaluation: {evaluated[-1]:,} of {whole:,}" in tiny_run.events(tmp_path / "run")
