@@ -157,6 +157,7 @@ async def ask_beside(
     known = await alone(base, questions(), {})
     many = await load(base, pid, known, seconds=seconds, clients=clients, long_answer=MAX_TOKENS)
     so_far, one = total.cases, Report()
+    print(f"{clients} clients, beside the first {so_far} cases:", *many.lines(), sep="\n", flush=True)
     while not fuzzing.done():
         one.add(await load(base, pid, known, seconds=2, clients=1, long_answer=MAX_TOKENS))
     return Beside(many, one, so_far)
@@ -190,11 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     total, beside, took = run(options.model, options.cases, options.seconds, options.clients, options.seed)
     statuses = {str(status): count for status, count in sorted(total.statuses.items())}
     print(f"{total.cases} cases in {took:.0f} s: {statuses}; {len(total.problems)} problems")
-    print(
-        f"{options.clients} clients, beside the first {beside.cases_beside_many} cases:",
-        *beside.many.lines(),
-        sep="\n",
-    )
     print("one client, beside the rest:", *beside.one.lines(), sep="\n")
     if options.json is not None:
         numbers = {

@@ -150,7 +150,7 @@ def test_every_value_in_turn(good: dict[str, Any], tmp_path: Path) -> None:
         (lambda s: s.update(continued_in=5), "continued_in: "),
         (lambda s: s.update(hours=True), "hours: must be a number, not true or false"),
         (lambda s: s.update(hours="2"), "hours: "),
-        (lambda s: s.update(hours=10**400), "hours: "),
+        (lambda s: s.update(hours=10**400), "more than 64 bits"),
         (lambda s: s.update(hours=0), "hours: "),
         (lambda s: s.update(options={}), "options.preset: "),
         (lambda s: s.update(results={}), "phase: train, but there is no result of doctor"),
@@ -187,7 +187,7 @@ def test_what_is_told(
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1
     assert f"{run / 'go.json'}: is damaged" in shown.err
-    assert why.lower() in shown.err.lower() or "more than 64 bits" in shown.err
+    assert why.lower() in shown.err.lower()
     assert "--help" not in shown.err
     assert (run / "go.json").read_text("utf-8") == before
 
