@@ -26,13 +26,13 @@ from deskside.budget.work import AdapterWork, Work
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
-from deskside.export import base
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.adapters import trained_parameters
 from deskside.precision.apply import apply
-from deskside.train.activation import recompute
+from deskside.train.prepare.activation_checkpointing import recompute
+from deskside.weights import frozen_base
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {
@@ -80,7 +80,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
                 parameter.copy_(weights[name])
     else:
         adapter = AdapterConfig.model_validate({"rank": options.rank, "base": arm})
-        model = base.make(config, adapter, 0, Drawn(config), DEVICE)
+        model = frozen_base.make(config, adapter, 0, Drawn(config), DEVICE)
     fused = arm == "full" and not options.as_written
     applied = apply(model, "bf16", fused=fused)
     applied.recompute(options.recompute)

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from deskside.study.pairs import log_ratio
-from deskside.study.statistics import LEVEL, shown
+from deskside.study.stats.pairing import log_ratio
+from deskside.study.stats.statistics import LEVEL, shown
 
 SEEDS = (2, 3, 5, 10, 20)
 ARMS = 4  # with the baseline

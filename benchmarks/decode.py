@@ -36,14 +36,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.step_config import configuration
+from deskside.doctor import check_gemm
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
-from deskside.errors import UsageError
-from deskside.export.hf import save_hf
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
-from deskside.probe import doctor_gemm
+from deskside.utils.errors import UsageError
+from deskside.weights.hf import save_hf
 
 PEERS = ("dynamic", "static", "static-eager")
 WARM_UP = 2
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "failed": [],
     }
     report |= {"device": _name(work.device), "torch": torch.__version__}
-    report["copy_bandwidth"] = float(doctor_gemm.copy(work.device.type)["speed"]["value"])
+    report["copy_bandwidth"] = float(check_gemm.copy(work.device.type)["speed"]["value"])
 
     def keep(result: Speed | dict[str, str]) -> None:
         report["results" if isinstance(result, Speed) else "failed"].append(

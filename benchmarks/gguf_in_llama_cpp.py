@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from deskside.export.gguf import GgufType, save_gguf
 from deskside.export.gguf_tokenizer import gguf_tokenizer
-from deskside.export.load import Loaded, load_model
+from deskside.weights.load import Loaded, load_model
 
 CONTINUED = 60
 

@@ -139,14 +139,14 @@ def _child(argv: list[str], log: str, record: str, point: str | None, at: int, s
     import torch
 
     import deskside
-    from deskside.cli import main
+    from deskside.cli.main import main
 
     torch.set_num_threads(1)
     deskside.STARTED = time.perf_counter()
     points = KillPoints(Path(record), point, at)
     points.install()
     if small_shards:  # several of them from little text
-        from deskside.data import prepare
+        from deskside.data.corpus import prepare
 
         prepare.SHARD_BYTES = 30_000
         assert prepare.prepare.__kwdefaults__ is not None
@@ -163,7 +163,7 @@ class Bench:
         self.work, self.rng, self.writes = work, random.Random(seed), writes
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(
-            ["deskside.cli_train", "deskside.train.pretrain", "deskside.report.commands", "transformers"]
+            ["deskside.cli.train", "deskside.train.training_run", "deskside.report.write", "transformers"]
         )
         self.kills: list[Kill] = []
         self.trials: list[Trial] = []

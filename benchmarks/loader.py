@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deskside.data.loader import Loader
-from deskside.data.rows import PackedDataset
+from deskside.data.reading.loader import Loader
+from deskside.data.reading.rows import PackedDataset
 
 REQUIRED = 5e6
 

@@ -26,9 +26,9 @@ from deskside.budget.formats import LowKind, Precision, quantized
 from deskside.budget.memory import training_memory
 from deskside.budget.work import Work
 from deskside.config.optim import StateFormat
-from deskside.config.work import format_options, recipe_of, step_options
-from deskside.errors import UsageError
-from deskside.probe import child
+from deskside.config.step_spec import format_options, recipe_of, step_options
+from deskside.utils import child_process
+from deskside.utils.errors import UsageError
 
 ARMS = (
     "adamw:float32,adamw:bfloat16,adamw:8bit,adamw:float32:offload,adamw:8bit:offload,"
@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     options, keys = _arguments(argv)
     if options.frozen:
         sizes = {"hidden": options.hidden, "intermediate": options.intermediate, "rows": options.rows}
-        outcome = child.run("benchmarks.memory:frozen_arms", sizes, SECONDS)
+        outcome = child_process.run("benchmarks.memory:frozen_arms", sizes, SECONDS)
         if outcome.status != "ok":
             print(outcome.error, file=sys.stderr)
             return 1
@@ -177,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
         }
         configuration(spec)
         spec["began"] = time.monotonic()
-        outcome = child.run(
+        outcome = child_process.run(
             "benchmarks.memory:step_arm", {"spec": spec, "limit_gib": options.limit_gib}, SECONDS
         )
         row: dict[str, Any] = {"arm": arm, "status": outcome.status, "error": outcome.error}

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import parity_jobs, parity_plots, parity_results, parity_run
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 ARMS = "bf16,fp8-delayed,fp8-delayed:head=fp8,nvfp4,nvfp4-4o6,nvfp4-unbiased,nvfp4-eden,fp8-nvfp4"
 BEGIN, END = "<!-- parity:begin -->", "<!-- parity:end -->"

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskside.cli_train import TrainOptions
-from deskside.config import merge, overrides, presets
+from deskside.cli import overrides
+from deskside.cli.train import TrainOptions
+from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
-from deskside.data.shards import read_index
-from deskside.errors import UsageError
+from deskside.data.reading.shards import read_index
+from deskside.utils.errors import UsageError
 
 EVALUATIONS = 12  # about, in a run
 

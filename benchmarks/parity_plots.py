@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from benchmarks.parity_results import Arm
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 WIDTH, HEIGHT, DPI = 8.0, 4.6, 150  # inches, inches, dots per inch
 SHADES = ("#000000", "#4a4a4a", "#787878")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 Row = dict[str, Any]
 

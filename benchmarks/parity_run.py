@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parity_jobs import Job
-from deskside.errors import UsageError
 from deskside.facts.cpu import cpu_cores
+from deskside.utils.errors import UsageError
 
 END_SHARE = 0.1  # of the steps, at the end, that the training loss is averaged over
 STAGGER_SECONDS = 1.0

@@ -37,8 +37,8 @@ from typing import Any
 
 from benchmarks import step
 from benchmarks.step_config import configuration
-from deskside.errors import UsageError
-from deskside.probe import child
+from deskside.utils import child_process
+from deskside.utils.errors import UsageError
 
 TARGET = "benchmarks.peers_train:measure"
 CHILD_SECONDS = 400.0
@@ -131,7 +131,7 @@ def run_peer(name: str, options: argparse.Namespace) -> Row:
         "device": options.device,
     }
     while True:
-        outcome = child.run(TARGET, {"spec": {**spec, "began": time.monotonic()}}, CHILD_SECONDS)
+        outcome = child_process.run(TARGET, {"spec": {**spec, "began": time.monotonic()}}, CHILD_SECONDS)
         if outcome.status != "oom" or spec["rows"] == 1:
             break
         spec["rows"] //= 2

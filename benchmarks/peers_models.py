@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.peers_prototype import Prototype
 from deskside.config.model import ModelConfig
-from deskside.errors import RunError, UsageError
 from deskside.kernels.attention import Requirements, choose
+from deskside.utils.errors import RunError, UsageError
 
 BETAS, EPS, DECAY, CLIP, LR = (0.9, 0.95), 1e-8, 0.1, 1.0, 2e-4
 NANOCHAT_HEAD_DIM = 128

@@ -12,8 +12,8 @@ from benchmarks import peers_models
 from benchmarks.step_config import configuration
 from deskside.budget.shape import num_params
 from deskside.probe.point import RandomRows, memory_peaks, quantile, random_batches
-from deskside.train import machine
-from deskside.train.moment import Moment
+from deskside.train import environment_record
+from deskside.train.loop.device_timer import Moment
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
     losses = [float(step(0))]
     first_step = time.monotonic() - float(spec["began"])
-    machine.reset_peak_memory(device)
+    environment_record.reset_peak_memory(device)
     for number in range(1, spec["warmup"]):
         step(number)
     marks = [Moment(device)]

@@ -34,8 +34,8 @@ from benchmarks.planner_draw import (
     work_of,
 )
 from deskside.budget.operators import step_operators
-from deskside.probe import child
-from deskside.probe.identity import code, this_machine
+from deskside.measurements.identity import code, this_machine
+from deskside.utils import child_process
 
 # Of the H200 that the constants were fitted on: a large product as published, the data sheet's bandwidth.
 MATMUL_FLOPS, BANDWIDTH = 790e12, 4.8e12
@@ -66,7 +66,7 @@ def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> 
             else:
                 target, arguments = "deskside.probe.point:measure_point", {"spec": spec}
             left = limit - (time.monotonic() - began)
-            outcome = child.run(target, arguments, min(LIMIT_SECONDS, max(10.0, left)), environment)
+            outcome = child_process.run(target, arguments, min(LIMIT_SECONDS, max(10.0, left)), environment)
             row = {
                 "seed": seed,
                 "when": datetime.now(UTC).isoformat(timespec="seconds"),

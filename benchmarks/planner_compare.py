@@ -17,10 +17,10 @@ from benchmarks.planner_tables import Errors, formula
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, tokens_per_second
 from deskside.config.model import ModelConfig
-from deskside.errors import UsageError
 from deskside.facts.gpus import Gpu, find
+from deskside.measurements.store import open_store
 from deskside.plan.calibrate import Calibration, calibrate
-from deskside.probe.store import open_store
+from deskside.utils.errors import UsageError
 
 # Issue 3: half-widths that nine in ten predictions keep.
 MEMORY, MEMORY_UNPROBED, SPEED, SPEED_UNPROBED = 0.05, 0.15, 0.10, 0.30

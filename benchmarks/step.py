@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks import step_table
 from benchmarks.step_config import configuration
-from deskside.errors import UsageError
-from deskside.probe import child
+from deskside.utils import child_process
+from deskside.utils.errors import UsageError
 
 TARGET = "benchmarks.step_measure:measure"
 START_SECONDS = 600.0  # what an arm may take beside its steps: compiling, floors
@@ -115,7 +115,7 @@ def run(spec: dict[str, Any], caches: Path | None = None) -> dict[str, Any]:
             "CUDA_CACHE_PATH": str(caches / "cuda"),
         }
     limit = START_SECONDS + float(spec["hot_seconds"]) + 5.0 * (spec["steps"] + spec["warmup"])
-    outcome = child.run(TARGET, {"spec": {**spec, "began": time.monotonic()}}, limit, environment)
+    outcome = child_process.run(TARGET, {"spec": {**spec, "began": time.monotonic()}}, limit, environment)
     return {
         "status": outcome.status,
         "error": outcome.error,

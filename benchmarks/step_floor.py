@@ -33,11 +33,11 @@ from deskside.budget.shape import block_matrices
 from deskside.budget.work import Work
 from deskside.config.recipes import Format, Product, Recipe, recipe_named
 from deskside.config.run import RunConfig
+from deskside.doctor import check_gemm
+from deskside.doctor.check_tools import median_seconds
 from deskside.kernels.attention import Requirements, choose
 from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.probe import doctor_gemm
-from deskside.probe.doctor_child import median_seconds
-from deskside.train.step import Attention
+from deskside.train.loop.step import Attention
 
 FP8: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -100,7 +100,7 @@ def measure(
     recipe = config.precision.recipe(recipe_name)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    bandwidth = float(doctor_gemm.copy(device.type)["speed"]["value"])
+    bandwidth = float(check_gemm.copy(device.type)["speed"]["value"])
     kinds: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
 

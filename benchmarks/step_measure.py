@@ -17,8 +17,8 @@ from benchmarks import step_floor, step_profile
 from benchmarks.step_config import configuration
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch, Loader
-from deskside.probe.doctor_nvml import Card, ask
+from deskside.data.reading.loader import Batch, Loader
+from deskside.doctor.nvml import Card, ask
 from deskside.probe.point import (
     BATCHES,
     Ready,
@@ -29,9 +29,9 @@ from deskside.probe.point import (
     quantile,
     random_batches,
 )
-from deskside.train import machine
-from deskside.train.fit import Fit
+from deskside.train import environment_record
 from deskside.train.objective import NextToken
+from deskside.train.prepare.dry_step import Fit
 
 PROFILED_STEPS = 3
 HOT_STEPS = 5  # at least, however slow
@@ -46,7 +46,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     marks = {"imported": _since(spec)}  # seconds since the command when each part of the start was done
     ready, timer = _build(spec, marks)
     device, config = ready.stepper.world.device, ready.config
-    machine.reset_peak_memory(device)
+    environment_record.reset_peak_memory(device)
     timer.read(timer.launch())
     marks["first step done"] = _since(spec)
     if spec["warmup"] > 1:
@@ -101,7 +101,7 @@ def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[Ready, Tim
         batches = _real_batches(spec["data"], ready.config, ready.fit, rows, device)
     else:
         batches = random_batches(ready.rows, ready.fit.micro_rows, rows, device)
-    return ready, Timer(ready.stepper, batches, ready.fit.accumulation, machine.Sensors(device))
+    return ready, Timer(ready.stepper, batches, ready.fit.accumulation, environment_record.Sensors(device))
 
 
 def _real_batches(

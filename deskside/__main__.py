@@ -2,6 +2,6 @@
 
 import sys
 
-from deskside.cli import main
+from deskside.cli.main import main
 
 sys.exit(main())

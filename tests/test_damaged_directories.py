@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deskside.cli import main
+from deskside.cli.main import main
 from tests.serve import made_run
 from tests.test_hostile_files import commands, road
 

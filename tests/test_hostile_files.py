@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-from deskside.cli import main
-from deskside.go.journal import Journal
-from deskside.study.child import Order, train
-from deskside.train.rundir import RunDirectory
-from tests.export.test_load import list_files
+from deskside.cli.main import main
+from deskside.pipeline.pipeline_journal import Journal
+from deskside.run.directory import RunDirectory
+from deskside.study.execute.trial_process import Order, train
 from tests.serve import made_run
+from tests.weights.test_load import list_files
 
 ROOT = Path(__file__).parent.parent
 LOOKED_UP: list[str] = []
@@ -119,8 +119,8 @@ def configuration(run: Path, mark: Path) -> None:
 
 
 def hugging_face(run: Path, mark: Path, weights: Callable[[Path, Path], None]) -> None:
-    from deskside.export.hf import save_hf
-    from deskside.export.load import load_model
+    from deskside.weights.hf import save_hf
+    from deskside.weights.load import load_model
 
     loaded = load_model(run)
     made = run.with_name("hf")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deskside import cli_train
+from deskside.cli import train as train_command
 from deskside.config.duration import hours
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from deskside.errors import UsageError
     ],
 )
 def test_lengths(options: list[str], length: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli_train.run(["demo", "--dry-run", "--json", *options]) == 0
+    assert train_command.run(["demo", "--dry-run", "--json", *options]) == 0
     assert json.loads(capsys.readouterr().out)["config"]["schedule"]["length"] == length
 
 
@@ -31,7 +31,7 @@ def test_lengths(options: list[str], length: str, capsys: pytest.CaptureFixture[
 )
 def test_what_is_no_length(options: list[str]) -> None:
     with pytest.raises(UsageError, match="hours"):
-        cli_train.run(["demo", "--dry-run", *options])
+        train_command.run(["demo", "--dry-run", *options])
     with pytest.raises(ValueError, match="not a time"):
         hours("10 steps")
 
@@ -40,4 +40,4 @@ def test_a_taken_name_is_refused_before_anything_is_loaded(tmp_path: Path) -> No
     (tmp_path / "taken").mkdir()
     argv = ["demo", "--steps", "1", "--runs", str(tmp_path), "--name", "taken"]
     with pytest.raises(UsageError, match="taken exists"):
-        cli_train.run(argv)
+        train_command.run(argv)

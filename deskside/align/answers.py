@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deskside.align.logprobs import by_sequence, token_logprobs
-from deskside.config.parts import ComputeConfig
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch
-from deskside.data.packing import pack
-from deskside.data.rows import IGNORE
-from deskside.errors import UsageError
+from deskside.config.sections import ComputeConfig
+from deskside.data.reading.loader import Batch
+from deskside.data.reading.packing import pack
+from deskside.data.reading.rows import IGNORE
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.moe import load_balancing_loss
 from deskside.train.objective import Session
+from deskside.utils.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,16 @@ from deskside.align.preference_data import PairRows
 from deskside.align.prepared import SAMPLES_FILE, told
 from deskside.align.samples import keep_before, with_before
 from deskside.config.align_dpo import DpoConfig
-from deskside.config.parts import ComputeConfig
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch
-from deskside.data.progress import Progress
-from deskside.errors import RunError
+from deskside.config.sections import ComputeConfig
+from deskside.data.corpus.progress_bar import Progress
+from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.train.fit import RowShape
 from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
-from deskside.train.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.prepare.dry_step import RowShape
+from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.utils.errors import RunError
 
 REFERENCE = "reference.json"  # in the run: which log-probabilities it compares with
 EXTRAS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl", "scored_tokens")

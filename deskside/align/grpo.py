@@ -53,16 +53,16 @@ from deskside.align.sampler import (
 from deskside.align.samples import keep_before, with_before
 from deskside.budget.shape import num_params
 from deskside.config.align_grpo import GrpoConfig
-from deskside.config.parts import ComputeConfig
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch
+from deskside.config.sections import ComputeConfig
+from deskside.data.reading.loader import Batch
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.errors import RunError, UsageError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.train.fit import RowShape
 from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
-from deskside.train.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.prepare.dry_step import RowShape
+from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.utils.errors import RunError, UsageError
 
 REFERENCE = "reference.safetensors"  # in the run: the weights that it began with, where align.kl needs them
 REWARD_FILE = "reward.py"

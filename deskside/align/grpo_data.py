@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from deskside.align.preference_data import question_of
 from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
-from deskside.data.chat_template import ChatTemplate
-from deskside.data.order import endless
-from deskside.data.renderer import NotRendered
-from deskside.errors import UsageError
+from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.renderer import NotRendered
+from deskside.data.reading.shuffle import endless
+from deskside.utils.errors import UsageError
 
 FIELDS = ("prompt", "answer")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, add_matmul
-from deskside.kernels.plain import at_least_float32
+from deskside.kernels.functional import at_least_float32
 
 
 def token_logprobs(

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from deskside.align.answers import Text, pack_units
 from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
-from deskside.data.chat_template import ChatTemplate
-from deskside.data.order import endless
-from deskside.data.renderer import NotRendered, checked_messages
-from deskside.errors import UsageError
+from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.renderer import NotRendered, checked_messages
+from deskside.data.reading.shuffle import endless
+from deskside.utils.errors import UsageError
 
 FIELDS = ("prompt", "chosen", "rejected")
 

@@ -15,18 +15,18 @@ from typing import Any, Literal
 
 import xxhash
 
-from deskside.data import shards
 from deskside.data import tokenizer as bpe
-from deskside.data.chat import SAMPLE_CHARACTERS, SAMPLES, SAMPLES_FILE, new_folder
-from deskside.data.chat_template import ChatTemplate
-from deskside.data.heldout import is_validation
-from deskside.data.pool import in_order
-from deskside.data.progress import Progress
-from deskside.data.records import Record, content_key, iter_records
-from deskside.data.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
-from deskside.data.sources import BadInputLog, Source
-from deskside.errors import RunError, UsageError
-from deskside.parsing import json_value
+from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.prepare_chat import SAMPLE_CHARACTERS, SAMPLES, SAMPLES_FILE, new_folder
+from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
+from deskside.data.corpus.heldout import is_validation
+from deskside.data.corpus.process_pool import in_order
+from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.records import Record, content_key, iter_records
+from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.reading import shards
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_value
 
 VERSION = 1  # of the folder's form
 RENDERED = 2  # of what is made of the same records

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from deskside.errors import RunError, UsageError
 from deskside.evaluate import sandbox
 from deskside.facts.cpu import cpu_cores
+from deskside.utils.errors import RunError, UsageError
 
 Reward = Callable[[str, str, str], float]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from deskside.align.grpo_data import Question
 from deskside.align.sampler import Sampled
-from deskside.errors import RunError
-from deskside.parsing import json_value
-from deskside.train.rundir import append_line, write_atomically
+from deskside.run.directory import append_line, write_atomically
+from deskside.utils.errors import RunError
+from deskside.utils.parsing import json_value
 
 SHOWN = 2  # questions of each round that the page shows
 HEADING = "## Answers from "

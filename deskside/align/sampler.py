@@ -20,13 +20,13 @@ import torch
 from deskside.budget.shape import Shape, kv_bytes_per_token
 from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
 from deskside.engine.graphs import WARM_UP, bucket
+from deskside.engine.kv_budget import SHARE, allowed_bytes
 from deskside.engine.requests import Request
-from deskside.engine.room import SHARE, allowed_bytes
 from deskside.engine.sampling import Sampling
 from deskside.engine.weights import for_inference, inference_copy, refresh
-from deskside.errors import RunError
-from deskside.export.merge import merge_into, merged
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError
+from deskside.weights.merge import merge_into, merged
 
 MOST_ROWS = 256
 PACE_TOKENS = 4  # of each answer, when the speed of sampling is measured

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from deskside.config.run import RunConfig
-from deskside.data.chat import SAMPLES_FILE, told
-from deskside.data.chat_template import ChatTemplate
-from deskside.data.renderer import NotRendered
-from deskside.data.rows import PackedDataset
+from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.prepare_chat import SAMPLES_FILE, told
+from deskside.data.chat.renderer import NotRendered
+from deskside.data.reading.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import events
 from deskside.engine.sampling import GREEDY
-from deskside.errors import RunError, UsageError
 from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
-from deskside.parsing import Unreadable, json_value
+from deskside.run.directory import RunDirectory
 from deskside.train.objective import Measured, NextToken, Session
-from deskside.train.rundir import RunDirectory
-from deskside.train.time_budget import SAMPLE_SHARE
+from deskside.train.prepare.time_budget import SAMPLE_SHARE
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import Unreadable, json_value
 
 ANSWER_TOKENS = 96
 BEFORE = "samples_before.json"

@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from deskside.errors import UsageError
 from deskside.facts import power
 from deskside.facts.gpus import Gpu
+from deskside.utils.errors import UsageError
 
 MEASURED_SPREAD = 0.03  # watts of a later run against those of a probe on the same card
 

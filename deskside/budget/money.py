@@ -13,7 +13,7 @@ as renting.
 import math
 from dataclasses import dataclass
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 
 @dataclass(frozen=True)

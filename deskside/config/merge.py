@@ -23,7 +23,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig
 from deskside.config.run import RunConfig
 from deskside.config.schedule import WsdConfig
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 Path = tuple[str, ...]
 

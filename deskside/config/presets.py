@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from deskside.errors import UsageError
-from deskside.parsing import Unreadable, toml_table
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import Unreadable, toml_table
 
 DEPTH_HEAD_DIM = 128
 FINE_TUNING = ("sft", "dpo", "grpo")  # commands that begin from weights and take options, no preset

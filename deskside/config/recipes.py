@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 Format = Literal["float32", "bfloat16", "e4m3", "e5m2", "nvfp4"]
 Scaling = Literal["none", "tensor", "delayed", "row", "1x16", "16x16"]

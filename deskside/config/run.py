@@ -14,7 +14,8 @@ from deskside.config.base import DataKind, Part
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions, projections
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig, OptimConfig
-from deskside.config.parts import (
+from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig
+from deskside.config.sections import (
     BatchConfig,
     CheckpointConfig,
     ComputeConfig,
@@ -26,7 +27,6 @@ from deskside.config.parts import (
     TrackConfig,
     check_rows,
 )
-from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig
 
 SCHEMA_VERSION = 1
 

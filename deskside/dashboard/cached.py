@@ -15,7 +15,7 @@ from deskside.dashboard import reading
 from deskside.dashboard.reading import Brief, Rows, Study
 from deskside.dashboard.scan import Found, FoundRun, Stamp, scan, stamp
 from deskside.dashboard.selection import Picked, Selection, select
-from deskside.study.life import as_it_is, held_locks, is_live
+from deskside.study.liveness import as_it_is, held_locks, is_live
 from deskside.study.results import INTERRUPTED, Results
 
 SECONDS = 4  # a directory is listed anew after so long
@@ -104,7 +104,7 @@ def _study(path: Path) -> Study | None:
         return read
     arms = read.results.arms
     if not any(arm.estimates for arm in arms) and any(arm.finished() for arm in arms):
-        from deskside.study.compare import compare  # rarely: the runner was killed before it compared
+        from deskside.study.stats.compare import compare  # rarely: the runner was killed before it compared
 
         return Study(read.path, compare(read.results), "")
     return read

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from deskside.dashboard.forecasts import Forecast
 from deskside.report import intervals
 from deskside.report import study_words as words
-from deskside.report.rundir import number
+from deskside.run.record import number
 from deskside.study.results import Arm, Estimate, Results
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (

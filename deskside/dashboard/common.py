@@ -8,7 +8,7 @@ from deskside.dashboard.literal import literal
 from deskside.dashboard.selection import Selection
 from deskside.dashboard.sidebar import all_groups_key, group_key
 from deskside.report import study_words as words
-from deskside.report.rundir import number
+from deskside.run.record import number
 
 COMMANDS = """deskside go --preset demo --hours 0.05     # three minutes on a CPU, from bundled text
 deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four sizes, on a CPU

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deskside.dashboard.reading import Brief
-from deskside.report.rundir import mapping, number
+from deskside.run.record import mapping, number
 from deskside.study.results import Results
 
 

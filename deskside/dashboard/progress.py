@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from deskside.dashboard.reading import Brief, Rows
-from deskside.report.rundir import number
+from deskside.run.record import number
 
 WINDOW = 20  # steps that the speed of the moment is taken from
 

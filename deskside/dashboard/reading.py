@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deskside.errors import RunError, UsageError
-from deskside.parsing import json_value
-from deskside.report.rundir import mapping, number, objects, read_run, text
+from deskside.run.record import mapping, number, objects, read_run, text
 from deskside.study import results as study_results
-from deskside.study.metrics import BY_KEY
 from deskside.study.results import INTERRUPTED, Arm, Estimate, Factor, Group, Results, Trial
+from deskside.study.stats.metrics import BY_KEY
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_value
 
 TAIL_BYTES = 2**16  # about 150 steps
 RUNS = "runs"  # group of the runs that are no part of a study

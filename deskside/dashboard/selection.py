@@ -53,7 +53,7 @@ def select(results: Results, picked: Picked) -> Results:
     Fewer seeds are a smaller study: everything that was estimated is estimated again from them, by study/compare.py.
     """
     if picked.seeds is not None and picked.seeds != frozenset(results.seeds):
-        from deskside.study.compare import compare  # scipy takes half a second, and few pick seeds
+        from deskside.study.stats.compare import compare  # scipy takes half a second, and few pick seeds
 
         arms = [
             replace(

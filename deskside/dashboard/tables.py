@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from deskside.report import study_words as words
-from deskside.study.metrics import METRICS
 from deskside.study.results import Arm, Results
+from deskside.study.stats.metrics import METRICS
 
 NOT_MEASURED = words.NOT_MEASURED
 ORDER = sorted(

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deskside.errors import RunError, UsageError
-from deskside.parsing import json_value
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_value
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -25,18 +25,18 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.engine import steps
+from deskside.engine.counter_rng import stream_of
 from deskside.engine.graphs import Graphs, bucket
-from deskside.engine.noise import stream_of
 from deskside.engine.pages import Key, Pages, keys_of
 from deskside.engine.requests import Answer, Event, Reason, Request, check_prompt
-from deskside.engine.rows import Flight, Row
 from deskside.engine.sampling import NOT_FINITE, Settings, width_of
+from deskside.engine.sequence import Flight, Row
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import Forward, Slots
 from deskside.engine.text import TextStream
-from deskside.errors import RunError, UsageError, described
 from deskside.kernels.decode import in_kernel
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError, described
 
 PAGE_SIZE = 32  # tokens
 PREFILL_TOKENS = 4096  # of prompts in one step, padding included

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Reason, Request, check_prompt
 from deskside.engine.sampling import GREEDY, Sampling
-from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import UsageError
 
 MAX_BATCH = 64  # rows at once; further prompts wait for a row to end
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deskside.engine.sampling import GREEDY, Sampling
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 Reason = Literal["eos", "stop", "length", "cancelled", "failed"]
 

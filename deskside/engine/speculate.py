@@ -13,7 +13,7 @@ length, where nothing reads it.
 import torch
 from torch import Tensor
 
-from deskside.engine import noise
+from deskside.engine import counter_rng
 from deskside.engine.sampling import (
     GREEDY_ONLY,
     NOT_FINITE,
@@ -48,7 +48,7 @@ def speculate(
         if step == n:
             break
         q_BV = probabilities(logits_BV, settings, width, seen[step])
-        fed.append(_drawn(q_BV, settings, count_B + step, noise.PROPOSE))
+        fed.append(_drawn(q_BV, settings, count_B + step, counter_rng.PROPOSE))
         q_of.append(q_BV)
         seen.append(_with(seen[step], fed[-1]))
 
@@ -59,8 +59,8 @@ def speculate(
     p_BTV = probabilities(flat_NV, each, width, seen_NV).unflatten(0, (B, T))
     q_BnV, d_Bn1 = torch.stack(q_of, dim=1), fed_BT[:, 1:, None]
     place_n = torch.arange(n, device=newest_B.device)
-    u_Bn = noise.uniforms(
-        settings.stream_B.repeat_interleave(n), (count_B[:, None] + place_n).flatten(), noise.ACCEPT
+    u_Bn = counter_rng.uniforms(
+        settings.stream_B.repeat_interleave(n), (count_B[:, None] + place_n).flatten(), counter_rng.ACCEPT
     ).view(B, n)
     p_Bn, q_Bn = p_BTV[:, :n].gather(2, d_Bn1)[..., 0], q_BnV.gather(2, d_Bn1)[..., 0]
     accepted_B = (u_Bn * q_Bn < p_Bn).long().cumprod(dim=1).sum(dim=1)
@@ -70,7 +70,7 @@ def speculate(
     q_BV = torch.where((accepted_B < n)[:, None], q_BnV[row_B, accepted_B.clamp(max=n - 1)], 0.0)
     left_BV = (p_BV - q_BV).clamp(min=0)
     left_BV = torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)  # nothing left but rounding
-    last_B = _drawn(left_BV, settings, count_B + accepted_B, noise.DRAW)
+    last_B = _drawn(left_BV, settings, count_B + accepted_B, counter_rng.DRAW)
     # A draft is never accepted by a p that is NaN, so what NaN decides is the last token.
     told_B = torch.where(p_BV.sum(-1).isfinite(), last_B, NOT_FINITE)
 

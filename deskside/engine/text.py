@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 

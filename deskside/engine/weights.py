@@ -7,9 +7,9 @@ whose tensors stay where they are: CUDA graphs hold their addresses. `refresh` b
 
 import torch
 
-from deskside.errors import UsageError
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import UsageError
 
 
 @torch.no_grad()

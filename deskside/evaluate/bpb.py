@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deskside.data.loader import Batch, validation_batches
-from deskside.data.packing import cut
-from deskside.data.rows import IGNORE, PackedDataset
+from deskside.data.reading.loader import Batch, validation_batches
+from deskside.data.reading.packing import cut
+from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.data.tokenizer import encode
-from deskside.errors import RunError, UsageError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError
 
 NARROWEST = (
     32  # tokens; pieces of text are padded to a power of two from here on, so that shapes rarely change

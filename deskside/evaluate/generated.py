@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from tokenizers import Tokenizer
 
 from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.engine.kv_budget import cache_tokens
 from deskside.engine.requests import Answer, Request
-from deskside.engine.room import cache_tokens
 from deskside.evaluate.answers import code_in, number_in, same_words
 from deskside.evaluate.items import Item
 from deskside.evaluate.likelihood import CACHE_BYTES

@@ -11,10 +11,9 @@ from itertools import islice
 from string import Formatter
 from typing import Any
 
-from deskside.data.records import iter_records
-from deskside.data.sources import BadInputLog, Source
-from deskside.errors import UsageError
-from deskside.evaluate.hub import READERS
+from deskside.data.corpus.records import iter_records
+from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.evaluate.datasets import READERS
 from deskside.evaluate.tasks import (
     HUB,
     Choice,
@@ -27,6 +26,7 @@ from deskside.evaluate.tasks import (
     Schema,
     Task,
 )
+from deskside.utils.errors import UsageError
 
 WRONG = "a record that is no item of this task"
 

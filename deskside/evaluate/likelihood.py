@@ -21,13 +21,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deskside.data.renderer import Renderer
-from deskside.engine.room import cache_tokens
-from deskside.errors import RunError, UsageError
+from deskside.data.chat.renderer import Renderer
+from deskside.engine.kv_budget import cache_tokens
 from deskside.model.block import CachedBlocks
 from deskside.model.cache import KVCache, pool
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear
+from deskside.utils.errors import RunError, UsageError
 
 PAGE = 16  # tokens; what a context has beyond whole pages is computed again for each of its continuations
 CACHE_BYTES = 2 << 30

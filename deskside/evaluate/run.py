@@ -8,14 +8,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from deskside.data.sources import BadInputLog
-from deskside.errors import UsageError
+from deskside.data.corpus.sources import BadInputLog
 from deskside.evaluate.generated import judge, write
 from deskside.evaluate.items import Examples, Item, limited, read
 from deskside.evaluate.likelihood import Encoder, Likelihood, likelihoods
 from deskside.evaluate.scores import centred, mean_centred, wilson
 from deskside.evaluate.tasks import Choice, Chosen, Completion, Generated, Schema
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import UsageError
 
 CORE_TASKS = 22  # in the paper
 

@@ -44,9 +44,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import deskside
-from deskside.errors import RunError
 from deskside.evaluate.sandboxed.server import START_SECONDS
 from deskside.facts.cpu import cpu_cores
+from deskside.utils.errors import RunError
 
 SECONDS = 10.0
 WALL_FACTOR = 3.0  # a busy machine gives a process a third of its time

@@ -16,10 +16,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from deskside.config.base import Part, first_problem
-from deskside.data.sources import kind_of
-from deskside.errors import UsageError
-from deskside.evaluate.hub import READERS
-from deskside.parsing import Unreadable, toml_table
+from deskside.data.corpus.sources import kind_of
+from deskside.evaluate.datasets import READERS
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import Unreadable, toml_table
 
 HUB = "hf:"
 DEPTH = 3  # folders below the one that is given

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from deskside import __version__
-from deskside.data.renderer import own_template
-from deskside.errors import UsageError
-from deskside.export.hf_families import family_of
-from deskside.export.history import Stage, Warn, mapping, number, stages
-from deskside.export.load import Loaded
+from deskside.data.chat.renderer import own_template
+from deskside.run.lineage import Stage, Warn, mapping, number, stages
+from deskside.utils.errors import UsageError
+from deskside.weights.hf_families import family_of
+from deskside.weights.load import Loaded
 
 UNKNOWN = "not recorded"
 MOST_SOURCES = 30

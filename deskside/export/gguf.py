@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
-from deskside.errors import RunError, UsageError
 from deskside.export.gguf_tokenizer import GgufTokenizer
-from deskside.export.hf import hf_tensors, replaced_when_complete, seal
-from deskside.export.hf_families import family_of
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf import hf_tensors, replaced_when_complete, seal
+from deskside.weights.hf_families import family_of
 
 if TYPE_CHECKING:
     import gguf

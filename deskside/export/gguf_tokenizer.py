@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskside.data.renderer import own_template
+from deskside.data.chat.renderer import own_template
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.errors import UsageError
-from deskside.export.load import named_token
-from deskside.parsing import json_object
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import json_object
+from deskside.weights.load import named_token
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5

@@ -2,7 +2,7 @@
 
 A claim is about an arm of a study against another ("measured"), about something that arithmetic answers
 ("arithmetic"), or nothing here can speak to it and `why` says so ("open"). What its keys mean stands at the head of
-the file. `deskside.study.claims` judges them.
+the file. `deskside.study.claims.claim_results` judges them.
 """
 
 import difflib
@@ -13,8 +13,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
 
-from deskside.errors import UsageError
-from deskside.parsing import toml_table
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import toml_table
 
 Kind = Literal["measured", "arithmetic", "open"]
 Direction = Literal["lower", "higher", "none", "about", "at most", "at least"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 # How far the memory that a driver reports may be from the table: it keeps up to 3 % back, ECC is in the table.
 REPORTED_SHARE = (0.93, 1.02)

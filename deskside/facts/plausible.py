@@ -10,9 +10,9 @@ this card reached is doubted: a wrong log (tokens counted once per accumulation 
 from dataclasses import dataclass
 from typing import Literal
 
-from deskside.errors import UsageError
 from deskside.facts.gpus import Gpu
 from deskside.facts.measurements import published
+from deskside.utils.errors import UsageError
 
 GEFORCE_ALLOWANCE = 1.10
 SLOW_SHARE = 0.02  # of the bound; real runs of real models reach 15 to 90 %

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from deskside.facts.gpus import Gpu
-from deskside.parsing import toml_table
+from deskside.utils.parsing import toml_table
 
 
 @dataclass(frozen=True)

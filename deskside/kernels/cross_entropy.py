@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.plain import at_least_float32, scaled
+from deskside.kernels.functional import at_least_float32, scaled
 
 CHUNK_TOKENS = 8192
 ReplacedRows = tuple[Tensor, Tensor]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deskside.kernels import decode_noise_triton, decode_triton
+from deskside.kernels import decode_rng_triton, decode_triton
 from deskside.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 from deskside.kernels.fused.types import QkvLayout
 
@@ -57,7 +57,7 @@ def _cases() -> Iterator[CompileCase]:
         yield recorded(
             f"exponentials of {W}",
             CAPABILITIES,
-            decode_noise_triton.exponentials,
+            decode_rng_triton.exponentials,
             *(strided, row, 1, tokens),
         )
 

@@ -16,11 +16,11 @@ from deskside.kernels.decode import paged_attention
 from deskside.model.cache import KVCache, Places
 from deskside.ops.attention import attention
 from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
-from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts, MixtureOfExperts
 from deskside.ops.norm import Norm, RMSNorm, make_norm
 from deskside.ops.rope import rotate
+from deskside.ops.sublayer import AttentionHalf, MLPHalf
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 SPARE = 0  # in a pool that the engine manages, the page that is nobody's: padding is written there
 

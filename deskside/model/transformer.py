@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from deskside.budget.shape import flops_per_token, kv_bytes_per_token
 from deskside.config.model import ModelConfig
-from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, token_losses
 from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
@@ -25,6 +24,7 @@ from deskside.ops.logical import logical_tensors
 from deskside.ops.lora import TrainedRows
 from deskside.ops.moe import load_balancing_loss
 from deskside.ops.rope import rope_table
+from deskside.utils.errors import UsageError
 
 GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
 

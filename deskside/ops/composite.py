@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from deskside.kernels.plain import ACTIVATIONS
+from deskside.kernels.functional import ACTIVATIONS
 from deskside.ops.linear import Linear
 from deskside.ops.norm import Norm
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.kernels.plain import at_least_float32
+from deskside.kernels.functional import at_least_float32
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,7 @@ this layout, so that no permutation is needed on import or export.
 import torch
 from torch import Tensor
 
-from deskside.kernels.plain import at_least_float32
+from deskside.kernels.functional import at_least_float32
 
 
 def rope_table(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

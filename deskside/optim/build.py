@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from deskside.budget.scaling import Scaling
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.errors import RunError, UsageError
 from deskside.optim.adamw import AdamW, AdamWGroup
 from deskside.optim.groups import ParameterInfo, Role, classify
 from deskside.optim.muon import Muon
 from deskside.optim.offload import Streamer
 from deskside.optim.sharded import gradient_of, is_sharded, local, sum_of_squares, sum_over_shards
+from deskside.utils.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

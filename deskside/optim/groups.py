@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 Role = Literal["matrix", "embedding", "position", "head", "vector", "adapter", "rows"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deskside.errors import RunError
+from deskside.utils.errors import RunError
 
 PIECE = 2**22  # weights that travel at a time: 16 MiB of a float32 moment, enough for the bus' full rate
 BUFFERS = 3  # one on its way up, one being updated, one on its way down

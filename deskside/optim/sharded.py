@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from deskside.errors import RunError
 from deskside.optim.groups import ParameterInfo
+from deskside.utils.errors import RunError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -21,9 +21,9 @@ from deskside.budget.operators import step_operators
 from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
 from deskside.budget.work import Work
 from deskside.config.model import ModelConfig
-from deskside.errors import UsageError
 from deskside.facts.gpus import Gpu
 from deskside.plan.published import ANCHOR, architecture_factor, fitted, sheet_rates
+from deskside.utils.errors import UsageError
 
 Source = Literal["measured", "published", "modelled"]
 

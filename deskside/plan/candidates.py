@@ -23,7 +23,6 @@ from deskside.budget.work import Checkpointing, OptimizerName, Precision
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
-from deskside.errors import UsageError
 from deskside.plan.estimate import (
     Estimate,
     Range,
@@ -36,6 +35,7 @@ from deskside.plan.estimate import (
     pass_sizes,
 )
 from deskside.plan.request import DEEPEST, Request, longer
+from deskside.utils.errors import UsageError
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
 SHORTEST_STAGE = 256

@@ -13,10 +13,10 @@ from dataclasses import replace
 from deskside.budget.formats import LowKind, Precision, quantized
 from deskside.budget.work import StateFormat
 from deskside.config import merge
-from deskside.errors import UsageError
 from deskside.plan.candidates import LADDER, fastest
 from deskside.plan.estimate import Estimate, Setting, StageSetting, estimate, fitted, in_precision, pass_sizes
 from deskside.plan.request import Given, Request
+from deskside.utils.errors import UsageError
 
 SHORTEST = 512  # tokens; rows are not cut shorter than this to make something fit
 MOST_CUTS = 3  # times half the length

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from deskside.errors import UsageError
 from deskside.facts.gpus import Gpu
 from deskside.plan.changes import leanest
 from deskside.plan.estimate import Estimate
 from deskside.plan.request import Request
 from deskside.plan.words import duration, flops, gib, number, span
+from deskside.utils.errors import UsageError
 
 Holds = Literal["holds", "unlikely", "wrong", "impossible", "contradiction"]
 Interval = tuple[float, float]

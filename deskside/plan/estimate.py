@@ -26,10 +26,10 @@ from deskside.budget.work import (
 from deskside.config import recipes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
-from deskside.config.work import format_options, kept_shares, step_options
-from deskside.errors import UsageError
+from deskside.config.step_spec import format_options, kept_shares, step_options
 from deskside.plan.calibrate import Calibration
 from deskside.plan.request import defaults
+from deskside.utils.errors import UsageError
 
 MEMORY_SOURCE = (
     "modelled: what autograd and torch.compile keep was read from this project's blocks; what lies beside them was "

@@ -11,7 +11,6 @@ from typing import Any
 
 from deskside.budget.loss import EXCESS, REPEATS, effective_tokens
 from deskside.budget.shape import matmul_params
-from deskside.errors import UsageError
 from deskside.plan import explain_memory, explain_speed
 from deskside.plan.candidates import muon_advantage, pretrain_seconds, setup_seconds
 from deskside.plan.costs import Cost
@@ -19,6 +18,7 @@ from deskside.plan.estimate import MEMORY_SOURCE, Estimate
 from deskside.plan.formula import Line, plain
 from deskside.plan.result import Plan, PlannedBand
 from deskside.plan.words import duration, gib, number
+from deskside.utils.errors import UsageError
 
 
 @dataclass(frozen=True)

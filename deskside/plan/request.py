@@ -12,20 +12,20 @@ from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any, Literal, get_args
 
-import deskside.probe.store as probe_store
+import deskside.measurements.store as probe_store
 from deskside.budget.formats import LowKind
 from deskside.budget.loss import LAW, LossLaw
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
-from deskside.config.parts import PrecisionName
 from deskside.config.run import RunConfig
-from deskside.errors import UsageError
+from deskside.config.sections import PrecisionName
 from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
 from deskside.plan.calibrate import Calibration, calibrate
 from deskside.plan.fp8 import Gain, measured_gain
 from deskside.plan.words import gib
+from deskside.utils.errors import UsageError
 
 Kind = Literal["hours", "tokens", "flops", "loss"]
 MOST: dict[str, float] = {

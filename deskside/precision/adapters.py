@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from deskside.config.adapter import AdapterConfig
-from deskside.errors import UsageError
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.lora import Adapter, TrainedRows
 from deskside.precision.frozen import FrozenLinear, freeze
+from deskside.utils.errors import UsageError
 
 
 def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: Sequence[int] = ()) -> None:

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT
 from deskside.config.recipes import Recipe, recipe_named
-from deskside.errors import UsageError
 from deskside.ops.composite import AddNormLinear
-from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.ops.head import HeadLoss
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.lora import Adapter
 from deskside.ops.norm import RMSNorm
-from deskside.precision import backends, halves
-from deskside.precision.halves import AttentionPlan, MLPPlan
+from deskside.ops.sublayer import AttentionHalf, MLPHalf
+from deskside.precision import backends, fused_sublayers
+from deskside.precision.fused_sublayers import AttentionPlan, MLPPlan
+from deskside.precision.hardware_caps import Units, units
 from deskside.precision.head import HeadPlan
 from deskside.precision.nvfp4 import multiple
-from deskside.precision.operands import PLAIN, Draws
-from deskside.precision.plan import LinearPlan, Shared
+from deskside.precision.quantized_linear import LinearPlan, Shared
+from deskside.precision.quantized_operand import PLAIN, Draws
 from deskside.precision.scales import DelayedScales
-from deskside.precision.units import Units, units
+from deskside.utils.errors import UsageError
 
 Half = AttentionHalf | MLPHalf
 Plan = AttentionPlan | MLPPlan
@@ -149,7 +149,9 @@ class Applied:
             loss, plan_of_head = self._head
             loss.execution = plan_of_head if self.active else None
         if self._norm is not None:
-            self._norm.execution = partial(halves.add_norm, halves.rms_norm(self._norm.norm))
+            self._norm.execution = partial(
+                fused_sublayers.add_norm, fused_sublayers.rms_norm(self._norm.norm)
+            )
 
 
 def apply(
@@ -290,7 +292,7 @@ def _linears_of(half: Half) -> tuple[Linear, Linear]:
 
 def _execution(applied: Applied, linear: Linear) -> Callable[[Tensor], Tensor]:
     if applied.backend is None:
-        return partial(halves.linear, _linear(applied, linear, applied.recipe))
+        return partial(fused_sublayers.linear, _linear(applied, linear, applied.recipe))
     _check_size(linear, applied.recipe)
     return applied.backend.execution(linear)
 

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.errors import UsageError
 from deskside.kernels.dequantize import dequantize_int8
 from deskside.ops.linear import Linear
+from deskside.utils.errors import UsageError
 
 Format = Literal["nf4", "int8"]
 BLOCK = 64  # NF4 weights that share a magnitude

@@ -17,10 +17,10 @@ from torch import Tensor
 from deskside.config.recipes import Operand
 from deskside.kernels import cross_entropy, fused
 from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
-from deskside.kernels.plain import scaled
-from deskside.precision.operands import Prepared, cast_with_own_scale
-from deskside.precision.plan import ConvertedWeight, Quantizer, Shared
+from deskside.kernels.functional import scaled
 from deskside.precision.products import product
+from deskside.precision.quantized_linear import ConvertedWeight, Quantizer, Shared
+from deskside.precision.quantized_operand import Prepared, cast_with_own_scale
 
 GRADIENT_SCALE = 2.0**14
 CHUNKS = 2  # whose gradients are kept for one product; more would raise the peak of memory

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from deskside.config.recipes import Operand
-from deskside.errors import UsageError
 from deskside.precision.formats import (
     LARGEST,
     e2m1_decode,
@@ -40,6 +39,7 @@ from deskside.precision.formats import (
     to_fp8,
 )
 from deskside.precision.hadamard import Along, hadamard, nvidia_signs
+from deskside.utils.errors import UsageError
 
 BLOCK = 16
 EDEN_GROUP = 128

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deskside.precision.operands import Prepared
+from deskside.precision.quantized_operand import Prepared
 
 Kind = Literal["output", "input_gradient", "weight_gradient"]
 

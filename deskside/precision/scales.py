@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deskside.errors import RunError
 from deskside.kernels.fused import Cast
+from deskside.utils.errors import RunError
 
 OWN_STEPS = 2  # steps in which every tensor has its own scale
 

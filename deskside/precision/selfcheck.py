@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
-from deskside.errors import UsageError
 from deskside.kernels.autograd_thread import give_context
-from deskside.kernels.plain import gradients
+from deskside.kernels.functional import gradients
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.apply import apply, refused
+from deskside.precision.hardware_caps import NONE, Units, units
 from deskside.precision.head import HeadPlan
-from deskside.precision.operands import Draws
-from deskside.precision.plan import Shared
+from deskside.precision.quantized_linear import Shared
+from deskside.precision.quantized_operand import Draws
 from deskside.precision.scales import OWN_STEPS, DelayedScales
-from deskside.precision.units import NONE, Units, units
+from deskside.utils.errors import UsageError
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 256, 384
 PRODUCTS = OWN_STEPS + 1  # of them the last one is checked: a delayed scale comes from the steps before

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.errors import RunError
 from deskside.kernels.attention import Requirements, choose
 from deskside.kernels.matmul_peak import measure_matmul_peak
+from deskside.utils.errors import RunError
 
 TOKENS = {"cuda": 16384, "cpu": 512}  # rows of the products, as of a micro-batch
 # (in, out) of the weights: the products of blocks of 768 to 4096, and a head.

@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from deskside.budget.shape import num_params
-from deskside.errors import RunError
-from deskside.probe.map import Point
-from deskside.probe.store import Row
+from deskside.measurements.store import Row
+from deskside.probe.grid import Point
 from deskside.probe.table import GIB, gib
 from deskside.probe.words import count
+from deskside.utils.errors import RunError
 
 CELL = (0.95, 0.5)  # inches: width, height
 DPI = 160

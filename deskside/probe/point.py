@@ -21,16 +21,17 @@ from deskside.budget.shape import flops_per_token, num_params
 from deskside.config import merge
 from deskside.config.run import RunConfig
 from deskside.config.schedule import Stage
-from deskside.data.loader import Batch
+from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
-from deskside.train import machine, parallel, setup
-from deskside.train.fit import Fit, rows_per_rank
-from deskside.train.guard import Guard
-from deskside.train.moment import Moment
-from deskside.train.planning import modelled_memory_gib
-from deskside.train.settle import Settler
-from deskside.train.step import Numbers, Stepper
+from deskside.train import environment_record, parallel
+from deskside.train.loop.device_timer import Moment
+from deskside.train.loop.guard import Guard
+from deskside.train.loop.step import Numbers, Stepper
+from deskside.train.prepare import setup
+from deskside.train.prepare.batch_size_finder import Settler
+from deskside.train.prepare.dry_step import Fit, rows_per_rank
+from deskside.train.prepare.step_planning import modelled_memory_gib
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
@@ -168,9 +169,9 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     config, device, fit = ready.config, ready.stepper.world.device, ready.fit
     setup_seconds = time.perf_counter() - deskside.STARTED
 
-    machine.reset_peak_memory(device)
+    environment_record.reset_peak_memory(device)
     batches = random_batches(ready.rows, fit.micro_rows, ready.rows_per_step, device)
-    timer = Timer(ready.stepper, batches, fit.accumulation, machine.Sensors(device))
+    timer = Timer(ready.stepper, batches, fit.accumulation, environment_record.Sensors(device))
     timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), FEWEST_STEPS // 2)
     seconds, sensed = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), FEWEST_STEPS)
     launch_seconds = timer.launch_seconds() if device.type == "cuda" else None
@@ -215,7 +216,9 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
 class Timer:
     """Runs steps one after another and takes their times on the device; keeps every loss."""
 
-    def __init__(self, stepper: Stepper, batches: list[Batch], accumulation: int, sensors: machine.Sensors):
+    def __init__(
+        self, stepper: Stepper, batches: list[Batch], accumulation: int, sensors: environment_record.Sensors
+    ):
         self.stepper, self.batches, self.sensors = stepper, batches, sensors
         self.accumulation = accumulation
         self.step = 0
@@ -311,7 +314,7 @@ def _synchronize(device: torch.device) -> None:
 def memory_peaks(device: torch.device) -> dict[str, int | None]:
     """Peaks of torch's allocator, and what the device as a whole has in use; of a CPU the resident set."""
     if device.type != "cuda":
-        resident = round(machine.peak_memory_gib(device) * 2**30)
+        resident = round(environment_record.peak_memory_gib(device) * 2**30)
         return {"peak_allocated_bytes": resident, "peak_reserved_bytes": None, "device_used_bytes": None}
     free, total = torch.cuda.mem_get_info(device)
     return {

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deskside.budget.shape import num_params
-from deskside.probe.map import Point
-from deskside.probe.store import Row
-from deskside.probe.survey import Finding
+from deskside.measurements.store import Row
+from deskside.probe.grid import Point
+from deskside.probe.sweep import Finding
 from deskside.probe.words import count, hours
 
 TOKENS_PER_PARAMETER = (

@@ -5,8 +5,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from deskside.config.run import RunConfig
-from deskside.report.rundir import mapping, text
 from deskside.report.words import plain
+from deskside.run.record import mapping, text
 
 OPTIONAL = ("align", "adapter")  # parts that a plain run does not have
 

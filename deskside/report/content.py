@@ -17,7 +17,7 @@ from deskside.report.document import (
     Table,
 )
 from deskside.report.plan import plan_blocks, precision_words
-from deskside.report.rundir import RunRecord, mapping, number, objects, text
+from deskside.run.record import RunRecord, mapping, number, objects, text
 
 EVENTS_SHOWN = 20
 NOTED = (

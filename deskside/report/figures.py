@@ -15,7 +15,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import EngFormatter
 
 from deskside.report.document import Figure
-from deskside.report.rundir import RunRecord, number
+from deskside.run.record import RunRecord, number
 
 WIDTH, HEIGHT, DPI = 5.2, 3.2, 170  # inches, inches, dots per inch: letters stay readable on a phone
 DARK, PALE = "#111111", "#9a9a9a"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from deskside.report.rundir import number
+from deskside.run.record import number
 from deskside.study.results import Estimate
 
 REACH = 0.5  # parts of the means' span that an axis follows intervals beyond them, or their usual width if that is more

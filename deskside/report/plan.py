@@ -6,7 +6,7 @@ from typing import Any
 
 from deskside.report import words
 from deskside.report.document import Block, Details, Paragraph, Table
-from deskside.report.rundir import RunRecord, mapping, number, objects, text
+from deskside.run.record import RunRecord, mapping, number, objects, text
 
 SHOWN_ELSEWHERE = {"length", "clock", "initial", "revisions", "fit", "attention", "precision", "compile"}
 PREDICTED = (

@@ -39,8 +39,8 @@ from deskside.report.study_words import (
     several,
     status,
 )
+from deskside.study.narrative.findings import GOALS, insights
 from deskside.study.results import Group, Results
-from deskside.study.sentences import GOALS, insights
 
 SENTENCES = 4  # for each goal, before the rest is folded away
 TIMED = "of training"  # how a budget in time ends, in words

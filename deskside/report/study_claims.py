@@ -6,9 +6,9 @@ from pathlib import Path
 
 from deskside.report import markdown, words
 from deskside.report.document import Block, Bullets, Details, Document, Paragraph, Section, Table
-from deskside.report.rundir import mapping, number, text
 from deskside.report.study_words import group_title, several
-from deskside.study.claims import judge
+from deskside.run.record import mapping, number, text
+from deskside.study.claims.claim_results import judge
 from deskside.study.results import ClaimResult, Results
 
 # In the order in which a person wants to know them: verdict -> (how several are said to have it, what it means).

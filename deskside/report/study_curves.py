@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
 from deskside.report.figures import smoothed
-from deskside.report.rundir import number
 from deskside.report.study_canvas import (
     DARK,
     MIDDLE,
@@ -22,6 +21,7 @@ from deskside.report.study_canvas import (
     wrapped,
 )
 from deskside.report.study_words import QUALITY, arms_of, short_labels, strata
+from deskside.run.record import number
 from deskside.study.results import Arm, Group, Results, Trial
 
 MOST_PANELS, MOST_CURVES = 4, 6

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter
 
 from deskside.report import intervals
-from deskside.report.rundir import number
 from deskside.report.study_canvas import (
     DARK,
     MIDDLE,
@@ -36,7 +35,8 @@ from deskside.report.study_words import (
     short_labels,
     strata,
 )
-from deskside.study.phrases import digits
+from deskside.run.record import number
+from deskside.study.narrative.phrases import digits
 from deskside.study.results import Arm, Comparison, Factor, Group, Results
 
 

@@ -2,7 +2,6 @@
 
 from deskside.report import words
 from deskside.report.document import Block, Bullets, Details, Paragraph, Table
-from deskside.report.rundir import number
 from deskside.report.study_words import (
     ENERGY,
     MEMORY,
@@ -25,8 +24,9 @@ from deskside.report.study_words import (
     unit,
     value,
 )
-from deskside.study.metrics import METRICS
+from deskside.run.record import number
 from deskside.study.results import Arm, Group, Interaction, Results
+from deskside.study.stats.metrics import METRICS
 
 
 def arms_table(results: Results, group: Group) -> Table:

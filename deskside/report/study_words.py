@@ -6,11 +6,11 @@ How sentences say the same stands in study/phrases.py, and what both need only t
 from collections.abc import Iterable
 
 from deskside.report.document import clean
-from deskside.report.rundir import number
-from deskside.study import phrases
-from deskside.study.metrics import BY_KEY, Metric
-from deskside.study.phrases import digits
+from deskside.run.record import number
+from deskside.study.narrative import phrases
+from deskside.study.narrative.phrases import digits
 from deskside.study.results import Arm, Comparison, Estimate, Group, Results
+from deskside.study.stats.metrics import BY_KEY, Metric
 
 QUALITY, SPEED, MEMORY, ENERGY = "val_bpb", "tokens_per_second", "peak_memory_gib", "joules_per_token"
 PRIMARY = (QUALITY, SPEED, MEMORY)

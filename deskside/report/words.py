@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deskside.report.rundir import mapping, number, text
+from deskside.run.record import mapping, number, text
 
 ORIGINS = ("measured", "modelled", "published")
 

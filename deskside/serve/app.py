@@ -25,13 +25,13 @@ from starlette.types import Receive, Scope, Send
 from deskside import __version__
 from deskside.engine.requests import Answer, Event, check_prompt
 from deskside.engine.requests import Request as EngineRequest
-from deskside.errors import RunError, UsageError
-from deskside.export.load import Loaded
 from deskside.serve.answers import DONE, Writer, sse
 from deskside.serve.openapi import document
-from deskside.serve.prompts import Prompts, TooLong
 from deskside.serve.protocol import ChatRequest, CompletionRequest, Refusal, read
+from deskside.serve.templating import Prompts, TooLong
 from deskside.serve.worker import Ticket, Told, Worker
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.load import Loaded
 
 T = TypeVar("T")
 RETRY_SECONDS = 1

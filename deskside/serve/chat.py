@@ -17,10 +17,10 @@ from pathlib import Path
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Reason, Request
 from deskside.engine.sampling import Sampling
-from deskside.errors import UsageError
-from deskside.export.load import Loaded
-from deskside.serve.prompts import Prompts
-from deskside.signals import Interrupted
+from deskside.serve.templating import Prompts
+from deskside.utils.errors import UsageError
+from deskside.utils.signals import Interrupted
+from deskside.weights.load import Loaded
 
 HELP = """/reset       forget the conversation
 /save FILE   write the conversation to a new file

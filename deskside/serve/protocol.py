@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deskside.data.renderer import NotRendered, checked_messages
+from deskside.data.chat.renderer import NotRendered, checked_messages
 from deskside.engine.sampling import (
     MAX_PENALTY,
     MAX_TOP_K,

@@ -1,173 +1,49 @@
-"""`deskside serve`: a model behind OpenAI's API, and a page to chat with it."""
+"""Run the HTTP server: uvicorn around the app, the guard and the engine's thread."""
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
-import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import torch
-import tyro
-
-from deskside.config.commandline import MAY_BE_EMPTY, parse
-from deskside.engine.engine import PAGE_SIZE, Engine
-from deskside.engine.room import cache_tokens
-from deskside.errors import RunError, UsageError
-from deskside.export.load import Loaded, load_model
-from deskside.serve.machine import Device, device_of, dtype_of, say
+from deskside.engine.device import say
+from deskside.engine.engine import Engine
+from deskside.weights.load import Loaded
 
 if TYPE_CHECKING:
     from deskside.serve.guard import Limits
 
-TOKEN_VARIABLE = "DESKSIDE_TOKEN"
+
 GRACE_SECONDS = 10  # that answers may still take once the server is asked to stop
 # An idle connection is left open for longer than clients leave theirs (httpx, and so OpenAI's: 5 s). Otherwise both end
 # it at once, and a request that is sent in that moment is lost.
 IDLE_SECONDS = 30
-CACHE_TOKENS = 65536  # at most, where nobody says how many
+
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
-@dataclass
-class Serve:
-    """Serve a model: OpenAI's API under /v1, and a page to chat in.
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the server is told by its command.
 
-    Only this machine can reach it; another --host needs a --token.
-
-    Nothing is encrypted: put TLS in front of it on a network you do not trust.
-
-    Example: deskside serve runs/go
-
-    Example: DESKSIDE_TOKEN=... deskside serve runs/go --host 0.0.0.0
+    hosts: names under which it may be asked, None for any; token: what clients have to know, None for nothing.
     """
 
-    model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
-    ]
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = 8000
-    """0 takes one that is free."""
-    token: Annotated[str | None, MAY_BE_EMPTY] = None
-    """Clients have to know it. Better given as DESKSIDE_TOKEN: other users see command lines."""
-    name: str | None = None
-    """What the model is called in the API. Default: the run's or the directory's name."""
-    max_batch: int = 16
-    """Answers that are written at once."""
-    concurrency: int = 64
-    """Answers that run or wait at once; a client beyond hears 429."""
-    max_tokens: int = 4096
-    """Tokens of one answer at most."""
-    cache_tokens: int | None = None
-    """Tokens of prompts and answers in memory. Default: max-batch full contexts, up to 65536 and what is free."""
-    body_bytes: int = 1 << 20
-    """Of a request at most."""
-    connections: int = 256
-    """Open at once."""
-    device: Device = "auto"
-    """auto: cuda where there is one."""
+    host: str
+    name: str
+    max_batch: int
+    concurrency: int
+    max_tokens: int
+    hosts: frozenset[str] | None
+    token: str | None
+    limits: "Limits"
 
 
-def run_serve(argv: Sequence[str]) -> int:
-    """The command. Returns 0 when it was stopped; raises UsageError and RunError."""
-    options = parse(Serve, argv, "deskside serve")
-    for name in ("max_batch", "concurrency", "max_tokens", "body_bytes", "connections", "cache_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise UsageError("serve needs fastapi and uvicorn: pip install 'deskside[serve]'")
-    from deskside.config.address import is_loopback
-    from deskside.serve.guard import Limits
-
-    token = _token(options)
-    local = is_loopback(options.host)
-    if not local and token is None:
-        raise UsageError(
-            f"--host {options.host}: whoever reaches this address could use the model; set {TOKEN_VARIABLE}, "
-            "which clients then give as their API key"
-        )
-    limits = Limits(body_bytes=options.body_bytes, connections=options.connections)
-    listening = _bind(options.host, options.port)
-    with listening:
-        device = device_of(options.device)
-        loaded = load_model(options.model, device, dtype_of(device), say)
-        engine = _engine(loaded, options)
-        # With a token a page under a false name learns nothing: it does not know it.
-        hosts = frozenset({"localhost", "127.0.0.1", "::1", options.host.lower()}) if local else None
-        _serve(loaded, engine, options, listening, hosts, token, limits)
-    return 0
-
-
-def _token(options: Serve) -> str | None:
-    given = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE)
-    if given is None:
-        return None
-    where = "--token" if options.token is not None else TOKEN_VARIABLE
-    if not given or not given.isascii() or not given.isprintable() or " " in given:
-        raise UsageError(f"{where}: must be one word of ASCII letters, digits and signs")
-    return given
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet: clients are refused until the model is there. Raises UsageError."""
-    if not 0 <= port <= 65535:
-        raise UsageError(f"--port: {port} is no port; give 0 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise UsageError(
-            f"--host: {host} is no address: {error}; leave it out for this machine alone"
-        ) from None
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise UsageError(
-            f"{host}, port {port}: cannot be listened on: {error.strerror}; give another --port or --host"
-        ) from None
-    return bound
-
-
-def _engine(loaded: Loaded, options: Serve) -> Engine:
-    context = loaded.config.max_position_embeddings
-    tokens = options.cache_tokens
-    if tokens is None:
-        wanted = min(options.max_batch * -(-context // PAGE_SIZE) * PAGE_SIZE, CACHE_TOKENS)
-        tokens = cache_tokens(loaded.model, wanted, PAGE_SIZE)
-        if tokens < wanted:
-            say(
-                f"the card has room for a cache of {tokens:,} tokens beside the model, in place of {wanted:,}"
-            )
-    try:
-        return Engine(
-            loaded.model, max_batch=options.max_batch, max_tokens=tokens, tokenizer=loaded.tokenizer
-        )
-    except torch.OutOfMemoryError:
-        raise RunError(
-            f"a cache of {tokens:,} tokens does not fit in memory beside the model; give fewer with --cache-tokens"
-        ) from None
-
-
-def _serve(
-    loaded: Loaded,
-    engine: Engine,
-    options: Serve,
-    listening: socket.socket,
-    hosts: frozenset[str] | None,
-    token: str | None,
-    limits: "Limits",
-) -> None:
+def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: socket.socket) -> None:
+    """Answer requests on a bound socket until SIGINT or SIGTERM."""
     import uvicorn
 
     from deskside.serve.app import Service, make_app
@@ -175,7 +51,7 @@ def _serve(
     from deskside.serve.worker import Worker
 
     _quiet()
-    name = options.name or loaded.name
+    name = options.name
     longest = min(loaded.config.max_position_embeddings, engine.free_tokens)
     shown = options.host if options.host not in ANY_ADDRESS else socket.gethostname()
     shown = f"[{shown}]" if ":" in shown else shown
@@ -199,12 +75,12 @@ def _serve(
                 f"API: {address}/v1, {options.max_batch} answers at once, cache of {engine.nbytes / 2**30:.2f} GiB"
             )
 
-    async def serve() -> None:
+    async def run() -> None:
         worker = Worker(engine, asyncio.get_running_loop(), lambda line: say(f"deskside: {line}"))
         app = make_app(Service(loaded, worker, name, options.concurrency, options.max_tokens, longest))
         config = uvicorn.Config(
-            Guard(app, hosts, token, limits),
-            http=connection_class(limits),
+            Guard(app, options.hosts, options.token, options.limits),
+            http=connection_class(options.limits),
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -223,7 +99,7 @@ def _serve(
         finally:
             worker.stop()
 
-    asyncio.run(serve())
+    asyncio.run(run())
     # It has ended as it was asked to; asking again must not make that a failure.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

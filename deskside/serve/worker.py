@@ -20,7 +20,7 @@ from pathlib import Path
 
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Event, Request
-from deskside.errors import RunError, UsageError, described
+from deskside.utils.errors import RunError, UsageError, described
 
 Told = Event | UsageError | RunError
 STOPPING = "the server is stopping"

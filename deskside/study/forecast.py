@@ -11,13 +11,13 @@ from pathlib import Path
 
 from deskside.budget.work import Precision
 from deskside.config.run import RunConfig
-from deskside.errors import UsageError
-from deskside.parsing import json_value
 from deskside.plan.candidates import SETUP_SECONDS
 from deskside.plan.estimate import Estimate, estimate, fitted, of_config
 from deskside.plan.request import Request, ask
 from deskside.plan.words import gib
-from deskside.study.expand import PlannedArm
+from deskside.study.spec.expand import PlannedArm
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import json_value
 
 # Process start to the first step, and model and checkpoint written at the end: 3 to 5 s on two CPU cores.
 CPU_SETUP_SECONDS = 5.0

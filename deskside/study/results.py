@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from deskside.errors import RunError, UsageError
-from deskside.parsing import json_value
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 

@@ -21,22 +21,22 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from deskside.config.parts import ComputeConfig
 from deskside.config.run import RunConfig
-from deskside.data.baselines import baselines_of_rows
-from deskside.data.loader import Batch, Loader, evaluated_rows
-from deskside.data.rows import PackedDataset
-from deskside.errors import UsageError
+from deskside.config.sections import ComputeConfig
+from deskside.data.corpus.baselines import baselines_of_rows
+from deskside.data.reading.loader import Batch, Loader, evaluated_rows
+from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.apply import Applied
-from deskside.train import finish
-from deskside.train.attention import Attention
-from deskside.train.fit import RowShape, worst_case_batch
+from deskside.run.directory import RunDirectory
 from deskside.train.parallel import World
-from deskside.train.rundir import RunDirectory
-from deskside.train.time_budget import SAMPLE_SHARE, UNLIMITED, TimeBudget
+from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.dry_step import RowShape, worst_case_batch
+from deskside.train.prepare.time_budget import SAMPLE_SHARE, UNLIMITED, TimeBudget
+from deskside.train.state import finalize
+from deskside.utils.errors import UsageError
 
 
 class Rows(RowShape, Protocol):
@@ -269,4 +269,4 @@ class NextToken:
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         dataset = cast(PackedDataset, session.validation)
         seconds = session.budget.share(SAMPLE_SHARE)
-        return finish.samples(model, dataset, session.run, session.config.seed, seconds)
+        return finalize.samples(model, dataset, session.run, session.config.seed, seconds)

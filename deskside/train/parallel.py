@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 BUCKET_ELEMENTS = 32 * 2**20
 

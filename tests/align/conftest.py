@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deskside import cli_align
+from deskside.cli import sft as sft_command
 from tests.align import tiny
 
 
@@ -33,5 +33,5 @@ def taught(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tiny.jsonl(folder / "chats.jsonl", tiny.mostly_wrong())
     argv = [str(base), "--data", str(data), "--data.path", str(folder / "prepared"), "--runs", str(folder)]
     argv += ["--name", "taught", *tiny.RUN, "--batch.sequence_length", "128", "--batch.tokens", "2048"]
-    assert cli_align.run([*argv, "--schedule.steps", "150", "--optim.lr", "5e-3"]) == 0
+    assert sft_command.run([*argv, "--schedule.steps", "150", "--optim.lr", "5e-3"]) == 0
     return folder / "taught"

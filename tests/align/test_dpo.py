@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from deskside import cli_align_dpo
 from deskside.align.dpo import Dpo
 from deskside.align.preference_data import PairRows, prepare_pairs
 from deskside.align.prepared import Spec
+from deskside.cli import dpo as dpo_command
+from deskside.cli.eval import run as run_eval
 from deskside.config.align_dpo import DpoConfig
 from deskside.config.run import RunConfig
-from deskside.data import chat_template
-from deskside.errors import RunError, UsageError
-from deskside.export.load import load_model
+from deskside.data.chat import chat_template
 from deskside.kernels.attention import AttentionContext
-from deskside.serve.eval_command import run_eval
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.load import load_model
 from tests.align import tiny
 
 KEYS = ("step", "loss", "grad_norm", "accuracy", "margin", "kl")
@@ -54,7 +54,7 @@ def train(folder: Path, base: Path, name: str, *more: str) -> Path:
         str(folder),
     ]
     argv += ["--name", name, *tiny.RUN, "--batch.sequence_length", "160", "--batch.tokens", "1280"]
-    cli_align_dpo.run([*argv, "--optim.lr", "3e-3", *more])
+    dpo_command.run([*argv, "--optim.lr", "3e-3", *more])
     return folder / name
 
 
@@ -181,7 +181,7 @@ def test_killed_and_resumed_is_the_same_run(
             tiny.kill_at(patch, step)
             with pytest.raises(tiny.Killed):
                 train(tmp_path, base, run, "--schedule.steps", "8")
-        assert cli_align_dpo.run(["--resume", str(tmp_path / run)]) == 0
+        assert dpo_command.run(["--resume", str(tmp_path / run)]) == 0
         tiny.same(tmp_path / run, straight, KEYS)
 
 
@@ -198,7 +198,7 @@ def test_the_reference_is_computed_once_for_the_same_weights(base: Path, tmp_pat
         "second",
         *tiny.RUN,
     ]
-    cli_align_dpo.run(
+    dpo_command.run(
         [*argv, "--batch.sequence_length", "160", "--batch.tokens", "1280", "--align.beta", "0.5", *shared]
     )
     assert "of an earlier run" in (tmp_path / "second" / "events.log").read_text()
@@ -216,7 +216,7 @@ def test_a_missing_reference_is_no_new_reference(
     for file in (tmp_path / "killed-data" / "reference").iterdir():
         file.unlink()
     with pytest.raises(RunError, match="are missing"):
-        cli_align_dpo.run(["--resume", str(tmp_path / "killed")])
+        dpo_command.run(["--resume", str(tmp_path / "killed")])
 
 
 def test_adapters_begin_as_their_base(base: Path, tmp_path: Path) -> None:
@@ -304,5 +304,5 @@ def test_wrong_usage_is_one_line(
     pairs = tiny.jsonl(tmp_path / "pairs.jsonl", tiny.pairs(40))
     argv = [{"BASE": str(base), "PAIRS": str(pairs), "PREPARED": str(prepared)}.get(a, a) for a in argv]
     with pytest.raises(UsageError, match=error) as found:
-        cli_align_dpo.run([*argv, "--compute.device", "cpu"] if "--resume" not in argv else argv)
+        dpo_command.run([*argv, "--compute.device", "cpu"] if "--resume" not in argv else argv)
     assert "\n" not in str(found.value)

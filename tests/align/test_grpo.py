@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from deskside import cli_align_grpo
-from deskside.align import answers, grpo, samples
+from deskside.align import answers, samples
 from deskside.align.grpo import Grpo, RolloutBatch, passes
 from deskside.align.grpo_data import Question, Questions, prepare_questions
 from deskside.align.policy import policy_terms
@@ -25,23 +24,24 @@ from deskside.align.sampler import (
     copy_of,
     memory_for_sampling,
 )
+from deskside.cli import grpo as grpo_command
 from deskside.config.adapter import AdapterConfig
 from deskside.config.align_grpo import GrpoConfig
 from deskside.config.run import RunConfig
-from deskside.data import chat_template
-from deskside.engine import noise
+from deskside.data.chat import chat_template
+from deskside.engine import counter_rng
 from deskside.engine.engine import Engine
 from deskside.engine.graphs import WARM_UP
-from deskside.engine.room import SHARE
+from deskside.engine.kv_budget import SHARE
 from deskside.engine.sampling import Settings, draw, width_of
-from deskside.errors import RunError, UsageError
-from deskside.export import merge
-from deskside.export.load import load_model
-from deskside.export.merge import merged
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
 from deskside.precision.adapters import attach
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights import merge
+from deskside.weights.load import load_model
+from deskside.weights.merge import merged
 from tests.align import tiny
 from tests.budget.test_adapters import Live
 
@@ -62,7 +62,7 @@ def train(folder: Path, model: Path, name: str, *more: str) -> Path:
         str(folder),
     ]
     argv += ["--name", name, *tiny.RUN, "--batch.sequence_length", "64", "--align.answer_tokens", "4"]
-    cli_align_grpo.run([*argv, "--optim.lr", "2e-3", *more])
+    grpo_command.run([*argv, "--optim.lr", "2e-3", *more])
     return folder / name
 
 
@@ -113,9 +113,9 @@ def test_killed_and_resumed_is_the_same_run(
             tiny.kill_at(patch, step)
             with pytest.raises(tiny.Killed):
                 train(tmp_path, taught, "killed" if step else "early", *more)
-    assert cli_align_grpo.run(["--resume", str(tmp_path / "early")]) == 0
+    assert grpo_command.run(["--resume", str(tmp_path / "early")]) == 0
     tiny.same(tmp_path / "early", straight, KEYS)
-    assert cli_align_grpo.run(["--resume", str(tmp_path / "killed")]) == 0
+    assert grpo_command.run(["--resume", str(tmp_path / "killed")]) == 0
     tiny.same(tmp_path / "killed", straight, KEYS)
     assert said(tmp_path / "killed") == said(straight)
     assert (tmp_path / "killed" / "rollouts.md").read_text() == (straight / "rollouts.md").read_text()
@@ -164,7 +164,7 @@ def test_a_person_s_reward_is_kept_in_the_run(
     assert all(line["reward"] == -len(line["text"]) for line in said(tmp_path / "own"))
     file.write_text("def short(prompt, completion, answer):\n    return 0\n")
     with pytest.raises(RunError, match="is not what the run began with"):
-        cli_align_grpo.run(["--resume", str(tmp_path / "own")])
+        grpo_command.run(["--resume", str(tmp_path / "own")])
 
 
 # Parts
@@ -260,8 +260,8 @@ def test_the_reference_is_there_before_the_sampler_takes_what_memory_is_left(
         order.append("copy")
         return copy_of(*arguments)
 
-    monkeypatch.setattr(grpo, "Sampler", Noted)
-    monkeypatch.setattr(grpo, "copy_of", copied)
+    monkeypatch.setattr(grpo_command, "Sampler", Noted)
+    monkeypatch.setattr(grpo_command, "copy_of", copied)
     train(tmp_path, taught, "r", "--schedule.steps", "1", "--questions", "4", "--align.kl", "0.1")
     assert order == ["copy", "sampler"]
 
@@ -338,7 +338,7 @@ def test_what_a_row_draws_with_is_counted(taught: Path, monkeypatch: pytest.Monk
     rows, V = 16, 20000
     logits = torch.randn(rows, V).bfloat16()
     settings = Settings.of([ANY] * rows, list(range(rows)), torch.device("cpu"))
-    monkeypatch.setattr(noise, "exponentials", lambda *given: torch.ones(given[3].shape))
+    monkeypatch.setattr(counter_rng, "exponentials", lambda *given: torch.ones(given[3].shape))
     with Live() as live:
         draw(logits, settings, width_of([ANY], V), torch.zeros(rows, dtype=torch.int64))
     assert (DRAWN_BYTES - 3) * rows * V < live.peak + logits.nbytes <= DRAWN_BYTES * rows * V
@@ -531,10 +531,10 @@ def test_wrong_usage_is_one_line(
     file = tiny.jsonl(tmp_path / "q.jsonl", tiny.questions()[:40])
     argv = [{"BASE": str(base), "Q": str(file)}.get(a, a) for a in argv]
     with pytest.raises(UsageError, match=error) as found:
-        cli_align_grpo.run([*argv, "--compute.device", "cpu"])
+        grpo_command.run([*argv, "--compute.device", "cpu"])
     assert "\n" not in str(found.value)
 
 
 def test_what_a_resume_would_ignore_is_refused() -> None:
     with pytest.raises(UsageError, match="give no other options"):
-        cli_align_grpo.run(["--resume", "runs/x", "--questions", "8"])
+        grpo_command.run(["--resume", "runs/x", "--questions", "8"])

@@ -8,7 +8,7 @@ import pytest
 from deskside.align.grpo_data import prepare_questions
 from deskside.align.preference_data import prepare_pairs
 from deskside.align.prepared import Spec
-from deskside.data import pool
+from deskside.data.corpus import process_pool
 from tests.align import tiny
 from tests.data import chat_tokenizer
 
@@ -25,9 +25,9 @@ def test_the_same_from_one_process_and_from_several(
     found = []
     for count in (1, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "cpu_cores", lambda count=count: count)
-            patch.setattr(pool, "FEW", 8)
-            patch.setattr(pool, "CHUNK", 4)
+            patch.setattr(process_pool, "cpu_cores", lambda count=count: count)
+            patch.setattr(process_pool, "FEW", 8)
+            patch.setattr(process_pool, "CHUNK", 4)
             out = tmp_path / str(count)
             if kind == "preference":
                 index = prepare_pairs(spec, tokenizer, out)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deskside.align import rewards
 from deskside.align.rewards import final_number, parse
-from deskside.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from deskside import cli_align
 from deskside.align.sft import Sft
-from deskside.cli import main
+from deskside.cli import sft as sft_command
+from deskside.cli.main import main
 from deskside.data import tokenizer
-from deskside.data.loader import validation_batches
-from deskside.data.rows import IGNORE
+from deskside.data.reading.loader import validation_batches
+from deskside.data.reading.rows import IGNORE
 from deskside.engine.sampling import GREEDY
-from deskside.errors import UsageError
 from deskside.evaluate.bpb import evaluate_dataset
-from deskside.export.load import load_model
 from deskside.kernels.attention import AttentionContext
 from deskside.serve.chat import ChatOptions, Conversation
-from deskside.train import pretrain
-from deskside.train.settle import Settler
+from deskside.train import training_run
+from deskside.train.prepare.batch_size_finder import Settler
+from deskside.utils.errors import UsageError
+from deskside.weights.load import load_model
 from tests.align import tiny
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows
@@ -189,7 +189,7 @@ def test_the_loss_is_that_of_transformers(finished: Path) -> None:
 
 
 def opened(run: Path) -> tuple[Any, Path, str, int]:
-    from deskside.train.rundir import RunDirectory
+    from deskside.run.directory import RunDirectory
 
     config = RunDirectory.open(run).config()
     return config, run.parent.parent / str(config.data.path), "val", config.batch.sequence_length
@@ -246,10 +246,10 @@ def test_killed_before_the_first_checkpoint_it_starts_over(
             if when == "planning":
                 patch.setattr(Settler, "settle", killed)
                 # A killed process removes nothing.
-                patch.setattr(pretrain, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+                patch.setattr(training_run, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
             else:
                 tiny.kill_at(patch, 0)
-            cli_align.run(arguments(f"{kind}-{when}", *more)[1:])
+            sft_command.run(arguments(f"{kind}-{when}", *more)[1:])
         run = place / "runs" / f"{kind}-{when}"
         assert (run / "plan.json").exists() == (when == "saving")
         with within(place):
@@ -429,7 +429,7 @@ def test_an_objective_belongs_to_its_command(place: Path) -> None:
         data={"path": str(place / "text"), "document_mask": True},
     )
     with pytest.raises(UsageError, match="a run of deskside sft"):
-        pretrain.start(config, place / "runs", "x", "x", "a test")
+        training_run.start(config, place / "runs", "x", "x", "a test")
     plain = tiny_run.config(place / "text", model=MODEL)
     with pytest.raises(UsageError, match="a run of deskside train"):
-        pretrain.start(plain, place / "runs", "x", "x", "a test", objective=Sft())
+        training_run.start(plain, place / "runs", "x", "x", "a test", objective=Sft())

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import deskside
-from deskside import cli_align, cli_align_dpo, cli_align_grpo
 from deskside.align import answers
 from deskside.align.sampler import Sampler
-from deskside.data.progress import Progress, limited
-from deskside.errors import UsageError
-from deskside.train.step import Stepper
+from deskside.cli import dpo as dpo_command
+from deskside.cli import grpo as grpo_command
+from deskside.cli import sft as sft_command
+from deskside.data.corpus.progress_bar import Progress, limited
+from deskside.train.loop.step import Stepper
+from deskside.utils.errors import UsageError
 from tests.align import tiny
 
 
@@ -68,7 +70,7 @@ def dpo(folder: Path, base: Path, name: str, *more: str) -> Path:
     data = tiny.jsonl(folder / "pairs.jsonl", tiny.pairs(400))
     argv = [str(base), "--data", str(data), "--data.path", str(folder / "data"), "--runs", str(folder)]
     argv += ["--name", name, *tiny.RUN, "--batch.sequence_length", "160", "--batch.tokens", "1280"]
-    cli_align_dpo.run([*argv, *more])
+    dpo_command.run([*argv, *more])
     return folder / name
 
 
@@ -104,7 +106,7 @@ def test_a_restricted_run_is_resumed_the_same(
     used = json.loads((tmp_path / "killed" / "reference.json").read_text())["rows"]
     with monkeypatch.context() as patch:
         Slow(patch, step_row=0.5, pass_row=2.0)
-        assert cli_align_dpo.run(["--resume", str(tmp_path / "killed")]) == 0
+        assert dpo_command.run(["--resume", str(tmp_path / "killed")]) == 0
     assert f"train: {used['train']} of" in (tmp_path / "killed" / "events.log").read_text()
     assert all(row["loss"] > 0 for row in tiny.metrics(tmp_path / "killed"))
 
@@ -129,7 +131,7 @@ def grpo(folder: Path, model: Path, name: str, *more: str) -> Path:
     data = tiny.jsonl(folder / "questions.jsonl", tiny.questions())
     argv = [str(model), "--data", str(data), "--data.path", str(folder / "data"), "--runs", str(folder)]
     argv += ["--name", name, *tiny.RUN, "--batch.sequence_length", "64", "--align.answer_tokens", "8"]
-    cli_align_grpo.run([*argv, "--questions", "4", "--align.group", "4", *more])
+    grpo_command.run([*argv, "--questions", "4", "--align.group", "4", *more])
     return folder / name
 
 
@@ -181,5 +183,5 @@ def test_preparing_data_counts(monkeypatch: pytest.MonkeyPatch) -> None:
             bar.advance(1)
     assert now[0] == 2
     monkeypatch.setattr(time, "perf_counter", lambda: deskside.STARTED + 10)
-    assert cli_align.wall_limit({"schedule": {"hours": "90m"}}) == 5400
-    assert cli_align.wall_limit({"schedule": {"length": "5 epochs"}}) is None
+    assert sft_command.wall_limit({"schedule": {"hours": "90m"}}) == 5400
+    assert sft_command.wall_limit({"schedule": {"length": "5 epochs"}}) is None

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from deskside.cli.eval import run as run_eval
 from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
-from deskside.export.hf import save_hf
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
-from deskside.serve.eval_command import run_eval
-from deskside.train.keeper import CheckpointKeeper
-from deskside.train.step import Stepper
+from deskside.train.loop.step import Stepper
+from deskside.train.state.checkpointer import CheckpointKeeper
+from deskside.weights.hf import save_hf
 
 RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "2 steps")
 

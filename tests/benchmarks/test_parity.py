@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import parity, parity_jobs, parity_plots, parity_results, parity_run
-from deskside.data.prepare import prepare
-from deskside.data.shards import read_index
-from deskside.errors import UsageError
+from deskside.data.corpus.prepare import prepare
+from deskside.data.reading.shards import read_index
+from deskside.utils.errors import UsageError
 
 BUNDLED = "bundled:tiny_shakespeare.txt"
 SMALL = "--preset demo --gpus cpu --model.num_hidden_layers 3 --batch.tokens 512"

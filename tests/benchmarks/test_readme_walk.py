@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import readme_walk
 from benchmarks.readme_walk import LEFT_OUT, SMALLER, commands
-from deskside.cli import COMMANDS
+from deskside.cli.main import COMMANDS
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import release
 from benchmarks.release import FILE, Job, Release
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 
 def run(jobs: list[Job], out: Path, gpus: list[str], seconds: float = 60.0) -> tuple[int, dict[str, str]]:

@@ -9,8 +9,8 @@ from benchmarks import step, step_table
 from benchmarks.step_config import configuration
 from deskside.budget.shape import num_params
 from deskside.config.model import ModelConfig
-from deskside.data.prepare import prepare
-from deskside.errors import UsageError
+from deskside.data.corpus.prepare import prepare
+from deskside.utils.errors import UsageError
 
 SMALL = "--preset demo --tokens 512 --steps 3 --warmup 1 --device cpu --model.num_hidden_layers 2"
 

@@ -10,7 +10,7 @@ from deskside.budget.shape import matmul_params
 from deskside.budget.work import Work
 from deskside.config.recipes import RECIPES, recipe_named
 from deskside.config.run import RunConfig
-from deskside.train.attention import Attention
+from deskside.train.prepare.attention_backends import Attention
 
 
 def _config(**config: object) -> RunConfig:

@@ -23,7 +23,7 @@ from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
-from deskside.config.work import adapter_work, step_options
+from deskside.config.step_spec import adapter_work, step_options
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.init import initialize
@@ -33,7 +33,7 @@ from deskside.optim.build import build
 from deskside.precision.adapters import attach, trained_parameters
 from deskside.precision.apply import apply
 from deskside.precision.frozen import stored_bytes
-from deskside.train.activation import recompute
+from deskside.train.prepare.activation_checkpointing import recompute
 from tests.budget.test_memory_oracle import SMALL
 
 FORMATS: list[Any] = ["bf16", "int8", "nf4"]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.budget.energy import at_limit, cap_table, energy, gpu_watts, wall_watts
-from deskside.errors import UsageError
 from deskside.facts import power
 from deskside.facts.gpus import find, gpus
+from deskside.utils.errors import UsageError
 
 WATTS = st.floats(20, 1500)
 

@@ -14,7 +14,7 @@ from deskside.budget.money import (
     per_billion_tokens,
     rent_cost,
 )
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 
 def test_the_example_of_the_research() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from deskside.config.adapter import AdapterConfig
 from deskside.config.merge import build
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 ADAMW = {"optim": {"name": "adamw"}}
 

@@ -7,7 +7,7 @@ import pytest
 from deskside.config import presets
 from deskside.config.merge import build
 from deskside.config.recipes import RECIPES
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 

@@ -23,7 +23,7 @@ from deskside.config.merge import (
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 # For every rule of NO_EFFECT: where the key has effect (a preset, say), and the choice that takes its effect away.
 LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {

@@ -7,18 +7,18 @@ import pytest
 
 WITHOUT_TORCH = [
     "import deskside.config.merge",
-    "import deskside.config.overrides",
+    "import deskside.cli.overrides",
     "import deskside.config.presets",
-    "import deskside.cli",
-    "import deskside.cli_train",
+    "import deskside.cli.main",
+    "import deskside.cli.train",
     "import importlib, pkgutil, deskside.config, deskside.budget, deskside.facts\n"
     "for package in (deskside.config, deskside.budget, deskside.facts):\n"
     "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
     "        importlib.import_module(module.name)",
-    "from deskside.cli import main; assert main([]) == 0",
-    "from deskside.cli import main; assert main(['train', '124m', '--hours', '2', '--dry-run']) == 0",
-    "from deskside.cli import main; assert main(['train', '124m', '--dry-run', '--json']) == 0",
-    "from deskside.cli import main; assert main(['train', 'nope']) == 2",
+    "from deskside.cli.main import main; assert main([]) == 0",
+    "from deskside.cli.main import main; assert main(['train', '124m', '--hours', '2', '--dry-run']) == 0",
+    "from deskside.cli.main import main; assert main(['train', '124m', '--dry-run', '--json']) == 0",
+    "from deskside.cli.main import main; assert main(['train', 'nope']) == 2",
 ]
 
 

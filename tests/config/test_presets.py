@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 from deskside.budget.shape import num_params
 from deskside.config import presets
 from deskside.config.merge import build
-from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import UsageError
 
 # layers, hidden size, heads, key-value heads, head channels, MLP
 SHAPES = {

@@ -4,9 +4,9 @@ from typing import get_args
 
 import pytest
 
-from deskside.config.parts import BACKEND_RECIPES, PrecisionConfig, PrecisionName
 from deskside.config.recipes import ALIASES, RECIPES, Operand, Recipe, recipe_named
-from deskside.errors import UsageError
+from deskside.config.sections import BACKEND_RECIPES, PrecisionConfig, PrecisionName
+from deskside.utils.errors import UsageError
 
 ALL = [pytest.param(recipe, id=recipe.name) for recipe in RECIPES.values()]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from deskside.study.compare import compare
 from deskside.study.results import ClaimResult, Factor, Results, Trial
+from deskside.study.stats.compare import compare
 from tests.study import made
 
 

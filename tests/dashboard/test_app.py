@@ -253,7 +253,7 @@ def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> 
 
 
 def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> None:
-    from deskside.plan.make import make_plan
+    from deskside.plan.planner import make_plan
     from deskside.plan.request import ask
 
     page = draw(tmp_path, "Planner")
@@ -274,7 +274,7 @@ def test_what_the_planner_refuses_is_one_line(tmp_path: Path, draw: Draw) -> Non
 
 
 def test_insights_are_those_of_the_study(tmp_path: Path, draw: Draw) -> None:
-    from deskside.study.sentences import insights
+    from deskside.study.narrative.findings import insights
 
     whole = made_up.study(tmp_path / "s")
     page = draw(tmp_path, "Insights")

@@ -7,9 +7,9 @@ import pytest
 from deskside.dashboard import bubbles, charts, pictures
 from deskside.dashboard.forecasts import Forecast
 from deskside.report import study_words as words
-from deskside.study.compare import compare
-from deskside.study.metrics import METRICS
 from deskside.study.results import Results
+from deskside.study.stats.compare import compare
+from deskside.study.stats.metrics import METRICS
 from tests.study import made
 
 WHOLE = compare(made.results())

@@ -6,7 +6,7 @@ import pytest
 
 from deskside.dashboard import forecasts, reading
 from deskside.dashboard.progress import progress
-from deskside.study.compare import compare
+from deskside.study.stats.compare import compare
 from tests.dashboard import made_up
 from tests.study import made
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from deskside.dashboard.selection import Picked, Selection, select
-from deskside.study.compare import compare
 from deskside.study.results import Group
+from deskside.study.stats.compare import compare
 from tests.study import made
 
 WHOLE = compare(made.results())

@@ -8,8 +8,8 @@ import pytest
 
 from deskside.dashboard import tables
 from deskside.report import study_words as words
-from deskside.study.compare import compare
-from deskside.study.metrics import BY_KEY, METRICS
+from deskside.study.stats.compare import compare
+from deskside.study.stats.metrics import BY_KEY, METRICS
 from tests.study import made
 
 WHOLE = compare(made.results())

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from deskside.data import chat_template, tokenizer
+from deskside.data import tokenizer
+from deskside.data.chat import chat_template
 
 TEXT = [
     "The river ran under a stone bridge while old ships waited for morning light.\n\nWhat is two plus two? It is four.",

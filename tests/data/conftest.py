@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.data.prepare import prepare
+from deskside.data.corpus.prepare import prepare
 from tests.data.data_corpus import make_corpus
 
 

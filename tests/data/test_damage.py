@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from deskside.data import shards
-from deskside.data.commands import run
-from deskside.data.prepare import prepare
-from deskside.data.rows import PackedDataset
-from deskside.errors import RunError, UsageError
+from deskside.cli.data import run
+from deskside.data.corpus.prepare import prepare
+from deskside.data.reading import shards
+from deskside.data.reading.rows import PackedDataset
+from deskside.utils.errors import RunError, UsageError
 from tests.data.data_corpus import make_corpus
 
 WRONG: list[Any] = [None, "x", -1, True, 1.5, float("nan"), 10**30, [], [3], {"x": 3}]

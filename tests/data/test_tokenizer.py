@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from deskside.data import tokenizer as bpe
-from deskside.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError
 
 TEXTS = [
     "The quick brown fox, it's 2024! नमस्ते दुनिया।\n\n\tdef f(x):\r\n    return x + 1234567\n" * 3,

@@ -14,8 +14,8 @@ from deskside.engine.engine import Engine
 from deskside.engine.requests import Answer, Request
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.engine.text import REPLACEMENT
-from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import UsageError
 from tests.engine.test_generate import PROMPTS, SHAPE, VARIANTS, make, plain
 
 SAMPLINGS = (

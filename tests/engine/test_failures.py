@@ -11,8 +11,8 @@ from deskside.engine.engine import Engine
 from deskside.engine.requests import Answer, Event, Request
 from deskside.engine.sampling import GREEDY, Sampling, Settings
 from deskside.engine.steps import Forward
-from deskside.errors import RunError
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError
 from tests.engine.test_generate import make, plain
 
 POISON = 77  # a token whose embedding is NaN; no answer to GOOD holds it

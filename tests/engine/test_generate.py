@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from deskside.config.model import ModelConfig
+from deskside.engine.counter_rng import stream_of
 from deskside.engine.generate import Result, events, generate
-from deskside.engine.noise import stream_of
 from deskside.engine.sampling import ALL, GREEDY, Sampling, Settings, draw
-from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import UsageError
 
 SHAPE = {
     "vocab_size": 97,

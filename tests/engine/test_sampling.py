@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from deskside.engine.noise import stream_of
+from deskside.engine.counter_rng import stream_of
 from deskside.engine.sampling import (
     ALL,
     GREEDY,
@@ -32,7 +32,7 @@ from deskside.engine.sampling import (
     ranked,
     width_of,
 )
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 LOGITS = st.lists(
     st.integers(-30, 30).map(lambda n: n / 4), min_size=1, max_size=12

@@ -12,8 +12,8 @@ from scipy import stats
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from deskside.engine.sampling import ALL, GREEDY, Sampling, Settings, candidates, penalise
-from deskside.errors import UsageError
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import UsageError
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
 
 V, NEW = 5, 3

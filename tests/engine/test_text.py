@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from deskside.data.tokenizer import SPECIAL_TOKENS, train
 from deskside.engine.text import REPLACEMENT, TextStream
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
-from deskside.export.hf import save_hf
+from deskside.weights.hf import save_hf
 from tests.export.test_hf_parity import CASES, random_model
 
 transformers = pytest.importorskip("transformers")

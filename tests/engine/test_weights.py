@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from deskside.engine.weights import inference_copy, refresh
-from deskside.errors import UsageError
 from deskside.precision.apply import apply
+from deskside.utils.errors import UsageError
 from tests.engine.test_generate import VARIANTS, make
 
 TOKENS = torch.arange(24).view(2, 12)

@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 
 from deskside.config.model import ModelConfig
-from deskside.data import chat_template
 from deskside.data import tokenizer as bpe
-from deskside.export.hf import save_hf
+from deskside.data.chat import chat_template
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
+from deskside.weights.hf import save_hf
 
 TEXT = "the of naïve café 東京 sea and 12 ships, नमस्ते went to 😀 wide. sailors sang songs: long 7 days"
 WORDS = TEXT.split()

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
-from deskside.data.prepare import prepare
-from deskside.data.rows import PackedDataset
-from deskside.errors import RunError, UsageError
+from deskside.data.corpus.prepare import prepare
+from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
-from deskside.export.hf import save_hf
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf import save_hf
 
 LENGTH = 32
 WORDS = [

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deskside.data.sources import BadInputLog
-from deskside.errors import UsageError
+from deskside.data.corpus.sources import BadInputLog
 from deskside.evaluate.items import Examples, limited, read
 from deskside.evaluate.tasks import Chosen, select
+from deskside.utils.errors import UsageError
 
 GOOD = {"query": "Question: which?", "choices": ["this", "that"], "gold": 1}
 

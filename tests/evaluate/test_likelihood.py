@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from deskside.data.renderer import Renderer
-from deskside.engine import room
-from deskside.errors import RunError, UsageError
+from deskside.data.chat.renderer import Renderer
+from deskside.engine import kv_budget
 from deskside.evaluate.likelihood import PAGE, Encoder, Likelihood, Pair, likelihoods
 from deskside.model.cache import pool
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError
 from tests.evaluate.made_model import POSITIONS, Made, make, oracle
 
 
@@ -84,7 +84,9 @@ def test_a_full_card_is_given_smaller_batches(made: Made, monkeypatch: pytest.Mo
     before = check(made.model, pairs(1), 100_000)
     whole = max(pages)
     pages.clear()
-    monkeypatch.setattr(room, "free_bytes", lambda device: 200 * made.model.kv_bytes_per_token(torch.float32))
+    monkeypatch.setattr(
+        kv_budget, "free_bytes", lambda device: 200 * made.model.kv_bytes_per_token(torch.float32)
+    )
     for a, b in zip(before, check(made.model, pairs(1), 100_000), strict=True):
         assert a.logprob == pytest.approx(b.logprob, rel=2e-6, abs=2e-5)
     assert max(pages) < whole / 2

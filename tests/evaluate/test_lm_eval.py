@@ -15,7 +15,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from deskside.serve.eval_command import run_eval
+from deskside.cli.eval import run as run_eval
 from tests.evaluate.made_model import Made, make, sentence
 
 N = 24

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deskside.errors import RunError
 from deskside.evaluate import sandbox
 from deskside.evaluate.sandbox import check, check_many
+from deskside.utils.errors import RunError
 
 RIGHT = "def double(x):\n    return 2 * x\n"
 TESTS = "assert double(2) == 4\nassert double(-3) == -6\n"

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from deskside.data.sources import Source
-from deskside.errors import UsageError
-from deskside.evaluate.hub import READERS
+from deskside.data.corpus.sources import Source
+from deskside.evaluate.datasets import READERS
 from deskside.evaluate.tasks import Selection, known, select
+from deskside.utils.errors import UsageError
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from deskside.config.adapter import AdapterConfig
 from deskside.config.model import ModelConfig
-from deskside.export import base
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
+from deskside.weights import frozen_base
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,
@@ -43,7 +43,7 @@ def trained(
 ) -> tuple[Transformer, AdapterConfig]:
     """An adapted model in which everything that trains has moved; it computes in float32."""
     config, options = ModelConfig(**{**TINY, **shape}), AdapterConfig(rank=4, alpha=8, **(adapter or {}))
-    model = base.make(config, options, 5, weights_of(config), "cpu", tokens)
+    model = frozen_base.make(config, options, 5, weights_of(config), "cpu", tokens)
     torch.manual_seed(2)
     for parameter in model.parameters():
         if parameter.requires_grad:

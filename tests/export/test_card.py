@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from deskside.export.card import model_card
-from deskside.export.hf import save_hf
-from deskside.export.history import stages
-from deskside.export.load import load_model
-from deskside.train.rundir import RunDirectory
+from deskside.run.directory import RunDirectory
+from deskside.run.lineage import stages
+from deskside.weights.hf import save_hf
+from deskside.weights.load import load_model
 from tests.data.chat_tokenizer import make as make_chat
 from tests.export.test_hf_parity import random_model
 from tests.serve.made_run import MadeRun, make
@@ -188,7 +188,7 @@ def test_an_earlier_checkpoint_is_not_credited_with_the_last_ones_numbers(
 
 
 def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) -> None:
-    from deskside.data.prepare import prepare
+    from deskside.data.corpus.prepare import prepare
 
     data = tmp_path / "data"
     prepare(["bundled:tiny_indic.jsonl"], data, vocab_size=300, val_fraction=0.1, workers=1, quiet=True)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from deskside.data import tokenizer as bpe
-from deskside.errors import RunError, UsageError
 from deskside.export.gguf import GgufType, gguf_name, rounding_bound, save_gguf
 from deskside.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
-from deskside.export.hf import to_hf
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf import to_hf
 from tests.data.chat_tokenizer import make as make_chat
 from tests.export.test_hf_parity import GPT2, MOE, random_model
 
@@ -299,7 +299,7 @@ def test_a_disk_that_is_too_small(
 ) -> None:
     model = random_model(vocab_size=VOCAB)
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("deskside.export.hf.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("deskside.weights.hf.shutil.disk_usage", lambda path: usage)
     with pytest.raises(RunError, match=r"needs 0\.1 MiB, and 0\.0 MiB are free there"):
         save_gguf(model, model.config, tokenizer, tmp_path / "a" / "out")
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from deskside.data import tokenizer as bpe
-from deskside.errors import UsageError
 from deskside.export.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_tokenizer
+from deskside.utils.errors import UsageError
 from tests.data.chat_tokenizer import make as make_chat
 
 TEXT = ["the ship went to the sea and the sea was wide. " * 4]

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from deskside.config.model import ModelConfig
-from deskside.data import folder
-from deskside.errors import RunError, UsageError
-from deskside.export.hf import load_hf, save_hf
-from deskside.export.hf_families import to_hf_config
-from deskside.export.hf_read import from_hf_config
+from deskside.data.corpus import output_folder
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf import load_hf, save_hf
+from deskside.weights.hf_config import from_hf_config
+from deskside.weights.hf_families import to_hf_config
 from tests.export.test_hf_parity import CASES, GPT2, MOE, TINY, batch, random_model
 
 transformers = pytest.importorskip("transformers")
@@ -142,7 +142,7 @@ def tokenizer_file(folder: Path, special: str = "<|endoftext|>") -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[special], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog. " * 5], trainer)
-    folder.mkdir(exist_ok=True)
+    output_folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
@@ -216,13 +216,13 @@ def test_a_file_that_comes_while_the_export_is_written_is_kept(
 ) -> None:
     model = random_model()
     out = save_hf(model, model.config, None, tmp_path / "hf")
-    delete = folder.delete
+    delete = output_folder.delete
 
     def late(old: Path, own: set[str]) -> None:
         (old / "thesis.txt").write_text("years of work")
         delete(old, own)
 
-    monkeypatch.setattr(folder, "delete", late)
+    monkeypatch.setattr(output_folder, "delete", late)
     with pytest.raises(RunError, match=r"was replaced; what else it held by then is kept in .*\.old"):
         save_hf(model, model.config, None, out)
     kept = [p for p in tmp_path.rglob("*") if p.name == "thesis.txt"]
@@ -273,7 +273,7 @@ def test_a_failed_export_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.
     def full_disk(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("deskside.export.hf.save_file", full_disk)
+    monkeypatch.setattr("deskside.weights.hf.save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         save_hf(model, model.config, None, out)
     assert (out / "model.safetensors").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [

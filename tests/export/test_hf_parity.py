@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
-from deskside.export.hf import hf_tensors, load_hf, save_hf, to_hf
-from deskside.export.hf_families import family_of
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors
+from deskside.weights.hf import hf_tensors, load_hf, save_hf, to_hf
+from deskside.weights.hf_families import family_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from benchmarks.gguf_in_llama_cpp import InLlamaCpp, relative_errors
 from deskside.data import tokenizer as bpe
-from deskside.data.chat_template import ChatTemplate
+from deskside.data.chat.chat_template import ChatTemplate
 from deskside.export.gguf import TYPE_NAMES, GgufType, save_gguf
 from deskside.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from deskside.model.transformer import Transformer

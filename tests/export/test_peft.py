@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deskside.errors import UsageError
-from deskside.export import base
-from deskside.export.hf import save_hf, to_hf
-from deskside.export.merge import merged
-from deskside.export.peft_dir import save_peft, to_peft
+from deskside.export.peft import save_peft, to_peft
 from deskside.ops.lora import adapters_off
+from deskside.utils.errors import UsageError
+from deskside.weights import frozen_base
+from deskside.weights.hf import save_hf, to_hf
+from deskside.weights.merge import merged
 from tests.export.adapted import trained
 
 transformers = pytest.importorskip("transformers")
@@ -170,7 +170,7 @@ def test_the_directory_is_replaced_only_when_it_is_ours(tmp_path: Path) -> None:
 def test_weights_of_another_architecture_are_named() -> None:
     from deskside.config.adapter import AdapterConfig
     from deskside.config.model import ModelConfig
-    from deskside.errors import RunError
+    from deskside.utils.errors import RunError
     from tests.export.adapted import TINY, weights_of
 
     config = ModelConfig(**TINY)
@@ -179,7 +179,7 @@ def test_weights_of_another_architecture_are_named() -> None:
     with pytest.raises(
         RunError, match=r"another architecture: 'layers.0.mlp.*' is \(256, 64\), \(64, 64\) is needed"
     ):
-        base.make(other, AdapterConfig(), 0, given, "cpu")
+        frozen_base.make(other, AdapterConfig(), 0, given, "cpu")
     del given["embed.weight"]
     with pytest.raises(RunError, match=r"'embed.weight' stands on one side only"):
-        base.make(config, AdapterConfig(), 0, given, "cpu")
+        frozen_base.make(config, AdapterConfig(), 0, given, "cpu")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.errors import UsageError
 from deskside.facts.gpus import NOISE, find, gpus, of_device, pcie_bandwidth
+from deskside.utils.errors import UsageError
 
 GIB = 2**30
 CARDS = gpus()

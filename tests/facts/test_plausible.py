@@ -2,10 +2,10 @@
 
 import pytest
 
-from deskside.errors import UsageError
 from deskside.facts.gpus import find, gpus
 from deskside.facts.measurements import Measurement, published
 from deskside.facts.plausible import bound, energy_cost, rate, scaling
+from deskside.utils.errors import UsageError
 
 ROWS = published()
 

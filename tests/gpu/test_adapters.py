@@ -12,8 +12,6 @@ from deskside.budget.work import AdapterWork, Work
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
-from deskside.export import base
-from deskside.export.load import load_model
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.dequantize import dequantize_int8
 from deskside.model.init import initialize
@@ -22,7 +20,9 @@ from deskside.ops.linear import Linear
 from deskside.optim.build import build
 from deskside.precision.apply import apply
 from deskside.precision.frozen import FrozenLinear, freeze
-from deskside.train.initial import Initial
+from deskside.train.state.init_weights import Initial
+from deskside.weights import frozen_base
+from deskside.weights.load import load_model
 from tests.gpu.card import DEVICE, NEEDS_CARD, config
 from tests.train.tiny_run import curve, plan, rows, train
 
@@ -75,7 +75,7 @@ def step_of(
     plain = Transformer(SHAPE)
     initialize(plain, 0)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    model = base.make(SHAPE, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
+    model = frozen_base.make(SHAPE, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
     apply(model, "bf16")
     optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 1)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deskside import cli_align, cli_align_dpo, cli_align_grpo
+from deskside.cli import dpo as dpo_command
+from deskside.cli import grpo as grpo_command
+from deskside.cli import sft as sft_command
 from tests.align import tiny
 
 pytestmark = [
@@ -24,7 +26,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tiny.jsonl(folder / "chats.jsonl", tiny.mostly_wrong())
     argv = [str(base), "--data", str(data), "--data.path", str(folder / "prepared"), "--runs", str(folder)]
     argv += ["--name", "taught", *CARD, "--batch.sequence_length", "128", "--batch.tokens", "2048"]
-    assert cli_align.run([*argv, "--schedule.steps", "200", "--optim.lr", "5e-3"]) == 0
+    assert sft_command.run([*argv, "--schedule.steps", "200", "--optim.lr", "5e-3"]) == 0
     return folder / "taught"
 
 
@@ -33,7 +35,7 @@ def test_dpo_learns_in_bf16(mode: str, taught: Path, tmp_path: Path) -> None:
     data = tiny.jsonl(tmp_path / "pairs.jsonl", tiny.pairs(200))
     argv = [str(taught), "--data", str(data), "--data.path", str(tmp_path / "data"), "--runs", str(tmp_path)]
     argv += ["--name", "d", *CARD, "--batch.sequence_length", "160", "--batch.tokens", "1280"]
-    cli_align_dpo.run([*argv, "--schedule.steps", "30", "--optim.lr", "1e-3", "--compute.compile", mode])
+    dpo_command.run([*argv, "--schedule.steps", "30", "--optim.lr", "1e-3", "--compute.compile", mode])
     rows = tiny.metrics(tmp_path / "d")
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=2e-3)
     assert json.loads((tmp_path / "d" / "summary.json").read_text())["val_accuracy"] > 0.9
@@ -45,7 +47,7 @@ def test_grpo_learns_in_bf16(mode: str, taught: Path, tmp_path: Path) -> None:
     argv = [str(taught), "--data", str(data), "--data.path", str(tmp_path / "data"), "--runs", str(tmp_path)]
     argv += ["--name", "g", *CARD, "--batch.sequence_length", "64", "--align.answer_tokens", "4"]
     argv += ["--questions", "16", "--schedule.steps", "60", "--optim.lr", "2e-3", "--compute.compile", mode]
-    cli_align_grpo.run(argv)
+    grpo_command.run(argv)
     rows = tiny.metrics(tmp_path / "g")
     summary = json.loads((tmp_path / "g" / "summary.json").read_text())
     assert summary["before"]["val_reward"] < 0.1

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision import apply, check
 from deskside.precision.backends import torchao, transformer_engine
-from deskside.train import setup
 from deskside.train.parallel import World
+from deskside.train.prepare import setup
+from deskside.utils.errors import UsageError
 from tests.gpu.card import DEVICE, NEEDS_CARD, QUICK, config, losses
 from tests.train import tiny_run
 

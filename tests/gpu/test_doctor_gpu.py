@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deskside.config.recipes import RECIPES
-from deskside.probe.doctor import examine
-from deskside.probe.doctor_checks import Check, run_all
+from deskside.doctor.check_list import Check, run_all
+from deskside.doctor.examine import examine
 from tests.gpu.card import ALONE, NEEDS_CARD
 
 pytestmark = [*NEEDS_CARD, ALONE, pytest.mark.timeout(580)]
@@ -130,7 +130,7 @@ def test_a_poisoned_card_is_charged_to_the_check_that_did_it() -> None:
                 "bf16",
                 "matmul",
                 "bf16",
-                "deskside.probe.doctor_gemm:plain",
+                "deskside.doctor.check_gemm:plain",
                 {"dtype": "bf16", "device": "cuda"},
                 "shared",
             ),

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from deskside.engine.counter_rng import DRAW, exponentials, stream_of
 from deskside.engine.engine import Engine
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
-from deskside.engine.noise import DRAW, exponentials, stream_of
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.kernels import decode

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.data.loader import Batch, Loader
-from deskside.data.rows import PackedDataset
+from deskside.data.reading.loader import Batch, Loader
+from deskside.data.reading.rows import PackedDataset
 from tests.gpu.card import DEVICE, NEEDS_CARD, spin
 
 pytestmark = NEEDS_CARD

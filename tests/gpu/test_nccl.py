@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.export.load import load_model
+from deskside.weights.load import load_model
 from tests.gpu.card import ADAMW, NEEDS_CARD, config, losses, parts
 from tests.train import tiny_run
 from tests.train.test_resume import arguments, preset

@@ -4,8 +4,8 @@ import time
 
 import torch
 
-from deskside.train.moment import Moment
-from deskside.train.step import Numbers
+from deskside.train.loop.device_timer import Moment
+from deskside.train.loop.step import Numbers
 from tests.gpu.card import DEVICE, NEEDS_CARD, spin
 
 pytestmark = NEEDS_CARD

@@ -12,9 +12,9 @@ from deskside.kernels.attention import AttentionContext, document_positions
 from deskside.model.transformer import Transformer
 from deskside.precision import check
 from deskside.precision.apply import Applied, apply, restore
-from deskside.precision.operands import Draws, Prepared, cast_with_scales_of_rows, prepare
-from deskside.precision.plan import Quantizer, Shared
 from deskside.precision.products import Kind, product
+from deskside.precision.quantized_linear import Quantizer, Shared
+from deskside.precision.quantized_operand import Draws, Prepared, cast_with_scales_of_rows, prepare
 from deskside.precision.scales import OWN_STEPS, DelayedScales
 from deskside.precision.selfcheck import check_head
 from tests.gpu import card

@@ -7,9 +7,9 @@ import torch
 
 from deskside.config.run import RunConfig
 from deskside.study import results as files
-from deskside.study.devices import choose
-from deskside.study.folder import Plan, StudyFolder
-from deskside.study.runner import Runner
+from deskside.study.execute.devices import choose
+from deskside.study.execute.runner import Runner
+from deskside.study.execute.study_folder import Plan, StudyFolder
 from tests.gpu.card import ADAMW, NEEDS_CARD, QUICK, config
 from tests.study import tiny_study
 

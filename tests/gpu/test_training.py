@@ -11,8 +11,8 @@ import torch
 
 from deskside.config.run import RunConfig
 from deskside.kernels.attention import AttentionContext
-from deskside.train import setup
 from deskside.train.parallel import World
+from deskside.train.prepare import setup
 from tests.gpu.card import ADAMW, DEVICE, NEEDS_CARD, QUICK, config, losses
 from tests.train import tiny_run
 from tests.train.test_resume import check_same

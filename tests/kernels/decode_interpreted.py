@@ -11,10 +11,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from deskside.engine import fused  # noqa: E402
+from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of  # noqa: E402
 from deskside.engine.engine import Engine  # noqa: E402
-from deskside.engine.noise import PROPOSE, exponentials, stream_of  # noqa: E402
 from deskside.engine.requests import Request  # noqa: E402
-from deskside.kernels import decode, decode_noise_triton, decode_triton  # noqa: E402
+from deskside.kernels import decode, decode_rng_triton, decode_triton  # noqa: E402
 from deskside.kernels.fused.types import QkvLayout  # noqa: E402
 from tests.engine.test_generate import VARIANTS, make, plain  # noqa: E402
 
@@ -88,7 +88,7 @@ def noise(found: dict[str, float]) -> None:
         ("some", torch.randint(0, 50_000, (4, 70))),
         ("all", torch.arange(40_000).expand(4, -1)),
     ):
-        ours = decode_noise_triton.exponentials(stream, count, PROPOSE, tokens)
+        ours = decode_rng_triton.exponentials(stream, count, PROPOSE, tokens)
         truth = exponentials(stream, count, PROPOSE, tokens)
         assert truth.min() < 1e-4 or name == "some"
         found[f"noise of {name}"] = float(((ours - truth).abs() / truth).max())

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deskside.errors import RunError, UsageError
 from deskside.kernels import decode
 from deskside.kernels.attention import (
     BACKENDS,
@@ -29,6 +28,7 @@ from deskside.kernels.attention import (
 from deskside.kernels.attention.context import register
 from deskside.model import transformer
 from deskside.ops.attention import attention
+from deskside.utils.errors import RunError, UsageError
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:

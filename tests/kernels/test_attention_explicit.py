@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deskside.errors import RunError
 from deskside.kernels.attention import (
     BACKENDS,
     AttentionContext,
@@ -22,6 +21,7 @@ from deskside.kernels.attention import (
 )
 from deskside.kernels.attention.context import register
 from deskside.ops.attention import attention
+from deskside.utils.errors import RunError
 from tests.kernels.test_attention import CASES, cut
 
 HEADS, KV, DIM = 4, 2, 8

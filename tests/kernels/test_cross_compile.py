@@ -31,7 +31,7 @@ from deskside.kernels.fused import (
     triton_rope,
     triton_rowwise,
     triton_sums,
-    triton_turn,
+    triton_transpose,
 )
 
 CASES = all_cases()
@@ -105,7 +105,7 @@ def kernels_of(*modules: ModuleType) -> set[str]:
 
 def test_every_kernel_has_a_case() -> None:
     """Kernels that no other kernel calls are launched, and so must be compiled here."""
-    modules = (triton_norm, triton_rope, triton_gated, triton_rowwise, triton_sums, triton_turn)
+    modules = (triton_norm, triton_rope, triton_gated, triton_rowwise, triton_sums, triton_transpose)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(dequantize_triton) | kernels_of(embedding_triton)
     assert len(launched) > 12

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deskside.config.recipes import Operand
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 from tests.kernels import nvfp4_noise
 from tests.kernels.interpreter import interpreted
 from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext, document_positions
+from deskside.utils.errors import UsageError
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deskside.kernels.plain import ACTIVATIONS
+from deskside.kernels.functional import ACTIVATIONS
 from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
 from deskside.ops.linear import Linear
 from deskside.ops.logical import logical_tensors

@@ -10,8 +10,8 @@ from torch import nn
 
 from deskside.budget.scaling import Scaling
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.errors import RunError, UsageError
 from deskside.optim.build import Optimizer, build
+from deskside.utils.errors import RunError, UsageError
 from tests.optim.models import NO_SCALING, backward, make, weights
 
 CONFIGS = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from deskside.errors import UsageError
 from deskside.optim.groups import classify
+from deskside.utils.errors import UsageError
 from tests.optim.models import make
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.errors import RunError, UsageError
 from deskside.optim import adamw, offload
 from deskside.optim.build import Optimizer, build
 from deskside.optim.offload import Job, Streamer, host_zeros, pieces
+from deskside.utils.errors import RunError, UsageError
 from tests.optim.models import NO_SCALING, backward, make, weights
 
 Config = AdamWConfig | MuonConfig

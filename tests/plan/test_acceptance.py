@@ -17,7 +17,7 @@ from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import calibrate
 from deskside.plan.candidates import setup_seconds
 from deskside.plan.estimate import Setting, StageSetting, estimate
-from deskside.plan.make import make_plan
+from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
 
 GPT2_GRADE = 4.33e19  # FLOPs of nanochat's d24 that matches GPT-2

@@ -14,13 +14,14 @@ from deskside.budget.memory import training_memory
 from deskside.budget.shape import matmul_params
 from deskside.budget.speed import tokens_per_second
 from deskside.budget.work import Work
-from deskside.cli_train import DESCRIPTION, TrainOptions
-from deskside.config import merge, overrides, presets
+from deskside.cli import overrides
+from deskside.cli.train import DESCRIPTION, TrainOptions
+from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.plan import bands, candidates
 from deskside.plan.estimate import of_config
-from deskside.plan.make import make_plan
+from deskside.plan.planner import make_plan
 from deskside.plan.request import Request
 from deskside.plan.result import Plan
 from tests.plan import made

@@ -18,10 +18,10 @@ from benchmarks.planner_unknown import left_out, together
 from deskside.budget.host import host_seconds
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, step_seconds, tokens_per_second
-from deskside.errors import UsageError
 from deskside.facts.gpus import find
 from deskside.plan.calibrate import COPY_SHARE, NARROWEST, UNKNOWN_SPREAD, Calibration, calibrate
 from deskside.plan.published import sheet_rates
+from deskside.utils.errors import UsageError
 
 Row = dict[str, Any]
 POINTS = Path(__file__).parents[2] / "docs/data/2026-11-20-planner/h200_points.jsonl"

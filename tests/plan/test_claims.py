@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from deskside.budget.shape import flops_per_token, num_params
-from deskside.errors import UsageError
 from deskside.facts import gpus
 from deskside.plan import claims
 from deskside.plan.claims import Claims, Finding, check, of_card, parse
-from deskside.plan.make import make_plan
+from deskside.plan.planner import make_plan
 from deskside.plan.request import Request, ask
+from deskside.utils.errors import UsageError
 
 MOE = """
 [model]

@@ -6,7 +6,7 @@ import pytest
 
 from deskside.facts import gpus, power
 from deskside.plan.costs import cost
-from deskside.plan.make import make_plan
+from deskside.plan.planner import make_plan
 from tests.plan import made
 
 DAY = 86400.0

@@ -10,7 +10,7 @@ from deskside.config import merge
 from deskside.model.transformer import Transformer
 from deskside.plan.estimate import of_config
 from deskside.train.parallel import World
-from deskside.train.setup import execution_mode
+from deskside.train.prepare.setup import execution_mode
 
 SHAPES: dict[str, dict[str, Any]] = {
     "the default": {},

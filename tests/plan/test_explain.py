@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from deskside.errors import UsageError
 from deskside.plan.explain import explain, items
-from deskside.plan.make import make_plan
+from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
 from deskside.plan.result import Plan
+from deskside.utils.errors import UsageError
 from tests.plan import made
 
 MOE = {

@@ -8,15 +8,15 @@ from typing import Any, get_args
 
 import pytest
 
-import deskside.probe.store as probe_store
+import deskside.measurements.store as probe_store
 from deskside.budget.shape import num_params
 from deskside.config import presets
 from deskside.config.model import ModelConfig
-from deskside.config.parts import PrecisionName
-from deskside.errors import UsageError
+from deskside.config.sections import PrecisionName
+from deskside.measurements.store import Machine
 from deskside.plan import request
 from deskside.plan.request import DRIVER_SHARE, ask, count
-from deskside.probe.store import Machine
+from deskside.utils.errors import UsageError
 
 
 @pytest.mark.parametrize(

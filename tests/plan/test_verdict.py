@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.config import merge
-from deskside.errors import UsageError
 from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
-from deskside.plan.make import make_plan
+from deskside.plan.planner import make_plan
 from deskside.plan.request import Request, ask
 from deskside.plan.verdict import judge
+from deskside.utils.errors import UsageError
 from tests.plan import made
 from tests.plan.test_claims import MOE
 

@@ -12,7 +12,6 @@ from deskside.budget.scaling import Scaling
 from deskside.config.adapter import AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.errors import UsageError
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors
@@ -22,6 +21,7 @@ from deskside.optim.groups import classify
 from deskside.precision.adapters import attach, trained_parameters
 from deskside.precision.apply import apply
 from deskside.precision.frozen import FrozenLinear
+from deskside.utils.errors import UsageError
 from tests.optim.models import NO_SCALING
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -13,23 +13,23 @@ from deskside.budget.scaling import Scaling
 from deskside.config import merge
 from deskside.config.dimensions import check_dimensions
 from deskside.config.model import ModelConfig
-from deskside.config.parts import BatchConfig, PrecisionConfig
 from deskside.config.recipes import RECIPES
 from deskside.config.run import RunConfig
-from deskside.config.work import kept_weights
-from deskside.errors import UsageError
+from deskside.config.sections import BatchConfig, PrecisionConfig
+from deskside.config.step_spec import kept_weights
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear
-from deskside.ops.halves import AttentionHalf, MLPHalf
 from deskside.ops.linear import Linear
+from deskside.ops.sublayer import AttentionHalf, MLPHalf
 from deskside.optim.build import build
 from deskside.precision.apply import apply, refused, restore
 from deskside.precision.selfcheck import check
-from deskside.train.attention import Attention
-from deskside.train.guard import Guard
+from deskside.train.loop.guard import Guard
+from deskside.train.loop.step import Stepper
 from deskside.train.parallel import World
-from deskside.train.step import Stepper
+from deskside.train.prepare.attention_backends import Attention
+from deskside.utils.errors import UsageError
 from tests.precision.small import SIZES, backward, everywhere, fresh, make, tokens, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deskside.config.parts import BACKEND_RECIPES
 from deskside.config.recipes import RECIPES, recipe_named
-from deskside.errors import UsageError
+from deskside.config.sections import BACKEND_RECIPES
 from deskside.kernels.attention import AttentionContext
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision import Applied, apply, backends, check, restore
 from deskside.precision.backends import torchao, transformer_engine
-from deskside.train import setup
 from deskside.train.parallel import World
+from deskside.train.prepare import setup
+from deskside.utils.errors import UsageError
 from tests.precision import te_signatures
 from tests.train import tiny_run
 from tests.train.conftest import data as data

@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
-from deskside.errors import UsageError
 from deskside.kernels.attention import AttentionContext
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
 from deskside.optim.build import build
 from deskside.precision.frozen import FrozenLinear, freeze, require_adapters, stored_bytes
+from deskside.utils.errors import UsageError
 from tests.optim.models import NO_SCALING, make
 
 FORMATS = ["nf4", "int8"]

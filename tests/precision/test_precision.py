@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import RECIPES
-from deskside.errors import UsageError
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import LayerNorm, RMSNorm
 from deskside.precision import head
 from deskside.precision.apply import apply, restore
-from deskside.precision.operands import Draws, cast_with_own_scale
-from deskside.precision.plan import Shared
+from deskside.precision.quantized_linear import Shared
+from deskside.precision.quantized_operand import Draws, cast_with_own_scale
 from deskside.precision.scales import DelayedScales
 from deskside.precision.selfcheck import HEAD_TOLERANCE, check, check_gemm, check_head
+from deskside.utils.errors import UsageError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "precision.md"
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from deskside.config.recipes import RECIPES, Operand, Product
-from deskside.precision.operands import Draws, Prepared, prepare
 from deskside.precision.products import Kind, product
+from deskside.precision.quantized_operand import Draws, Prepared, prepare
 
 N, K, M = 256, 128, 384
 KINDS: tuple[Kind, ...] = ("output", "input_gradient", "weight_gradient")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from deskside.errors import RunError
 from deskside.kernels import fused
 from deskside.precision.scales import OWN_STEPS, DelayedScales
+from deskside.utils.errors import RunError
 from tests.precision.small import backward, everywhere, fresh
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskside.doctor import check_attention, check_gemm, check_recipes
+from deskside.doctor.scaled_operands import FORMATS, Format, Operand
 from deskside.kernels.attention import AttentionContext, Backend, backend_named
 from deskside.kernels.attention.context import register
-from deskside.precision.selfcheck import check_gemm
-from deskside.probe import doctor_attention, doctor_gemm, doctor_recipes
-from deskside.probe.doctor_formats import FORMATS, Format, Operand
+from deskside.precision import selfcheck
 
 RIGHT = FORMATS["fp8_row"]
 
@@ -19,7 +19,7 @@ def _format(multiply: Any) -> Format:
 
 
 def right_product() -> dict[str, Any]:
-    return doctor_gemm.check_format(RIGHT, torch.device("cpu"))
+    return check_gemm.check_format(RIGHT, torch.device("cpu"))
 
 
 def slightly_wrong_product() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def slightly_wrong_product() -> dict[str, Any]:
     def multiply(a: Operand, b: Operand, gradient: bool) -> Tensor:
         return RIGHT.multiply(a, b, gradient) * 1.03
 
-    return doctor_gemm.check_format(_format(multiply), torch.device("cpu"))
+    return check_gemm.check_format(_format(multiply), torch.device("cpu"))
 
 
 def zero_gradient_product() -> dict[str, Any]:
@@ -38,12 +38,14 @@ def zero_gradient_product() -> dict[str, Any]:
         product = RIGHT.multiply(a, b, gradient)
         return torch.zeros_like(product) if gradient else product
 
-    return doctor_gemm.check_format(_format(multiply), torch.device("cpu"))
+    return check_gemm.check_format(_format(multiply), torch.device("cpu"))
 
 
 def zero_gradient_recipe() -> dict[str, Any]:
     """A recipe whose layer computes right outputs and input gradients, and weight gradients that are all zero."""
-    return doctor_recipes.judged(check_gemm(lambda x, w: x @ w.detach().T + 0 * w.sum(), 0.12, "cpu"), 0.12)
+    return check_recipes.judged(
+        selfcheck.check_gemm(lambda x, w: x @ w.detach().T + 0 * w.sum(), 0.12, "cpu"), 0.12
+    )
 
 
 class _ZeroGradients(torch.autograd.Function):
@@ -72,4 +74,4 @@ def windowless_attention() -> dict[str, Any]:
 
 def _attention(function: Any, window: bool) -> dict[str, Any]:
     register(Backend("planted", function, frozenset({"cpu"}), frozenset({torch.float32}), window=True))
-    return doctor_attention.check("planted", window, "cpu")
+    return check_attention.check("planted", window, "cpu")

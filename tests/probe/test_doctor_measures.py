@@ -8,41 +8,41 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deskside.doctor import (
+    check_attention,
+    check_gemm,
+    check_libraries,
+    check_tools,
+    check_training,
+    machine_facts,
+)
 from deskside.kernels import fused
 from deskside.kernels.attention import BACKENDS, Requirements
 from deskside.optim.build import Optimizer
-from deskside.probe import (
-    doctor_attention,
-    doctor_child,
-    doctor_facts,
-    doctor_gemm,
-    doctor_libraries,
-    doctor_train,
-)
-from deskside.train.step import Stepper
+from deskside.train.loop.step import Stepper
 
 CPU = torch.device("cpu")
 
 
 def test_compare_tells_zero_not_finite_and_off_apart() -> None:
     truth = {"a": torch.tensor([3.0, 4.0], dtype=torch.float64), "none": torch.zeros(2)}
-    same = doctor_child.compare({"a": torch.tensor([3.0, 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
+    same = check_tools.compare({"a": torch.tensor([3.0, 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
     assert (same["verdict"], same["errors"]) == ("works", {"a": 0.0, "none": 0.0})
-    off = doctor_child.compare({"a": torch.tensor([3.0, 4.5]), "none": torch.zeros(2)}, truth, 1e-3)
+    off = check_tools.compare({"a": torch.tensor([3.0, 4.5]), "none": torch.zeros(2)}, truth, 1e-3)
     assert off["reason"] == "a is off by 1.0e-01, allowed 1e-03" and off["errors"]["a"] == pytest.approx(0.1)
-    nan = doctor_child.compare({"a": torch.tensor([float("nan"), 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
+    nan = check_tools.compare({"a": torch.tensor([float("nan"), 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
     assert nan["reason"] == "a is not finite" and nan["errors"]["a"] is None
     # However wide the tolerance is, nothing but zeros is wrong.
-    zero = doctor_child.compare({"a": torch.zeros(2), "none": torch.zeros(2)}, truth, 10.0)
+    zero = check_tools.compare({"a": torch.zeros(2), "none": torch.zeros(2)}, truth, 10.0)
     assert (zero["verdict"], zero["reason"]) == ("wrong numbers", "a is all zero")
     # A gradient where there must be none is an error too.
-    extra = doctor_child.compare({"a": truth["a"], "none": torch.ones(2)}, truth, 1e-3)
+    extra = check_tools.compare({"a": truth["a"], "none": torch.ones(2)}, truth, 1e-3)
     assert extra["verdict"] == "wrong numbers" and "none is off" in extra["reason"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_plain_matmul(dtype: str) -> None:
-    result = doctor_gemm.plain(dtype, "cpu")
+    result = check_gemm.plain(dtype, "cpu")
     assert result["verdict"] == "works", result
     assert set(result["errors"]) == {"output", "input gradient", "weight gradient"}
     assert result["speed"]["value"] > 1e8 and result["speed"]["unit"] == "FLOP/s"
@@ -50,15 +50,15 @@ def test_plain_matmul(dtype: str) -> None:
 
 def test_plain_matmul_of_less_precision_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """As TF32 would be, where somebody switched it on."""
-    monkeypatch.setitem(doctor_gemm.PLAIN, "fp32", (torch.bfloat16, doctor_gemm.PLAIN["fp32"][1]))
-    result = doctor_gemm.plain("fp32", "cpu")
+    monkeypatch.setitem(check_gemm.PLAIN, "fp32", (torch.bfloat16, check_gemm.PLAIN["fp32"][1]))
+    result = check_gemm.plain("fp32", "cpu")
     assert result["verdict"] == "wrong numbers" and "output is off by" in result["reason"]
 
 
 def test_copy_counts_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor_gemm.COPY_BYTES, "cpu", 2**22)
-    monkeypatch.setattr(doctor_gemm, "median_seconds", lambda call, device: [call(), 0.5][1])
-    result = doctor_gemm.copy("cpu")
+    monkeypatch.setitem(check_gemm.COPY_BYTES, "cpu", 2**22)
+    monkeypatch.setattr(check_gemm, "median_seconds", lambda call, device: [call(), 0.5][1])
+    result = check_gemm.copy("cpu")
     assert result["verdict"] == "works" and result["speed"]["value"] == 2 * 2**22 / 0.5
 
 
@@ -66,12 +66,12 @@ def test_copy_counts_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("window", [False, True])
 def test_attention_backends(name: str, window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Requirements(1, 160, 4, 2, 16, torch.float32, CPU)
-    monkeypatch.setitem(doctor_attention.TIMED, "cpu", small)
+    monkeypatch.setitem(check_attention.TIMED, "cpu", small)
     if window and not BACKENDS[name].window:
         with pytest.raises(Exception, match="has no sliding window"):
-            doctor_attention.check(name, window, "cpu")
+            check_attention.check(name, window, "cpu")
         return
-    result = doctor_attention.check(name, window, "cpu")
+    result = check_attention.check(name, window, "cpu")
     assert result["verdict"] == "works", result
     assert set(result["errors"]) == {"output", "dq", "dk", "dv"}
     assert all(0 <= error < 1e-5 for error in result["errors"].values())
@@ -83,18 +83,18 @@ def test_flops_count_the_pairs_that_see_each_other(window: int | None) -> None:
     need = Requirements(2, 7, 3, 1, 5, torch.float32, CPU, window)
     pairs = sum(1 for q in range(7) for k in range(7) if k <= q and (window is None or q - k < window))
     forward = 2 * 2 * 2 * 3 * 5 * pairs  # rows, two products of a multiply and an add, heads, channels
-    assert doctor_attention.flops(need) == 3.5 * forward
+    assert check_attention.flops(need) == 3.5 * forward
 
 
 def test_choice_of_attention() -> None:
-    result = doctor_attention.quick_choice("cpu")
+    result = check_attention.quick_choice("cpu")
     assert result["verdict"] == "works"
     assert result["details"]["chosen"] in result["details"]["milliseconds"]
     assert "cuda" in result["details"]["rejected"]["cudnn"]
 
 
 def test_every_backend_is_listed() -> None:
-    listed = {b["name"]: b for b in doctor_attention.listed("cuda")}
+    listed = {b["name"]: b for b in check_attention.listed("cuda")}
     assert set(listed) == set(BACKENDS)
     assert listed["cudnn"]["full"] is None and listed["cudnn"]["window"] == "has no sliding window"
     assert listed["efficient"]["full"] is None, "a backend without grouped heads gets a problem without them"
@@ -102,9 +102,9 @@ def test_every_backend_is_listed() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_step(precision: str) -> None:
-    result = doctor_train.step(precision, "cpu")
+    result = check_training.step(precision, "cpu")
     assert result["verdict"] == "works", result
-    assert result["errors"]["gradients"] < doctor_train.TOLERANCE[precision] / 2
+    assert result["errors"]["gradients"] < check_training.TOLERANCE[precision] / 2
     losses = result["details"]["losses"]
     assert losses[-1] < 0.9 * losses[0]
 
@@ -118,21 +118,21 @@ def test_a_training_step_with_a_zero_gradient_is_wrong(monkeypatch: pytest.Monke
         return loss
 
     monkeypatch.setattr(Stepper, "forward_backward", broken)
-    result = doctor_train.step("fp32", "cpu")
+    result = check_training.step("fp32", "cpu")
     assert result["verdict"] == "wrong numbers"
     assert result["reason"] == "gradient of embed.weight is all zero"
 
 
 def test_a_training_step_that_learns_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Optimizer, "step", lambda optimizer, skip=None: None)
-    result = doctor_train.step("fp32", "cpu")
+    result = check_training.step("fp32", "cpu")
     assert result["verdict"] == "wrong numbers"
     assert result["reason"].startswith("8 steps on one batch brought its loss from 6.2")
 
 
 @pytest.mark.parametrize("mode", ["fused", pytest.param("block", marks=pytest.mark.full)])
-def test_other_ways_to_run_a_step_on_a_cpu(mode: doctor_train.ExecutionMode) -> None:
-    result = doctor_train.executed(mode, "fp32", "cpu")
+def test_other_ways_to_run_a_step_on_a_cpu(mode: check_training.ExecutionMode) -> None:
+    result = check_training.executed(mode, "fp32", "cpu")
     assert result["verdict"] == "works", result
     assert result["errors"]["gradients"] < 1e-4
     assert result["details"]["times_eager"] > 0 and result["speed"]["unit"] == "tokens/s"
@@ -141,12 +141,12 @@ def test_other_ways_to_run_a_step_on_a_cpu(mode: doctor_train.ExecutionMode) -> 
 def test_wrong_hand_written_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = fused.gated_backward
     monkeypatch.setattr(fused, "gated_backward", lambda *given: right(*given) * 1.3)
-    result = doctor_train.executed("fused", "bf16", "cpu")
+    result = check_training.executed("fused", "bf16", "cpu")
     assert result["verdict"] == "wrong numbers" and result["errors"]["gradients"] > 0.2, result
 
 
 def test_facts_of_this_machine() -> None:
-    facts = doctor_facts.collect()
+    facts = machine_facts.collect()
     assert facts["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert facts["torch"] == torch.__version__ and facts["memory_available_gib"] > 0
     assert bool(facts["cuda_error"]) is (facts["device"] == "cpu")
@@ -193,7 +193,7 @@ def test_transformer_engine_with_zero_gradients_is_found(
     te.Linear, te.autocast = type("Linear", (_Layer,), {"spoil": spoil}), Autocast
     for module in (ModuleType("transformer_engine"), ModuleType("transformer_engine.common"), recipe, te):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    result = doctor_libraries.transformer_engine("NVFP4BlockScaling", "cpu")
+    result = check_libraries.transformer_engine("NVFP4BlockScaling", "cpu")
     assert entered and entered[0]["enabled"] is True
     if spoil:
         assert result["verdict"] == "wrong numbers"
@@ -209,7 +209,7 @@ def test_torchao_that_converts_nothing_is_no_success(monkeypatch: pytest.MonkeyP
     for module in (ModuleType("torchao"), float8):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(RuntimeError, match="left the layer as it was"):
-        doctor_libraries.torchao("tensorwise", "cpu")
+        check_libraries.torchao("tensorwise", "cpu")
 
 
 def test_8_bit_adamw_that_keeps_32_bit_states_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,4 +217,4 @@ def test_8_bit_adamw_that_keeps_32_bit_states_is_no_success(monkeypatch: pytest.
     bnb.optim = SimpleNamespace(AdamW8bit=torch.optim.AdamW)
     monkeypatch.setitem(sys.modules, "bitsandbytes", bnb)
     with pytest.raises(RuntimeError, match="no 8-bit state"):
-        doctor_libraries.bitsandbytes_adamw("cpu")
+        check_libraries.bitsandbytes_adamw("cpu")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from matplotlib import colormaps, image
 
-from deskside.errors import RunError
+from deskside.measurements.store import Row
 from deskside.probe import heatmap
+from deskside.probe.grid import Point, make_point
 from deskside.probe.heatmap import draw
-from deskside.probe.map import Point, make_point
-from deskside.probe.store import Row
-from tests.probe.test_map import depth, grid
+from deskside.utils.errors import RunError
+from tests.probe.test_grid import depth, grid
 from tests.probe.test_table import found
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from deskside.budget.shape import flops_per_token, num_params
-from deskside.errors import UsageError
-from deskside.probe import child
 from deskside.probe.point import RandomRows, configuration, measure_point, random_batches
+from deskside.utils import child_process
+from deskside.utils.errors import UsageError
 
 SHAPE = {
     "vocab_size": 128, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
@@ -73,6 +73,8 @@ def test_tokens_fall_as_one_over_rank() -> None:
 
 
 def test_through_a_child() -> None:
-    outcome = child.run("deskside.probe.point:measure_point", {"spec": SPEC}, 120, {"OMP_NUM_THREADS": "1"})
+    outcome = child_process.run(
+        "deskside.probe.point:measure_point", {"spec": SPEC}, 120, {"OMP_NUM_THREADS": "1"}
+    )
     assert outcome.status == "ok", outcome.stderr
     assert outcome.value["setup_seconds"] < outcome.seconds

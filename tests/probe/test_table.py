@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from deskside.measurements.store import make_key, make_row
 from deskside.probe import table
-from deskside.probe.map import Point, make_point
-from deskside.probe.store import make_key, make_row
-from deskside.probe.survey import Finding
+from deskside.probe.grid import Point, make_point
+from deskside.probe.sweep import Finding
 from deskside.probe.words import count, hours
+from tests.measurements.test_store import MACHINE
 from tests.probe import fakes
-from tests.probe.test_map import depth
-from tests.probe.test_store import MACHINE
+from tests.probe.test_grid import depth
 
 SMALL = make_point(depth(8).model, 1024, 8192)
 

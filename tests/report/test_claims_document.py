@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deskside.report.study_claims import claims_markdown
-from deskside.study.claims import judge
+from deskside.study.claims.claim_results import judge
 from deskside.study.results import Results
 from tests.study import made
 

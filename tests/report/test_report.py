@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.errors import UsageError
-from deskside.report.commands import run, write_report
+from deskside.cli.report import run
+from deskside.report.write import write_report
+from deskside.utils.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

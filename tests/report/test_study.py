@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.errors import RunError, UsageError
+from deskside.cli.report import run
 from deskside.report import html, markdown, study, study_claims, study_words
-from deskside.report.commands import run, write_report
 from deskside.report.study_claims import claims_markdown
-from deskside.study.compare import compare
-from deskside.study.metrics import BY_KEY
+from deskside.report.write import write_report
+from deskside.study.narrative.findings import GOALS, insights
 from deskside.study.results import Arm, ClaimResult, Comparison, Group, Results
-from deskside.study.sentences import GOALS, insights
+from deskside.study.stats.compare import compare
+from deskside.study.stats.metrics import BY_KEY
+from deskside.utils.errors import RunError, UsageError
 from tests.report.test_report import Page
 from tests.study import made
 

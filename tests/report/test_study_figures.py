@@ -21,8 +21,8 @@ from deskside.report.study_curves import curves
 from deskside.report.study_effects import forest, heat
 from deskside.report.study_figures import draw, plots
 from deskside.report.study_levels import bars, bubbles, front
-from deskside.study.compare import compare
 from deskside.study.results import Arm, Factor, Group, Results
+from deskside.study.stats.compare import compare
 from tests.study import made
 
 RESULTS = compare(made.results())

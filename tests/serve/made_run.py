@@ -6,10 +6,10 @@ from pathlib import Path
 
 from deskside.config.run import RunConfig
 from deskside.data import tokenizer as bpe
-from deskside.data.prepare import prepare
+from deskside.data.corpus.prepare import prepare
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
-from deskside.train import checkpoint
+from deskside.weights import checkpoint
 
 TEXT = "the ship went to the sea and the sea was wide, naïve sailors sang 東京 songs 😀 all day long\n"
 

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from deskside.engine.engine import Engine
-from deskside.export.load import Loaded, load_model
 from deskside.serve.app import SHORT_CHARACTERS, Service, make_app
-from deskside.serve.prompts import Prompts
+from deskside.serve.templating import Prompts
 from deskside.serve.worker import Worker
+from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import make_chatty
 
 LONG = "the sea " * SHORT_CHARACTERS

@@ -157,7 +157,7 @@ def decode(self, *rest):
     if len(told) == 3: raise RuntimeError('CUDA error: an illegal memory access')
     return real(self, *rest)
 Forward.decode = decode
-from deskside.cli import main
+from deskside.cli.main import main
 sys.exit(main(['serve', sys.argv[1], '--port', '0', '--device', 'cpu']))
 """
 

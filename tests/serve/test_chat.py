@@ -18,13 +18,13 @@ import pytest
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deskside.cli.chat import run as run_chat
 from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.engine.steps import Forward
-from deskside.errors import UsageError
-from deskside.export.load import Loaded, load_model
 from deskside.serve.chat import ChatOptions, Conversation, converse
-from deskside.serve.commands import run_chat
+from deskside.utils.errors import UsageError
+from deskside.weights.load import Loaded, load_model
 from tests.serve.made_run import MadeRun, make
 
 TEMPLATE = (
@@ -278,7 +278,7 @@ class Terminal:
     def __init__(self, arguments: list[str]) -> None:
         self.shown = ""
         self._ours, theirs = pty.openpty()
-        code = "import sys; from deskside.serve.commands import run_chat; sys.exit(run_chat(sys.argv[1:]))"
+        code = "import sys; from deskside.cli.chat import run as run_chat; sys.exit(run_chat(sys.argv[1:]))"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             stdin=theirs,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deskside.config.address import is_loopback
+from deskside.serve.address import is_loopback
 from deskside.serve.guard import MAX_HEAD, Guard, Limits, connection_class
 
 LIMITS = Limits(body_bytes=1000, head_seconds=0.6, body_seconds=0.8, stall_seconds=0.8, connections=12)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.serve_load import Question, load, main, questions, served
 from deskside.engine.generate import generate
-from deskside.export.load import Loaded, load_model
+from deskside.weights.load import Loaded, load_model
 from tests.serve.made_run import make
 
 CLEAR = 1e-3  # nats between the best token and the second

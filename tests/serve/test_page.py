@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.serve_load import served
 from deskside.engine.generate import generate
-from deskside.export.load import load_model
-from deskside.serve.prompts import Prompts
+from deskside.serve.templating import Prompts
+from deskside.weights.load import load_model
 from tests.serve.chatty import make_chatty, make_endless
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deskside.data.rows import PackedDataset
+from deskside.cli.chat import run as run_chat
+from deskside.cli.eval import run as run_eval
+from deskside.cli.export import run as run_export
+from deskside.data.reading.rows import PackedDataset
 from deskside.engine.generate import generate
-from deskside.errors import RunError, UsageError
 from deskside.evaluate.bpb import evaluate_dataset
-from deskside.serve.commands import run_chat
-from deskside.serve.eval_command import run_eval
-from deskside.serve.export_command import run_export
+from deskside.utils.errors import RunError, UsageError
 from tests.serve.made_run import MadeRun, make
 
 

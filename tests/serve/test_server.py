@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from benchmarks.serve_load import served
-from deskside.engine import room
+from deskside.cli.serve import Serve, _engine
+from deskside.cli.serve import run as run_serve
+from deskside.engine import kv_budget
 from deskside.engine.generate import generate
 from deskside.engine.sampling import Sampling
-from deskside.errors import UsageError
-from deskside.export.load import Loaded, load_model
-from deskside.serve.server import Serve, _engine, run_serve
+from deskside.utils.errors import UsageError
+from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import make_chatty, rendered
 
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -415,7 +416,7 @@ def test_the_cache_leaves_a_card_room_to_compute_in(
     wanted = _engine(loaded, Serve(str(chatty), max_batch=4)).free_tokens
     assert capsys.readouterr().err == ""
     each = loaded.model.kv_bytes_per_token(torch.float32)
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(64 * each / room.SHARE) + 1)
+    monkeypatch.setattr(kv_budget, "free_bytes", lambda device: int(64 * each / kv_budget.SHARE) + 1)
     assert _engine(loaded, Serve(str(chatty), max_batch=4)).free_tokens == 64 < wanted
     assert (
         f"room for a cache of 64 tokens beside the model, in place of {wanted:,}" in capsys.readouterr().err

@@ -9,8 +9,8 @@ import pytest
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Event, Request
 from deskside.engine.sampling import Sampling
-from deskside.errors import RunError, UsageError
 from deskside.serve.worker import Told, Worker
+from deskside.utils.errors import RunError, UsageError
 from tests.engine.test_generate import make, plain
 
 MODEL = make(num_hidden_layers=1)

@@ -12,9 +12,9 @@ import threading
 import time
 from pathlib import Path
 
-from deskside.errors import RunError, UsageError
-from deskside.study.child import STOPPED, Order
-from deskside.train.stop import StopSignal
+from deskside.study.execute.trial_process import STOPPED, Order
+from deskside.train.loop.stop import StopSignal
+from deskside.utils.errors import RunError, UsageError
 
 TARGET = "tests.study.fake_trials:act"
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def act(order: Order) -> tuple[str, str]:
     elif what == "exit":
         os._exit(3)
     elif what == "diverge":
-        from deskside.train.guard import Diverged
+        from deskside.train.loop.guard import Diverged
 
         raise Diverged("the run went back 3 times already")
     elif what == "full":

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from deskside import cli
-from deskside.errors import RunError
+from deskside.cli.main import main
 from deskside.study import results as files
-from deskside.study.definition import names
-from deskside.study.folder import StudyFolder
-from deskside.study.journal import FILE, replay_file
-from deskside.study.runner import Runner
+from deskside.study.execute.journal import FILE, replay_file
+from deskside.study.execute.runner import Runner
+from deskside.study.execute.study_folder import StudyFolder
+from deskside.study.spec.parse_spec import names
+from deskside.utils.errors import RunError
 from tests.study import tiny_study
 from tests.study.fake_trials import ROOT
 from tests.train import tiny_run
@@ -63,12 +63,12 @@ def study(here: Path, data: Path) -> Path:
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take longer than such small trials; the first test below has them."""
-    monkeypatch.setattr("deskside.report.commands.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("deskside.report.write.write_report", lambda folder: folder / "report.html")
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
     """The one line of a command that is refused and prints nothing else."""
-    assert cli.main(["study", *argv]) == code
+    assert main(["study", *argv]) == code
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1, shown
     return shown.err.removeprefix("deskside: ").strip()
@@ -77,7 +77,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) 
 def test_from_the_definition_to_the_report(
     study: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["study", "tiny.toml", "--json"]) == 0
+    assert main(["study", "tiny.toml", "--json"]) == 0
     shown = capsys.readouterr()
     summary = json.loads(shown.out)
     assert summary["status"] == "complete" and summary["trials"] == {"finished": 2}
@@ -109,11 +109,11 @@ def test_from_the_definition_to_the_report(
     )
     before = (folder / FILE).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("deskside.report.commands.write_report", lambda folder: folder / "report.html")
-        assert cli.main(["study", "tiny.toml", "--resume"]) == 0
+        patch.setattr("deskside.report.write.write_report", lambda folder: folder / "report.html")
+        assert main(["study", "tiny.toml", "--resume"]) == 0
     capsys.readouterr()
     for named in (["--out", "studies/tiny"], ["tiny.toml"]):
-        assert cli.main(["study", *named, "--resume", "--dry-run"]) == 0
+        assert main(["study", *named, "--resume", "--dry-run"]) == 0
         shown = capsys.readouterr().out
         assert shown == "study tiny: 2 of 2 trials are done\n"
     assert (folder / FILE).read_bytes() == before
@@ -125,7 +125,7 @@ def test_from_the_definition_to_the_report(
     assert "was begun with other arms (arm depth_one has another configuration)" in line
 
     # More seeds add their trials.
-    assert cli.main(["study", "studies/tiny", "--resume", "--seeds", "2", "--dry-run", "--json"]) == 0
+    assert main(["study", "studies/tiny", "--resume", "--seeds", "2", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["left"] == 2
     assert files.read(folder).seeds == [1]
 
@@ -136,7 +136,7 @@ def test_a_study_whose_trials_all_fail_says_why(
 ) -> None:
     """An attention backend that is not there: a mistake that shows only when a trial begins."""
     argv = ["study", "tiny.toml", "--only", "depth=one", "--compute.attention", "flash4", "--out", "x"]
-    assert cli.main(argv) == 1
+    assert main(argv) == 1
     shown = capsys.readouterr()
     assert "refused after" in shown.err or "failed after" in shown.err
     assert "deskside: x: no trial finished; of the first one: " in shown.err and "flash4" in shown.err
@@ -152,9 +152,9 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(
         raise RunError("s/runs/x: cannot be written: No space left on device")
 
     monkeypatch.setattr(Runner, "run", full)
-    monkeypatch.setattr("deskside.study.data.prepare_all", lambda arms, say: None)
+    monkeypatch.setattr("deskside.study.execute.prepare_data.prepare_all", lambda arms, say: None)
     tiny_study.begin(here / "s")
-    assert cli.main(["study", "s", "--resume"]) == 1
+    assert main(["study", "s", "--resume"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
         "deskside: s/runs/x: cannot be written: No space left on device; then go on with: deskside study s --resume"
@@ -187,7 +187,7 @@ def test_what_is_refused_before_anything_is_made(
         (["tiny.toml", "--out", "."], ".: is a folder with other things in it"),
     ]
     for argv, problem in cases:
-        code = cli.main(["study", *argv])
+        code = main(["study", *argv])
         shown = capsys.readouterr()
         last = shown.err.splitlines()[-1]  # the plan may stand before it
         assert code == 2 and problem in last and shown.out == "", (argv, shown)
@@ -210,16 +210,16 @@ def test_a_recorded_study_takes_no_other_options(here: Path, capsys: pytest.Capt
 def test_a_dry_run_prints_the_plan_and_makes_nothing(
     study: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["study", "tiny.toml", "--dry-run", "--seeds", "3"]) == 0
+    assert main(["study", "tiny.toml", "--dry-run", "--seeds", "3"]) == 0
     shown = capsys.readouterr()
     assert "6 trials of 2 arms" in shown.out and max(map(len, shown.out.splitlines())) <= 80
-    assert cli.main(["study", "tiny.toml", "--dry-run", "--json"]) == 0
+    assert main(["study", "tiny.toml", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == 2
     assert not (here / "studies").exists()
 
 
 def test_a_dry_run_needs_no_torch(study: Path) -> None:
-    dry_run = "import sys; from deskside import cli; cli.main(['study', 'tiny.toml', '--dry-run']); "
+    dry_run = "import sys; from deskside import cli; main(['study', 'tiny.toml', '--dry-run']); "
     code = dry_run + "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
@@ -231,9 +231,9 @@ def test_a_dry_run_of_a_directory_says_what_is_left(here: Path, capsys: pytest.C
     runner.run(runner.left()[:3])
     capsys.readouterr()
     before = sorted(path.stat().st_mtime_ns for path in folder.path.rglob("*"))
-    assert cli.main(["study", "s", "--dry-run"]) == 0
+    assert main(["study", "s", "--dry-run"]) == 0
     assert "study tiny: 3 of 4 trials are done" in capsys.readouterr().out
-    assert cli.main(["study", "s", "--resume", "--again", "oom", "--dry-run", "--json"]) == 0
+    assert main(["study", "s", "--resume", "--again", "oom", "--dry-run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     left = 1 + sum(trial["status"] == "oom" for trial in told["trials"])
     assert told["left"] == left and len(told["trials"]) == 4
@@ -273,7 +273,7 @@ def test_a_trial_that_was_interrupted_goes_on_to_the_same_numbers(
     assert process.wait(60) == (130 if number == signal.SIGINT else -9), log.read_text()
     if number == signal.SIGINT:
         assert "SIGINT: stopped; go on with: deskside study studies/tiny --resume" in log.read_text()
-    assert cli.main(["study", "studies/tiny", "--resume"]) == 0
+    assert main(["study", "studies/tiny", "--resume"]) == 0
     assert "resumed at step" in tiny_run.events(run)
     past = replay_file(here / "studies" / "tiny" / FILE)["depth_one", 1]
     assert past.status == "finished" and past.attempts == 2

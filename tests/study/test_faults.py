@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from deskside.errors import RunError
 from deskside.study import results as files
-from deskside.study.folder import StudyFolder
-from deskside.study.journal import FILE, replay_file
-from deskside.study.runner import silence
+from deskside.study.execute.journal import FILE, replay_file
+from deskside.study.execute.runner import silence
+from deskside.study.execute.study_folder import StudyFolder
+from deskside.utils.errors import RunError
 from tests.study import tiny_study
 from tests.study.fake_trials import GONE, ROOT
 
@@ -24,7 +24,7 @@ from tests.study.fake_trials import GONE, ROOT
 DRIVER = """
 import sys
 from pathlib import Path
-from deskside.study.folder import StudyFolder
+from deskside.study.execute.study_folder import StudyFolder
 from tests.study import tiny_study
 
 folder = StudyFolder(Path(sys.argv[1]))
@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_indeed(small_disk: Path) -> None:
 def test_a_trial_that_hangs_is_ended_and_the_study_goes_on(
     folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deskside.study.runner.silence", lambda device, forecast: 3.0)
+    monkeypatch.setattr("deskside.study.execute.runner.silence", lambda device, forecast: 3.0)
     acts = {"depth_two__tied_no__s1": "deaf", "depth_two__tied_yes__s1": "hang-at-exit"}
     runner = tiny_study.runner(folder, devices=2, **acts)
     assert runner.run(runner.left()) is None
@@ -214,7 +214,7 @@ def test_a_trial_that_hangs_is_ended_and_the_study_goes_on(
 def test_a_slow_trial_is_not_ended_as_long_as_it_logs(
     folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deskside.study.runner.silence", lambda device, forecast: 3.0)
+    monkeypatch.setattr("deskside.study.execute.runner.silence", lambda device, forecast: 3.0)
     runner = tiny_study.runner(folder, other="slow")
     assert runner.run(runner.left()[:1]) is None
     [one] = replay_file(folder.path / FILE).values()

@@ -10,10 +10,10 @@ import pytest
 
 from deskside.config.duration import Duration
 from deskside.plan.request import ask
-from deskside.study.definition import load
-from deskside.study.expand import PlannedArm, expand
 from deskside.study.forecast import CPU_SETUP_SECONDS, Forecast, Here, forecast, total_seconds
-from deskside.study.matrix import Budget
+from deskside.study.spec.expand import PlannedArm, expand
+from deskside.study.spec.parse_spec import load
+from deskside.study.spec.spec import Budget
 
 UNKNOWN = Here(None, "nothing was measured here")
 

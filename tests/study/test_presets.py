@@ -8,21 +8,21 @@ import pytest
 from deskside.config import presets
 from deskside.config.merge import build
 from deskside.config.run import RunConfig
-from deskside.study import definition
-from deskside.study.expand import PlannedArm, expand
+from deskside.study.spec import parse_spec
+from deskside.study.spec.expand import PlannedArm, expand
 
 OWN = ("architecture", "batch", "matrix16", "optimizer", "precision")
 QUICK = [f"{name}-quick" for name in OWN]
 
 
 def arms_of(name: str, group: str | None = None) -> dict[str, PlannedArm]:
-    found = expand(definition.load(name)).arms
+    found = expand(parse_spec.load(name)).arms
     return {arm.id: arm for arm in found if group in (None, arm.group)}
 
 
-@pytest.mark.parametrize("name", definition.names())
+@pytest.mark.parametrize("name", parse_spec.names())
 def test_every_preset_expands(name: str) -> None:
-    study = definition.load(name)
+    study = parse_spec.load(name)
     assert study.name == name
     assert study.question.endswith("?")
     found = expand(study)
@@ -48,7 +48,7 @@ def test_quick_presets_use_a_text_that_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_quick_presets_ask_the_same_of_something_small(name: str) -> None:
-    whole, quick = definition.load(name), definition.load(f"{name}-quick")
+    whole, quick = parse_spec.load(name), parse_spec.load(f"{name}-quick")
     assert [group.name for group in quick.groups] == [group.name for group in whole.groups]
     for large, small in zip(whole.groups, quick.groups, strict=True):
         assert {f.name for f in small.factors} <= {f.name for f in large.factors}
@@ -63,7 +63,7 @@ def test_matrix16_against_a_matrix_by_hand() -> None:
         "large": (1024, 16, 16, 4096),
         "xlarge": (1280, 20, 20, 5120),
     }
-    study = definition.load("matrix16")
+    study = parse_spec.load("matrix16")
     assert study.memory_fraction == 0.85
     arms = arms_of("matrix16")
     assert len(arms) == 16
@@ -162,10 +162,10 @@ def test_precision_compares_every_recipe(name: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_every_quick_arm_trains_here(name: str, tmp_path: Path) -> None:
     """Two steps of each: no arm is refused by what it needs."""
-    from deskside.study.definition import budget, with_overrides
-    from deskside.train import pretrain
+    from deskside.study.spec.parse_spec import budget, with_overrides
+    from deskside.train import training_run
 
-    study = with_overrides(definition.load(name), {"data": {"path": str(tmp_path / "data")}})
+    study = with_overrides(parse_spec.load(name), {"data": {"path": str(tmp_path / "data")}})
     for arm in expand(study, budget=budget(steps=2)).arms:
-        outcome = pretrain.start(arm.config, tmp_path / "runs", arm.id, arm.id, "a test", None)
+        outcome = training_run.start(arm.config, tmp_path / "runs", arm.id, arm.id, "a test", None)
         assert (outcome.status, outcome.summary["steps"]) == ("finished", 2), arm.id

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deskside.errors import RunError
 from deskside.study import results as files
-from deskside.study.claims import judge
-from deskside.study.compare import compare
+from deskside.study.claims.claim_results import judge
+from deskside.study.stats.compare import compare
+from deskside.utils.errors import RunError
 from tests.study.made import results as made
 
 WHOLE = judge(compare(made()), ["card*"])

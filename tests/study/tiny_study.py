@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from deskside.study.definition import parse
-from deskside.study.devices import Device
-from deskside.study.expand import expand
-from deskside.study.folder import Plan, StudyFolder
-from deskside.study.runner import Runner
+from deskside.study.execute.devices import Device
+from deskside.study.execute.runner import Runner
+from deskside.study.execute.study_folder import Plan, StudyFolder
+from deskside.study.spec.expand import expand
+from deskside.study.spec.parse_spec import parse
 from tests.study import fake_trials
 
 TEXT = """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deskside.data.prepare import prepare
+from deskside.data.corpus.prepare import prepare
 from tests.train.tiny_run import write_text
 
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch
-from deskside.errors import RunError, UsageError
-from deskside.export.load import load_model
-from deskside.export.merge import open_adapted
-from deskside.train.initial import Initial
-from deskside.train.step import Numbers, Stepper
+from deskside.data.reading.loader import Batch
+from deskside.train.loop.step import Numbers, Stepper
+from deskside.train.state.init_weights import Initial
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.load import load_model
+from deskside.weights.merge import open_adapted
 from tests.train.tiny_run import call, checkpoints, config, curve, events, plan, resume, rows, train
 
 TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5]])

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from deskside.kernels.attention import BACKENDS, AttentionContext, Requirements
 from deskside.kernels.attention.choose import Choice
-from deskside.train import finish, setup
+from deskside.train.prepare import setup
+from deskside.train.state import finalize
 from tests.train import tiny_run
 
 STAGES = [
@@ -29,7 +30,7 @@ class Watched:
         self.asked: list[tuple[int, int | None]] = []
         self.used: Counter[tuple[str, int, int | None]] = Counter()
         monkeypatch.setattr(setup, "choose", self.choose)
-        monkeypatch.setattr(finish, "samples", lambda *given: [])  # the engine attends in its own ways
+        monkeypatch.setattr(finalize, "samples", lambda *given: [])  # the engine attends in its own ways
         for name in ("chunked", "reference", "sdpa"):
             object.__setattr__(BACKENDS[name], "function", self.counting(name, BACKENDS[name].function))
 

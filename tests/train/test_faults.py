@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from deskside.config.run import RunConfig
-from deskside.errors import RunError
-from deskside.export.checkpoints import fingerprint
-from deskside.train import checkpoint as files
+from deskside.utils.errors import RunError
+from deskside.weights import checkpoint as files
+from deskside.weights.checkpoint_files import fingerprint
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, rows
 
@@ -405,7 +405,7 @@ def test_a_disk_that_is_full_before_the_first_step(data: Path, small_disk: Path)
 
 def command_like(root: Path, config: object) -> None:
     """A run with the command line's handling of errors."""
-    from deskside import cli
+    from deskside.cli import main as cli
 
     def train(argv: object) -> int:
         tiny_run.train(root, config)  # type: ignore[arg-type]

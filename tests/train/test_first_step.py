@@ -11,7 +11,7 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.
 
 STEP = """
 import json, sys
-import deskside.train.pretrain
+import deskside.train.training_run
 from benchmarks.step_config import configuration
 from deskside.probe.point import Timer, make_ready, random_batches
 from deskside.train import machine

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from deskside.config.run import RunConfig
-from deskside.errors import RunError, UsageError
 from deskside.train import parallel
+from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
 
@@ -159,7 +159,7 @@ def test_shards_train_like_one_process_and_resume_exactly(
     # Everything that reads a run reads this one too: the export, and the sharded checkpoint itself.
     from transformers import AutoModelForCausalLM
 
-    from deskside.export.load import load_model
+    from deskside.weights.load import load_model
 
     theirs = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
     ours = load_model(run).model
@@ -198,7 +198,7 @@ def test_a_sharded_run_says_how_it_must_be_resumed(data: Path, tmp_path: Path) -
 
 def fail_on_the_first(root: Path, config: RunConfig) -> None:
     """Rank 0 finds the disk full at step 10, and it alone."""
-    from deskside.train import checkpoint
+    from deskside.weights import checkpoint
 
     original = checkpoint.save
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.train.step import Numbers, Stepper
+from deskside.train.loop.step import Numbers, Stepper
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
 

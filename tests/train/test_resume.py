@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deskside.config.run import RunConfig
-from deskside.train.rundir import RunDirectory
+from deskside.run.directory import RunDirectory
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
 

@@ -25,10 +25,10 @@ import torch
 
 import deskside
 from deskside.config.run import RunConfig
-from deskside.data.loader import Batch
-from deskside.train import pretrain
-from deskside.train.pretrain import Outcome
-from deskside.train.step import Numbers, Stepper
+from deskside.data.reading.loader import Batch
+from deskside.train import training_run
+from deskside.train.loop.step import Numbers, Stepper
+from deskside.train.training_run import Outcome
 
 TEXT = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -96,12 +96,12 @@ class VirtualTime:
 def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> Outcome:
     """A new run in this process."""
     deskside.STARTED = time.perf_counter()
-    return pretrain.start(config, root, name, "run", "a test", **given)
+    return training_run.start(config, root, name, "run", "a test", **given)
 
 
 def resume(run: Path) -> Outcome:
     deskside.STARTED = time.perf_counter()
-    return pretrain.resume(run)
+    return training_run.resume(run)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def _child(kind: str, argument: Any, environment: dict[str, str], log: str) -> N
     torch.set_num_threads(1)
     deskside.STARTED = time.perf_counter()
     if kind == "command":
-        from deskside.cli import main
+        from deskside.cli.main import main
 
         sys.exit(main(argument))
     function, *arguments = argument
@@ -175,7 +175,7 @@ class Child:
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["deskside.cli_train", "deskside.train.pretrain", "deskside.report.commands", "transformers"]
+        ["deskside.cli.train", "deskside.train.training_run", "deskside.report.write", "transformers"]
     )
     return context
 

@@ -13,7 +13,7 @@ from deskside.kernels.attention.context import (
     document_positions,
     prepare,
 )
-from deskside.kernels.attention.explicit import Saved, attention_backward, attention_forward, pair_of
+from deskside.kernels.attention.manual_backward import Saved, attention_backward, attention_forward, pair_of
 from deskside.kernels.attention.reference import decode_attention
 
 __all__ = [

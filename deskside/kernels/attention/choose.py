@@ -16,7 +16,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from deskside.errors import RunError
 from deskside.kernels.attention.context import (
     BACKENDS,
     AttentionContext,
@@ -27,7 +26,8 @@ from deskside.kernels.attention.context import (
     prepare,
 )
 from deskside.kernels.autograd_thread import give_context
-from deskside.kernels.plain import gradients
+from deskside.kernels.functional import gradients
+from deskside.utils.errors import RunError
 
 # Relative Frobenius error against float32. Rounding q, k, v, p and o alone gives about 3e-3 in bfloat16 and 2e-3 for
 # the gradients' sums; a wrong mask, scale or head mapping gives more than 1e-1.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.errors import UsageError
+from deskside.utils.errors import UsageError
 
 Device = str  # "cpu" or "cuda"
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from deskside.kernels.attention.aten_ops import CUDNN, FLASH, flash_windowed
 from deskside.kernels.attention.context import (
     AttentionContext,
     AttentionFunction,
@@ -16,7 +17,6 @@ from deskside.kernels.attention.context import (
     document_ids,
     register,
 )
-from deskside.kernels.attention.direct import CUDNN, FLASH, flash_windowed
 from deskside.kernels.attention.reference import QUERY_CHUNK, allowed_keys, visible_keys
 
 # All but cuDNN, which plans anew for every shape that it meets and keeps each plan for good (pytorch/pytorch 190388). A

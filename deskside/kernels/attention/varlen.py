@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deskside.kernels.attention.aten_ops import FLASH
 from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, register
-from deskside.kernels.attention.direct import FLASH
 from deskside.kernels.attention.sdpa import HALF
 
 

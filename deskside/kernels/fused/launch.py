@@ -12,16 +12,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from deskside.errors import UsageError
 from deskside.kernels.fused import (
     triton_gated,
     triton_norm,
     triton_rope,
     triton_rowwise,
     triton_sums,
-    triton_turn,
+    triton_transpose,
 )
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
+from deskside.utils.errors import UsageError
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
 FP8_ROWS = 64  # rows of a tile that is also written transposed: so many bytes of a column are contiguous
@@ -240,7 +240,7 @@ def turn(rows: Tensor, out: Tensor) -> None:
     """The transpose of an FP8 matrix (N, K) into (K, N), whose rows may lie apart."""
     N, K = rows.shape
     grid, words = (_cdiv(N, 128), _cdiv(K, 128)), out.view(torch.int32)
-    triton_turn.turn[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)
+    triton_transpose.turn[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)
 
 
 def _words(fp8: Fp8) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deskside.kernels.functional import ACTIVATIONS, at_least_float32
 from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
-from deskside.kernels.plain import ACTIVATIONS, at_least_float32
 
 
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:

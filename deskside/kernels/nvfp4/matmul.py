@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deskside.errors import UsageError
 from deskside.kernels.compile_cases import CompileCase, signature
+from deskside.utils.errors import UsageError
 
 Layout = Literal["nt", "nn", "tn"]
 

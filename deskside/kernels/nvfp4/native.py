@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.errors import UsageError
 from deskside.kernels.compile_cases import CompileCase, signature
 from deskside.kernels.nvfp4.matmul import one
 from deskside.kernels.nvfp4.quantize import Packed
+from deskside.utils.errors import UsageError
 
 # 3 stages of 128 x 128 tiles: 2 x 8 KB of codes and 2 x 1 KB of scales, or 2 x 16 KB of FP8, within 99 KB.
 TILE: dict[str, Any] = {"BL": 128, "BR": 128, "BS": 128, "GROUP": 8}

@@ -17,9 +17,9 @@ import triton
 from torch import Tensor
 
 from deskside.config.recipes import Operand
-from deskside.errors import UsageError
 from deskside.kernels.compile_cases import CompileCase, signature
 from deskside.kernels.nvfp4.quantize_kernels import amax_kernel, quantize_kernel
+from deskside.utils.errors import UsageError
 
 Along = Literal["columns", "rows"]
 BLOCK = 16

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from deskside.config.recipes import Recipe
-from deskside.errors import UsageError
 from deskside.ops.linear import Linear
+from deskside.utils.errors import UsageError
 
 _T = TypeVar("_T")
 

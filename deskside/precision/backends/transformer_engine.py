@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from deskside.config.recipes import Recipe
-from deskside.errors import UsageError
 from deskside.ops.linear import Linear
 from deskside.precision.backends import counterpart, missing
+from deskside.utils.errors import UsageError
 
 NAME = "transformer-engine"
 NVFP4_MULTIPLE = 32  # what its NVFP4 products sum over, in both sizes of a weight

@@ -1,0 +1,255 @@
+"""`deskside data prepare | verify | show`.
+
+With --json standard output holds one JSON object and nothing else; all other words go to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from deskside.cli.parser import choose, parse
+from deskside.data.corpus.heldout import warnings
+from deskside.data.corpus.sources import Limits
+from deskside.data.reading import shards
+from deskside.utils import strict_json
+from deskside.utils.errors import UsageError
+from deskside.utils.signals import number_of
+
+_SEQUENCES = (512, 1024, 2048)
+
+
+@dataclass
+class Prepare:
+    """Make token shards from text.
+
+    Sources: .txt .md .jsonl .jsonl.gz .jsonl.zst .parquet,
+      a directory or a quoted glob of these,
+      hf:owner/name[:config[:split]], bundled:tiny_shakespeare.txt.
+
+    Example: deskside data prepare corpus/*.jsonl.gz --val held.jsonl --out data/mine
+
+    Run again, it goes on where it was interrupted, and mends damaged shards.
+    """
+
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...")]
+    """What to read."""
+    out: str
+    """Directory of the prepared data."""
+    val: tuple[str, ...] = ()
+    """Sources of the validation split, instead of a share of the documents."""
+    val_fraction: float | None = None
+    """Share of the documents that becomes validation. Default: about 500 kB of text, 0.5 to 10 %, some of every
+    language, source and file; of fewer than ten documents each gives its last tenth."""
+    vocab_size: int = 32768
+    """Tokens of the vocabulary that is trained."""
+    tokenizer: str | None = None
+    """An existing tokenizer.json (or a directory that holds one) instead of training."""
+    field: str = "text"
+    """The JSON field or parquet column that holds the text."""
+    workers: int | None = None
+    """Tokenising processes. Default: one per core."""
+    on_bad: Literal["skip", "refuse"] = "skip"
+    """Bad input (not UTF-8, damaged, without the field, ...): skip and count it, or stop."""
+    max_line_mb: Annotated[float, tyro.conf.arg(metavar="MB")] = 256
+    """Maximum length of a line, parquet cell or row, decompressed. A longer one is bad input; a longer text file is
+    read as several documents. Memory is about five times this."""
+    resume: bool = True
+    """Replace what --out holds, instead of going on with it."""
+    seed: int = 0
+    """Of the validation split and the tokenizer's sample."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclass
+class Verify:
+    """Read a whole prepared data set and compare every checksum.
+
+    Exit code 1 if one fails.
+
+    Example: deskside data verify data/mine
+    """
+
+    directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclass
+class Show:
+    """What a prepared data set holds, and how full its rows are.
+
+    Example: deskside data show data/mine
+    """
+
+    directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs `deskside data ARGV...` and returns the exit code.
+
+    Raises UsageError and RunError for the caller to print, SystemExit(0) after --help.
+    """
+    what = {name: (kind.__doc__ or "").splitlines()[0] for name, (kind, _) in _COMMANDS.items()}
+    name = choose(what, argv, "deskside data", "Prepare text for training, check it, look at it.")
+    kind, command = _COMMANDS[name]
+    return command(parse(kind, argv[1:], f"deskside data {name}"))
+
+
+def _prepare(options: Prepare) -> int:
+    from deskside.data.corpus.prepare import prepare
+
+    try:
+        report = prepare(
+            options.sources,
+            options.out,
+            field=options.field,
+            vocab_size=options.vocab_size,
+            tokenizer=options.tokenizer,
+            val_sources=options.val,
+            val_fraction=options.val_fraction,
+            on_bad=options.on_bad,
+            workers=options.workers,
+            resume=options.resume,
+            seed=options.seed,
+            limits=_limits(options.max_line_mb),
+        )
+    except KeyboardInterrupt as error:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 128 + number_of(error)
+    if options.json:
+        print(strict_json.dumps(report.as_dict()))
+        return 0
+    for split in sorted(report.tokens):
+        size, tokens = report.text_bytes[split], report.tokens[split]
+        print(
+            f"{split}: {report.documents[split]:,} documents, {tokens:,} tokens, "
+            f"{size / 1e6:,.1f} MB of text, {size / tokens:.2f} bytes per token"
+        )
+    if report.gzip_bpb is not None and report.unigram_bpb is not None:
+        print(f"val baselines: gzip {report.gzip_bpb:.3f}, unigrams {report.unigram_bpb:.3f} bits per byte")
+    _print_left_out(report.bad_input, report.ignored_files, report.duplicates_of_validation)
+    for line in report.warnings:
+        print(f"warning: {line}")
+    kept = f", {report.kept} kept" if report.kept else ""
+    print(
+        f"{report.out}: vocabulary {report.vocab_size:,}, {report.made} shards made{kept}, {report.seconds:.0f} s"
+    )
+    return 0
+
+
+def _limits(megabytes: float) -> Limits:
+    if not 0.001 <= megabytes <= 16_384:
+        raise UsageError(f"--max-line-mb {megabytes:g}: give 0.001 to 16384 (megabytes).")
+    return Limits(int(megabytes * 1e6))
+
+
+def _print_left_out(bad: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:
+    for split, reasons in bad.items():
+        for reason, entry in reasons.items():
+            print(f"left out of {split}: {entry['count']:,} x {reason}, first {', '.join(entry['first'])}")
+    if ignored:
+        print(f"not read: {ignored['count']:,} files of other kinds, first {', '.join(ignored['first'])}")
+    if duplicates:
+        print(f"left out of train: {duplicates:,} documents that stand in the validation sources")
+
+
+def _verify(options: Verify) -> int:
+    report = shards.verify(options.directory)
+    if options.json:
+        print(strict_json.dumps({**vars(report), "ok": not report.damaged}))
+        return 1 if report.damaged else 0
+    if report.damaged:
+        for file, problem in report.damaged.items():
+            print(f"{file}: {problem}", file=sys.stderr)
+        shards.refuse_damage(options.directory, report.damaged)
+    print(f"{report.directory}: {report.shards} shards, {report.gib:.2f} GiB, every checksum is right")
+    return 0
+
+
+def _show(options: Show) -> int:
+    from deskside.data.reading.rows import PackedDataset
+
+    directory = Path(options.directory)
+    index = shards.read_index(directory)
+    facts: dict[str, Any] = {}
+    for name, split in index.splits.items():
+        packed = {t: PackedDataset.open(directory, name, t) for t in _SEQUENCES}
+        facts[name] = {
+            "documents": split.documents,
+            "tokens": split.tokens,
+            "text_bytes": split.text_bytes,
+            "bytes_per_token": split.text_bytes / split.tokens,
+            "gzip_bpb": split.gzip_bpb,
+            "unigram_bpb": split.unigram_bpb,
+            "utilisation": {str(t): p.utilisation for t, p in packed.items()},
+            "tags": _per_tag(index, split),
+        }
+    if options.json:
+        print(strict_json.dumps({"vocab_size": index.tokenizer.vocab_size, "splits": facts}))
+        return 0
+    _print_tables(index, facts)
+    _print_left_out(index.bad_input, index.ignored_files, index.duplicates_of_validation)
+    for line in warnings(index):
+        print(f"warning: {line}")
+    return 0
+
+
+def _per_tag(index: shards.DatasetIndex, split: shards.SplitInfo) -> list[dict[str, Any]]:
+    counts: dict[int, list[int]] = {}
+    for shard in split.shards:
+        for tag, count in shard.tags.items():
+            sums = counts.setdefault(tag, [0, 0])
+            sums[0] += count.documents
+            sums[1] += count.tokens
+    return [
+        {"source": index.tags[t].source, "lang": index.tags[t].lang, "documents": d, "tokens": n}
+        for t, (d, n) in sorted(counts.items(), key=lambda item: -item[1][1])
+    ]
+
+
+def _print_tables(index: shards.DatasetIndex, facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"vocabulary {index.tokenizer.vocab_size:,}, {index.dtype}")
+    table.add_column("")
+    for name in facts:
+        table.add_column(name, justify="right")
+    lines = {
+        "documents": [f"{f['documents']:,}" for f in facts.values()],
+        "tokens": [f"{f['tokens']:,}" for f in facts.values()],
+        "text, MB": [f"{f['text_bytes'] / 1e6:,.1f}" for f in facts.values()],
+        "bytes per token": [f"{f['bytes_per_token']:.2f}" for f in facts.values()],
+        "gzip, bits per byte": [f"{f['gzip_bpb']:.3f}" if f["gzip_bpb"] else "" for f in facts.values()],
+        "unigrams, bits per byte": [
+            f"{f['unigram_bpb']:.3f}" if f["unigram_bpb"] else "" for f in facts.values()
+        ],
+    }
+    for t in _SEQUENCES:
+        lines[f"rows of {t} filled"] = [f"{f['utilisation'][str(t)]:.2%}" for f in facts.values()]
+    for label, cells in lines.items():
+        table.add_row(label, *cells)
+    console.print(table)
+    table = Table(title="train by source")
+    for head in ("source", "lang", "documents", "tokens"):
+        table.add_column(head, justify="right" if head in ("documents", "tokens") else "left")
+    for tag in facts["train"]["tags"]:
+        table.add_row(tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}")
+    console.print(table)
+
+
+_COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "prepare": (Prepare, _prepare),
+    "verify": (Verify, _verify),
+    "show": (Show, _show),
+}

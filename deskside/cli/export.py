@@ -1,0 +1,162 @@
+"""`deskside export`: a run, or a Hugging Face directory, as a model for other programs.
+
+It stands here, above everything that it uses, because it begins by turning a path into a model (export/load.py). With
+--json standard output holds one JSON object and nothing else; all other words go to standard error.
+"""
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from deskside import __version__
+from deskside.cli.parser import parse
+from deskside.data.corpus.progress_bar import Progress
+from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
+from deskside.engine.device import say
+from deskside.export.card import model_card
+from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
+from deskside.export.gguf_tokenizer import gguf_tokenizer
+from deskside.export.original_weights import Unavailable, merge_into_original
+from deskside.export.peft import save_peft
+from deskside.run.lineage import mapping
+from deskside.utils import strict_json
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf import check_out, save_hf
+from deskside.weights.load import Loaded, load_model
+from deskside.weights.merge import open_adapted
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Export:
+    """Write a model for other programs, with a model card.
+
+    Example: deskside export runs/demo --to hf --out my-model
+
+    Example: deskside export runs/demo --to gguf --dtype q8_0 --out my-gguf
+    """
+
+    model: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
+    ]
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """Directory to write; it must be new, empty or an earlier export."""
+    to: Literal["hf", "gguf", "peft"] = "hf"
+    """hf: Hugging Face safetensors; gguf: one file for llama.cpp; peft: a run's adapters alone."""
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = "float32"
+    """Of the stored weights. q8_0: 8 bits, for gguf alone; peft is always float32."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """`deskside export`. Returns the exit code; raises UsageError and RunError."""
+    options = parse(Export, argv, "deskside export")
+    out = Path(options.out)
+    if options.dtype == "q8_0" and options.to != "gguf":
+        raise UsageError(
+            f"--dtype q8_0: is a type of GGUF; --to {options.to} has float32, bfloat16 and float16"
+        )
+    if options.dtype != "float32" and options.to == "peft":
+        raise UsageError(
+            f"--dtype {options.dtype}: adapters are trained and written in float32; leave it out"
+        )
+    check_out(out)  # before the work
+    loaded = load_model(options.model, "cpu", torch.float32, say)
+    adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
+    if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
+        try:
+            path = merge_into_original(loaded, say)
+            say(
+                f"the adapters are merged into the original weights, {path}, which the run's base was made from"
+            )
+        except Unavailable as why:
+            say(
+                f"the adapters are merged into weights that the run kept in {adapter.get('base')}, so {options.dtype} "
+                "holds rounded numbers; for the original's precision use --to peft and merge with the original model "
+                f"({why})"
+            )
+    about = {
+        "deskside": __version__,
+        "from": options.model,
+        "step": loaded.step,
+        "dtype": options.dtype,
+        "to": options.to,
+    }
+    write: dict[str, Callable[[Export, Loaded, Path, dict[str, Any]], dict[str, Any]]] = {
+        "hf": _hf,
+        "gguf": _gguf,
+        "peft": _peft,
+    }
+    try:
+        told = write[options.to](options, loaded, out, about)
+    except OSError as error:
+        name = error.filename2 or error.filename or out
+        # numpy counts what it could not write ("8 requested and 0 written"), and gives no reason.
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested" in str(error)
+        reason = "the disk is full; free some space there" if full else error.strerror or error
+        raise RunError(f"{name}: cannot be written: {reason}") from None
+    if options.json:
+        facts = {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
+        print(strict_json.dumps({**facts, **told}))
+    else:
+        print(told.get("file", out))
+    return 0
+
+
+def _hf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    card = model_card(loaded, "hf", options.dtype, say)
+    save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], about, card)
+    say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    return {}
+
+
+def _gguf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    check_gguf(loaded.config)
+    tokenizer = gguf_tokenizer(loaded.tokenizer_dir, loaded.config.vocab_size, loaded.start_token)
+    name = gguf_name(loaded.name, options.dtype)
+    notes = []
+    if tokenizer.pre == GGUF_PRE_TOKENIZER:
+        # Known since February 2026 (ggml-org/llama.cpp, pull request 19468); before: "unknown pre-tokenizer type".
+        notes.append(f"It takes a llama.cpp that knows the split pattern `{tokenizer.pre}`, as Qwen3.5 does.")
+    if tokenizer.nfc:
+        notes.append(
+            "Its tokenizer brings text into NFC and llama.cpp does not: give it text that is in NFC."
+        )
+    needs = " ".join(notes) or None
+    card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs)
+    millions = 2 * sum(loaded.model.num_params().values()) / 1e6
+    with Progress("write and read back", millions, "million weights") as bar:
+
+        def tick(weights: int) -> None:
+            bar.advance(weights / 1e6)
+
+        saved = save_gguf(
+            loaded.model, loaded.config, tokenizer, out, options.dtype, loaded.name, about, card, tick
+        )
+    if saved.fallback:
+        say(
+            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: their rows are not whole "
+            "blocks of 32, as q8_0 wants them"
+        )
+    say(f"load it with: llama-server -m {saved.file}" + (f" ({needs})" if needs else ""))
+    return {"file": str(saved.file), "in_float16": list(saved.fallback)}
+
+
+def _peft(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    if loaded.run_dir is None:
+        raise UsageError(f"{options.model}: is no run, and --to peft writes a run's adapters; use --to hf")
+    run = open_adapted(loaded.run_dir, say)
+    card = model_card(loaded, "peft", "float32", say)
+    save_peft(run.model, run.adapter, run.init, out, {**about, "step": run.step}, card)
+    say(
+        f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), base being {run.init or 'its base model'}"
+    )
+    return {}

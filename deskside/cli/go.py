@@ -1,0 +1,491 @@
+"""`deskside go`: the options, and the drive through the phases."""
+
+import contextlib
+import gc
+import math
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+import deskside
+from deskside.cli import overrides
+from deskside.config import merge
+from deskside.config.duration import HOURS
+from deskside.pipeline.pipeline_journal import FILE, Journal, damaged, tail_seconds
+from deskside.pipeline.pipeline_state import MOST_GIB, MOST_HOURS, PHASES
+from deskside.run.directory import RunDirectory
+from deskside.run.paths import reached, reached_by
+from deskside.utils import strict_json
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.signals import exit_code
+
+DESCRIPTION = """The whole road in a number of hours: doctor, probe, plan, pretraining, evaluation, export, report.
+
+The hours are wall-clock, everything included, from the start of this command to its end.
+
+Examples:
+  deskside go --hours 24 --data data/english
+  deskside go --hours 2 --preset 124m --data data/english --yes
+  deskside go --hours 8 --data data/english --target-loss 1.05
+  deskside go --resume runs/go
+"""
+BEFORE_TRAINING = PHASES[: PHASES.index("train")]
+LONG_WAIT = 0.02  # of the hours, that a person may think before the plan no longer holds
+TOO_SHORT = " is too short: "  # as `train` puts it
+LENGTHS = ("length", "hours", "steps", "tokens", "clock")
+
+
+@dataclass(kw_only=True)
+class GoOptions:
+    """Options of the command itself."""
+
+    hours: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="H", help="wall-clock hours for everything, such as 8 or 90m"),
+        HOURS,
+    ] = None
+    preset: Annotated[
+        str | None, tyro.conf.arg(metavar="PRESET", help="the model; default: the plan chooses it")
+    ] = None
+    # Named so because the configuration has a part `data`; on the command line it is --data.
+    corpus: Annotated[str | None, tyro.conf.arg(name="data", metavar="DIR", help="prepared data")] = None
+    gpu_budget: Annotated[
+        float | None, tyro.conf.arg(metavar="GIB", help="GPU memory that may be used; default: all of it")
+    ] = None
+    target_loss: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="BPB", help="bits per byte to reach; out of reach: it stops after the pilot"),
+    ] = None
+    name: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help="folder under --runs; default: the preset's, or go")
+    ] = None
+    runs: Annotated[str, tyro.conf.arg(metavar="DIR", help="where run directories are made")] = "runs"
+    probes: Annotated[str, tyro.conf.arg(metavar="DIR", help="where probe results are kept")] = "probes"
+    resume: Annotated[
+        str | None, tyro.conf.arg(metavar="RUN", help="go on with the hours that were left")
+    ] = None
+    yes: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="do not ask")] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="JSON on standard output")] = False
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command; returns the exit code. Raises UsageError and RunError."""
+    options, given = overrides.parse(GoOptions, argv, "deskside go", DESCRIPTION)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("deskside go runs on one GPU; for more of them use: torchrun -m deskside train")
+    if options.resume is not None:
+        journal = _resumed(options, given)
+        return _travel(journal, options)
+    journal = _begun(options, given, argv)
+    try:
+        return _travel(journal, options)
+    except (UsageError, RunError):
+        # What was refused before it trained left nothing worth keeping; what was measured is in the probe store.
+        if not _trained(journal.run):
+            shutil.rmtree(journal.run.path, ignore_errors=True)
+        raise
+
+
+def _travel(journal: Journal, options: GoOptions) -> int:
+    """Run every phase that is left; returns the exit code, which tells whether a signal stopped the training."""
+    try:
+        following: Journal | None = journal
+        while following is not None:
+            journal = following
+            with journal.kept():
+                road = Road(journal, options.yes, options.json)
+                following = road.travel()
+        return 0 if road.stopped is None else exit_code(road.stopped)
+    except KeyboardInterrupt:
+        print(f"stopped; go on with: deskside go --resume {journal.run.path}", file=sys.stderr)
+        raise
+
+
+class Road:
+    """One process on the road."""
+
+    def __init__(self, journal: Journal, yes: bool, as_json: bool):
+        self.journal, self.yes, self.as_json = journal, yes, as_json
+        self.stopped: str | None = None  # the signal that stopped the training
+
+    def travel(self) -> Journal | None:
+        """Every phase that is left, or until it is stopped. Returns the journal with which the road goes on, if it goes
+        on in another run."""
+        first = PHASES.index(self.journal.phase)
+        for phase in BEFORE_TRAINING[first:]:
+            self.journal.enter(phase)
+            getattr(self, phase)()
+        if self.journal.phase != "report":
+            self.journal.enter("train")
+            following = self.train()
+            if following is not None:
+                return following
+            if not (self.run.path / "summary.json").exists():  # it was stopped
+                return None
+        self.report()
+        return None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        options: Mapping[str, Any] = self.journal.state["options"]
+        return options
+
+    @property
+    def run(self) -> RunDirectory:
+        return self.journal.run
+
+    def say(self, text: str) -> None:
+        """One line to the person, and into the run's events."""
+        self.run.event(text)
+        print(text, file=sys.stderr, flush=True)
+
+    # The phases
+
+    def doctor(self) -> None:
+        from deskside.measurements.identity import this_machine
+        from deskside.pipeline import phases
+
+        machine = this_machine()
+        allowed = phases.doctor_allowance(self.journal.hours, machine) - self.journal.seconds()
+        result = phases.doctor(machine, allowed, self.say)
+        self.journal.keep("doctor", result)
+        self.say(f"doctor: {result['status']}: {result['reason']}")
+        if result["status"] == "unfit":
+            raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
+
+    def probe(self) -> None:
+        from deskside.measurements.identity import this_machine
+        from deskside.measurements.store import open_store
+        from deskside.pipeline import phases
+
+        machine = this_machine()
+        left = phases.allowance(self.journal.hours, machine.device) - self.journal.seconds()
+        result = phases.probe(machine, open_store(self._wish().probes), left, self.say)
+        self.journal.keep("probe", result)
+        if result["status"] == "skipped":
+            self.say(f"probe: skipped: {result['reason']}")
+        else:
+            self.say(f"probe: {result['measured']} points measured now, {result['stored']} from before")
+
+    def plan(self) -> None:
+        result = self._planned()
+        asked = time.perf_counter()
+        if not self.yes and not _agreed():
+            raise UsageError("not begun")
+        waited = time.perf_counter() - asked
+        if waited > LONG_WAIT * self.journal.hours * 3600:
+            self.say(f"the answer took {waited:.0f} s of the hours: planned again for what is left")
+            result = self._planned()
+        self.journal.keep("plan", result)
+
+    def _planned(self) -> dict[str, Any]:
+        """The plan for what is left, told. Raises RunError when there is none to follow."""
+        from deskside.pipeline import phases
+
+        seconds = self.journal.left() - self.journal.tail()
+        if seconds <= 0:
+            raise _over(self.journal)
+        self._prepare_data()
+        seconds = self.journal.left() - self.journal.tail()
+        result, whole = phases.plan(self._wish(), seconds)
+        for line in phases.lines(result):
+            self.say(line)
+        if whole is not None:
+            self.run.write_json("planner.json", whole.to_json())
+        target = self.options["target_loss"]
+        if target is not None and result["status"] == "made" and result["bpb"][0] > target:
+            raise RunError(
+                f"{target:g} bits per byte is out of reach in these hours: the plan's low end is {result['bpb'][0]:.3f}"
+            )
+        return {**result, "pretrain_seconds": seconds}
+
+    def _prepare_data(self) -> None:
+        """Prepare a preset's own text before the plan, which is bounded by what simple baselines reach on it."""
+        if self.options["data"] is not None:
+            return
+        from deskside.data.corpus.prepare import prepare
+        from deskside.pipeline import phases
+
+        config = merge.build([phases.preset_config(self._wish())])
+        data = config.data
+        if data.path is None or not data.sources or (Path(data.path) / "index.json").exists():
+            return
+        self.say(f"preparing {', '.join(data.sources)} into {data.path}")
+        vocabulary = config.model.vocab_size
+        prepare(
+            list(data.sources),
+            data.path,
+            vocab_size=vocabulary,
+            val_fraction=data.val_fraction,
+            seed=config.seed,
+        )
+
+    def train(self) -> Journal | None:
+        """Until the run has its summary or is stopped. Returns the journal of the run that takes its place, if any."""
+        from deskside.pipeline import phases
+
+        if (self.run.path / "summary.json").exists():
+            return None
+        plan, target = self.journal.result("plan"), self.options["target_loss"]
+        config = reached_by(phases.final_config(plan["config"], self.journal.hours * 3600), self.options)
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+        from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot
+        from deskside.train import training_run
+
+        self._limit_memory(config.compute.device)
+        pilot = Pilot(self.journal, config, plan, target)
+        # A target that was found out of reach is dropped when the person is told, another model leads to another run:
+        # what still stands here was decided just before a kill.
+        status = pilot.decision
+        if not (status == TARGET and target is not None) and status != RECENTRE:
+            try:
+                if (self.run.path / "run.json").exists():
+                    status = training_run.resume(self.run.path, pilot).status
+                else:
+                    command = str(self.journal.state["command"])
+                    status = training_run.start(
+                        config, Path(), None, "", command, None, pilot, self.run
+                    ).status
+            except UsageError as error:
+                # A person gave hours; that they became the schedule's length is nothing to speak of.
+                option, short, why = str(error).partition(TOO_SHORT)
+                if not (short and option.startswith("schedule.length: ")):
+                    raise
+                why = why.partition("; --hours ")[0]  # that length is of the training run alone
+                raise UsageError(f"--hours: {self.journal.hours:g} h{TOO_SHORT}{why}") from None
+        if status == TARGET:
+            told = pilot.told()
+            self.journal.drop_target()  # who goes on all the same is not stopped again
+            raise RunError(
+                f"{target:g} bits per byte is out of reach: {told}; to go on all the same: "
+                f"deskside go --resume {self.run.path}"
+            )
+        if status == RECENTRE:
+            _forget()
+            return self._start_anew(plan, pilot.chosen)
+        self.stopped = status if status != "finished" else None
+        return None
+
+    def report(self) -> None:
+        from deskside.report.write import write_report
+
+        self.journal.enter("report")
+        page = write_report(self.run.path)
+        summary = self.run.read_json("summary.json")
+        self.journal.enter("done")
+        seconds, hours = self.journal.seconds(), self.journal.hours
+        self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
+        if self.as_json:
+            spent = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
+            print(strict_json.dumps({**summary, **spent}))
+            return
+        print(f"validation  {summary['val_bpb']:.3f} bits per byte")
+        for name in ("gzip", "unigram"):
+            if summary.get(f"{name}_bpb") is not None:
+                print(f"{name:<10}  {summary[f'{name}_bpb']:.3f} bits per byte on the same text")
+        for sample in summary["samples"][:1]:
+            print(f"\nsample: {sample['prompt']!r} ->\n  " + "\n  ".join(sample["text"].splitlines()))
+        command = as_typed()
+        print(f"\nreport: {page}\nnext:   {command} chat {self.run.path}")
+        print(f"        {command} sft {self.run.path} --data CHAT.jsonl    # fine-tune it for chat")
+
+    # What they need
+
+    def _wish(self) -> Any:
+        from deskside.pipeline.phases import Wish
+
+        options = self.options
+        preset = options["preset"]
+        return Wish(
+            hours=self.journal.hours,
+            preset=self._reached(preset) if preset is not None and preset.endswith(".toml") else preset,
+            data=self._reached(options["data"]),
+            given=options["given"],
+            memory_gib=options["gpu_budget"],
+            probes=reached(options["probes"], options.get("directory")),
+        )
+
+    def _reached(self, path: str | None) -> str | None:
+        """A path that was given when the road began, as it is reached from here."""
+        return None if path is None else reached(path, self.options.get("directory"))
+
+    def _limit_memory(self, device: str) -> None:
+        limit = self.options["gpu_budget"]
+        if limit is None or device == "cpu":
+            return
+        import torch
+
+        if torch.cuda.is_available():
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), 0)
+
+    def _start_anew(self, plan: dict[str, Any], band: dict[str, Any]) -> Journal:
+        """Another band in a directory of its own, with the hours that are left."""
+        old = self.journal
+        if old.continued_in is None:
+            old.continue_in(
+                RunDirectory.create(self.run.path.parent, None, f"{self.run.path.name}-{band['preset']}")
+            )
+        assert old.continued_in is not None
+        run = RunDirectory(old.continued_in)  # perhaps of an earlier process, killed before it wrote there
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        options = dict(self.options)
+        # In-process: both journals count from the start of this process.
+        results = {**old.state["results"], "plan": {**plan, **band, "bands": []}}
+        new = Journal.begin(run, old.hours, options, str(old.state["command"]), old.before, "train", results)
+        self.say(f"the run goes on as {run.path}")
+        return new
+
+
+def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Journal:
+    """A new road. Everything that can be refused is refused before anything is made."""
+    if options.hours is None:
+        raise UsageError("how long may it take? give --hours, such as --hours 24, or --resume RUN")
+    for name, value in (
+        ("hours", options.hours),
+        ("gpu_budget", options.gpu_budget),
+        ("target_loss", options.target_loss),
+    ):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name}: must be a number above zero, not {value:g}")
+    for name, value, most in (
+        ("hours", options.hours, MOST_HOURS),
+        ("gpu_budget", options.gpu_budget, MOST_GIB),
+    ):
+        if value is not None and value > most:
+            raise UsageError(f"--{name}: must be at most {most:,.0f}, not {value:g}")
+    length = [key for key in LENGTHS if key in given.get("schedule", {})]
+    if length:
+        raise UsageError(f"--schedule.{length[0]}: the length of the run is --hours; leave it out")
+    if "path" in given.get("data", {}) or "sources" in given.get("data", {}):
+        raise UsageError("--data.path, --data.sources: give prepared data with --data DIR")
+    begun, tail = time.perf_counter() - deskside.STARTED, tail_seconds(options.hours)
+    if options.hours * 3600 <= begun + tail:
+        raise UsageError(
+            f"--hours: {options.hours:g} h{TOO_SHORT}starting took {begun:.0f} s, and {tail:.0f} s are kept for the "
+            f"samples and the report"
+        )
+    from deskside.pipeline import phases
+
+    wish = phases.Wish(
+        options.hours, options.preset, options.corpus, given, options.gpu_budget, options.probes
+    )
+    if options.corpus is not None:
+        phases.vocabulary(options.corpus)  # raises for what is no data
+    if options.preset is None and options.corpus is None:
+        raise UsageError(
+            "what shall it learn from? give --data DIR, made by: deskside data prepare SOURCE --out DIR"
+        )
+    if options.preset is not None:
+        config = phases.final_config(phases.preset_config(wish), options.hours * 3600)
+        from deskside.train.prepare.preflight import check_start
+
+        check_start(config)
+        tuned = next((part for part in ("adapter", "align") if getattr(config, part) is not None), None)
+    else:
+        tuned = "adapter" if "adapter" in given else None
+    if tuned is not None:
+        raise UsageError(f"{tuned}: deskside go pretrains a model; go on from its weights with deskside sft")
+    if options.gpu_budget is not None:
+        from deskside.measurements.identity import this_machine
+
+        if this_machine().device == "cpu":
+            raise UsageError("--gpu_budget: there is no GPU here; leave it out")
+    if not options.yes and not sys.stdin.isatty():
+        raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
+    default = (
+        Path(options.preset or "go").stem
+        if (options.preset or "").endswith(".toml")
+        else options.preset or "go"
+    )
+    if options.name is not None and (Path(options.runs) / options.name).exists():
+        path = Path(options.runs) / options.name
+        on = f", or go on with: deskside go --resume {path}" if (path / FILE).exists() else ""
+        raise UsageError(f"{path} exists; choose another --name{on}")
+    run = RunDirectory.create(Path(options.runs), options.name, default)
+    kept = {
+        "preset": options.preset,
+        "data": options.corpus,
+        "given": given,
+        "gpu_budget": options.gpu_budget,
+        "target_loss": options.target_loss,
+        "probes": options.probes,
+        "directory": str(Path.cwd()),
+    }
+    return Journal.begin(run, options.hours, kept, shlex.join(["deskside", "go", *argv]))
+
+
+def _resumed(options: GoOptions, given: dict[str, Any]) -> Journal:
+    extra = [
+        name
+        for name in ("hours", "preset", "corpus", "gpu_budget", "target_loss", "name")
+        if getattr(options, name) is not None
+    ]
+    if given or extra:
+        raise UsageError(
+            "--resume takes everything from the road that is resumed; give no other options with it"
+        )
+    journal = Journal.open(Path(str(options.resume)))
+    # Where the other run has no journal yet, this one still has to begin it.
+    passed: set[Path] = set()
+    while journal.continued_in is not None and (journal.continued_in / FILE).exists():
+        passed.add(journal.run.path.resolve())
+        if journal.continued_in.resolve() in passed:
+            raise damaged(journal.run.path, f"continued_in: {journal.continued_in.name} leads back here")
+        journal = Journal.open(journal.continued_in)
+    if journal.phase == "done":
+        raise UsageError(f"{journal.run.path} is done; its report is {journal.run.path / 'report.html'}")
+    if journal.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():
+        raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
+    if journal.left() <= 0 and journal.phase != "report" and not _trained(journal.run):
+        raise _over(journal)
+    return journal
+
+
+def _trained(run: RunDirectory) -> bool:
+    """Whether something came of training: a checkpoint or a step."""
+    return run.metrics.exists() or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
+
+
+def _over(journal: Journal) -> RunError:
+    """The error for hours of which nothing is left to train in."""
+    spent, whole = journal.seconds(), journal.hours * 3600
+    return RunError(
+        f"these hours are over: {spent:.0f} of {whole:.0f} s are spent, and {journal.tail():.0f} s are kept for the "
+        f"samples and the report; begin again with more hours"
+    )
+
+
+def as_typed() -> str:
+    """Return `deskside` as a shell finds it: with the path that this process was started by where PATH has another
+    one or none."""
+    found, own = shutil.which("deskside"), Path(sys.argv[0])
+    if own.name != "deskside" or (found is not None and Path(found).samefile(own)):
+        return "deskside"
+    return shlex.quote(str(own))
+
+
+def _forget() -> None:
+    """Free what a run that is given up holds of the device and of compiled code."""
+    import torch
+
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _agreed() -> bool:
+    with contextlib.suppress(EOFError):
+        print("go? [Y/n] ", end="", file=sys.stderr, flush=True)
+        return input().strip().lower() in ("", "y", "yes")
+    return False

@@ -1,0 +1,227 @@
+"""`deskside probe`: measures speed and memory of training on this machine, and stores it for the planner."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import PositiveFloat
+from rich.console import Console
+
+from deskside.budget.shape import num_params
+from deskside.budget.work import Checkpointing, OptimizerName
+from deskside.cli.parser import parse
+from deskside.config import merge, presets
+from deskside.config.sections import PrecisionConfig
+from deskside.measurements.store import FINAL, Machine, Store, open_store, slug, this_machine
+from deskside.probe import table
+from deskside.probe.grid import LONGEST_SEQUENCE, Point, Size, calibration_points, expand, order
+from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, Finding, Survey, Surveyor
+from deskside.probe.sweep_display import watcher
+from deskside.utils import signals
+from deskside.utils.errors import RunError, UsageError
+
+CALIBRATION_MINUTES = 3.0
+CLOSING_SECONDS = 5.0  # kept for the tables and the picture
+SEQUENCES_OF_A_DEPTH = (512, 1024, 2048)
+DEEPEST = 128  # as of the planner: 8192 wide, 104 billion parameters
+
+
+@dataclass
+class ProbeOptions:
+    """Measure speed and memory of training here: short real training runs, one at a time, stored for the planner.
+
+    Without --preset and --depth a few points that calibrate the planner are measured, in at most 3 minutes.
+
+    What is stored already is not measured again, so a probe that was stopped goes on where it was.
+
+    Example: deskside probe --depth 12,16,20 --sequence 512,1024,2048 --minutes 20
+    """
+
+    preset: str | None = None
+    """models of the map: presets or .toml files, separated by commas"""
+    depth: str | None = None
+    """models of the map by depth, the hidden size being 64 x depth: 12,14,16"""
+    sequence: str | None = None
+    """tokens per row: 512,1024,2048 (default: the preset's own; these three with --depth)"""
+    precision: str | None = None
+    """auto, bf16 or fp32; several are separated by commas (default: auto)"""
+    optimizer: str | None = None
+    """muon or adamw, or both separated by a comma (default: muon)"""
+    checkpointing: str | None = None
+    """activation checkpointing: none, attention, mlp, block, separated by commas (default: none)"""
+    minutes: PositiveFloat | None = None
+    """hard limit of the whole command (default: 3 without --preset and --depth, else none)"""
+    probes: str = "probes"
+    """folder of the stored results"""
+    again: bool = False
+    """measure what is stored, too"""
+    json: bool = False
+    """print the results as JSON"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code; raises UsageError and RunError."""
+    return probe(parse(ProbeOptions, argv, "deskside probe"))
+
+
+def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target: str = MEASURE_CARD) -> int:
+    """Measure, store, and show. The targets are what is called in a process of its own."""
+    began = time.monotonic()
+    store = open_store(options.probes)
+    machine = this_machine()
+    points = _points(options, machine)
+    minutes = options.minutes
+    if minutes is None and options.preset is None and options.depth is None:
+        minutes = CALIBRATION_MINUTES
+    for note in store.notes(machine):
+        print(note, file=sys.stderr)
+    with watcher(len(points)) as watch, signals.raised():
+        surveyor = Surveyor(
+            store,
+            machine,
+            watch,
+            None if minutes is None else began + 60 * minutes - CLOSING_SECONDS,
+            options.again,
+            point_target,
+            card_target,
+        )
+        survey = surveyor.survey(points)
+    _show(survey, machine, store, options.json)
+    if survey.interrupted:
+        kept = sum(finding.origin == "measured" for finding in survey.findings)
+        print(f"interrupted: {kept} points measured and stored; the same command goes on", file=sys.stderr)
+        return 128 + survey.interrupted
+    _check(survey, options)
+    return 0
+
+
+def _points(options: ProbeOptions, machine: Machine) -> list[Point]:
+    """What is to be measured, in order. Raises UsageError."""
+    if options.preset is not None and options.depth is not None:
+        raise UsageError("--preset and --depth both say which models; use one of them")
+    if options.preset is None and options.depth is None:
+        for name in ("sequence", "precision", "optimizer", "checkpointing"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name}: has no effect without a model; add --preset or --depth")
+        return calibration_points(machine.memory_bytes, machine.device)
+    if options.preset is not None:
+        names = _words("preset", options.preset)
+        default: tuple[int, ...] = ()
+    else:
+        names = [f"d{number}" for number in _numbers("depth", options.depth or "", DEEPEST)]
+        default = SEQUENCES_OF_A_DEPTH
+    sizes = [_size(name) for name in names]
+    lengths = (
+        default if options.sequence is None else _numbers("sequence", options.sequence, LONGEST_SEQUENCE)
+    )
+    points = expand(
+        sizes,
+        lengths,
+        _among("precision", options.precision, get_args(PrecisionConfig.model_fields["name"].annotation)),
+        _among("optimizer", options.optimizer, get_args(OptimizerName)),
+        _among("checkpointing", options.checkpointing, get_args(Checkpointing)),
+        machine.device,
+    )
+    return order(points)
+
+
+def _size(name: str) -> Size:
+    config = merge.build(presets.for_pretraining(name))
+    return Size(config.model, config.batch.sequence_length, config.batch.tokens)
+
+
+def _words(option: str, text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise UsageError(f"--{option}: {text!r} has an empty place; separate values by single commas")
+    return list(dict.fromkeys(words))
+
+
+def _numbers(option: str, text: str, largest: int) -> list[int]:
+    words = _words(option, text)
+    for word in words:
+        digits = word.lstrip("0")
+        if not (word.isascii() and word.isdecimal() and digits):
+            raise UsageError(f"--{option}: {word!r} is no positive whole number; write it like 12,16,20")
+        if len(digits) > len(str(largest)) or int(digits) > largest:
+            short = digits if len(digits) < 20 else f"{digits[:20]}..."
+            raise UsageError(f"--{option}: {short} cannot be measured; use at most {largest}")
+    return [int(word) for word in words]
+
+
+def _among(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """The chosen ones; without a choice the first that is known."""
+    if text is None:
+        return [known[0]]
+    words = _words(option, text)
+    for word in words:
+        if word not in known:
+            raise UsageError(f"--{option}: {word!r} is none of {', '.join(known)}")
+    return words
+
+
+def _show(survey: Survey, machine: Machine, store: Store, as_json: bool) -> None:
+    picture: Path | None = None
+    if survey.rows():
+        # Here and not at the top: half a second that a --help or a mistake need not wait for.
+        from deskside.probe.heatmap import draw
+
+        picture = store.folder / f"{slug(machine.card)}.png"
+        draw(survey.rows(), machine.card, picture)
+    if as_json:
+        print(json.dumps(_as_json(survey, machine, store, picture), allow_nan=False))
+        return
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]{machine.card}[/bold], {machine.memory_bytes / 2**30:.1f} GiB, torch {machine.torch}"
+    )
+    stored = sum(finding.origin == "stored" for finding in survey.findings)
+    if stored:
+        console.print(f"{stored} of {len(survey.findings)} points were stored; --again measures them anew")
+    console.print(table.tables(survey.findings))
+    if picture is not None:
+        console.print(f"rows: {store.path(machine.card)}\nmap:  {picture}", soft_wrap=True)
+
+
+def _as_json(survey: Survey, machine: Machine, store: Store, picture: Path | None) -> dict[str, Any]:
+    return {
+        "machine": {**machine.key(), "device": machine.device, "memory_bytes": machine.memory_bytes},
+        "card": survey.card,
+        "points": [_point_as_json(finding) for finding in survey.findings],
+        "interrupted": survey.interrupted,
+        "notes": [*store.notes(machine), *table.reasons(survey.findings)],
+        "store": str(store.path(machine.card)),
+        "map": None if picture is None else str(picture),
+    }
+
+
+def _point_as_json(finding: Finding) -> dict[str, Any]:
+    point, row = finding.point, finding.row
+    return {
+        "spec": dict(point.spec),
+        "shape": point.shape,
+        "params": num_params(point.model),
+        "status": finding.status,
+        "origin": finding.origin,
+        "error": "" if row is None else row["error"],
+        "measured": {} if row is None else row["result"],
+        "modelled": table.derived(point, row) if row is not None and finding.status == "ok" else {},
+        "when": None if row is None else row["when"],
+    }
+
+
+def _check(survey: Survey, options: ProbeOptions) -> None:
+    """Raises when the probe came to nothing."""
+    statuses = [finding.status for finding in survey.findings]
+    if any(status in (*FINAL, "skipped") for status in statuses):
+        return
+    if all(status == "no time" for status in statuses):
+        raise UsageError(
+            f"--minutes: {options.minutes or CALIBRATION_MINUTES:g} is too short to measure a point here"
+        )
+    failed = next(f.row for f in survey.findings if f.row is not None)
+    raise RunError(f"no point could be measured: {failed['error']}")

@@ -1,0 +1,70 @@
+"""Insights: what the data says for the card and the goal picked, in sentences that carry their interval."""
+
+import streamlit as st
+
+from deskside.dashboard import cached
+from deskside.dashboard.cached import Context
+from deskside.dashboard.common import nothing
+from deskside.dashboard.literal import literal
+from deskside.dashboard.reading import Study, card_words
+from deskside.report import study_words as words
+from deskside.study.narrative.findings import GOALS, by_group, unfinished
+from deskside.study.results import OPEN, Results
+
+
+def show(context: Context) -> None:
+    """The tab."""
+    if context.selection is None:
+        nothing(context)
+        return
+    studies = [s for path in context.found.studies if (s := cached.study(path)) is not None and s.results]
+    st.header("What the data says")
+    if not studies:
+        st.info(
+            "Runs of their own show what they did, not what made the difference. A study compares: "
+            "`deskside study matrix16-quick` takes three minutes on a CPU."
+        )
+        return
+    first, second = st.columns(2)
+    cards = list(dict.fromkeys(card_words(_results(study).machine) for study in studies))
+    picked = context.selection.card
+    card = first.selectbox(
+        "card", cards, index=cards.index(picked) if picked in cards else 0, key="insights-card"
+    )
+    goal = second.selectbox("goal", list(GOALS), key="insights-goal")
+    selected = context.selection.folder
+    for study in studies:
+        results = _results(study)
+        if card_words(results.machine) != card:
+            continue
+        if study.path == selected:
+            results = context.selection.results
+        _one(results, study.path == selected and context.selection.left_out > 0, goal)
+    st.caption(
+        "Only what the intervals allow is said. Another card, scale or budget may answer differently: each study "
+        "speaks of the card and sizes that it ran on."
+    )
+
+
+def _one(results: Results, filtered: bool, goal: str) -> None:
+    st.subheader(literal(results.name))
+    st.caption(
+        literal(results.question) + (" The filters of the sidebar leave some arms out." if filtered else "")
+    )
+    told = by_group(results, goal)
+    for group, sentences in told:
+        if len(told) > 1:
+            st.markdown(f"#### {literal(words.group_title(group))}")
+        st.markdown("\n".join(f"- {literal(line)}" for line in sentences))
+    if told:
+        for line in unfinished(results):
+            st.caption(literal(line))
+    else:
+        waiting = sum(trial.status in OPEN for arm in results.arms for trial in arm.trials)
+        more = f"; {words.several(waiting, 'trial')} to come" if waiting else ""
+        st.write(f"Nothing can be said yet: no two arms have finished trials of the same seed{more}.")
+
+
+def _results(study: Study) -> Results:
+    assert study.results is not None
+    return study.results

@@ -1,0 +1,107 @@
+"""Performance: speed and quality of every arm, and the curves."""
+
+from pathlib import Path
+
+import streamlit as st
+
+from deskside.dashboard import cached, charts, tables
+from deskside.dashboard.cached import Context
+from deskside.dashboard.common import chart, seeds_told, sentence, usable
+from deskside.dashboard.literal import literal
+from deskside.dashboard.selection import Selection
+from deskside.report import study_words as words
+from deskside.run.record import number
+from deskside.study.results import Arm, Trial
+from deskside.study.stats.metrics import METRICS
+from deskside.utils.errors import UsageError
+
+MOST_CURVES = 6
+KEYS = (
+    "tokens_per_second", "val_bpb", "val_bpb_equal_tokens", "train_loss", "perplexity", "mfu", "watts",
+    "joules_per_token", "seconds",
+)  # fmt: skip
+
+
+def show(context: Context) -> None:
+    """The tab."""
+    selection = usable(context)
+    if selection is None:
+        return
+    results = selection.results
+    st.header("Speed and quality")
+    known = {
+        metric.label: metric.key
+        for metric in METRICS
+        if metric.key in KEYS and words.measured(results.arms, metric.key)
+    }
+    known = dict(sorted(known.items(), key=lambda pair: KEYS.index(pair[1])))
+    if not known:
+        st.info("No trial has come to its end yet; the Live tab shows those that are running.")
+    else:
+        label = st.selectbox("what is shown", list(known), key="performance-metric")
+        key = known[label]
+        figure = charts.bars(results, key)
+        if figure is not None:
+            chart(figure, key, f"{words.unit(words.metric(key))} of {len(results.arms)} arms")
+        about = words.metric(key).about
+        st.caption(f"{seeds_told(selection, key)} {sentence(about)} {tables.not_measured(results.arms, key)}")
+        figure = charts.forest(results, key)
+        if figure is not None:
+            st.header("Against the baseline")
+            chart(figure, f"{key}-difference", f"relative differences in {label}, with intervals")
+            st.dataframe(tables.differences(results, (key,)), hide_index=True, width="stretch")
+    _curves(selection)
+
+
+def _curves(selection: Selection) -> None:
+    st.header("Curves")
+    labels = {arm.id: arm.label for arm in selection.results.arms}
+    able = [
+        arm.id
+        for arm in selection.results.arms
+        if selection.folder is None or any(t.curve for t in arm.trials)
+    ]
+    chosen = st.multiselect(
+        f"arms (at first {MOST_CURVES})",
+        able,
+        default=able[:MOST_CURVES],
+        format_func=lambda name: labels[name],
+        key=f"curves {selection.folder} {' '.join(group.name for group in selection.results.groups)}",
+    )
+    first, second = st.columns(2)
+    key = first.radio("of", _kinds(selection), horizontal=True, key="curves-of")
+    across = second.radio("against", ["time", "tokens"], horizontal=True, key="curves-against")
+    arms = [arm for arm in selection.results.arms if arm.id in chosen]
+    figure = charts.curves(
+        {arm.label: [_points(selection, arm, trial) for trial in arm.trials] for arm in arms},
+        {"time": "seconds", "tokens": "tokens"}[across],
+        {"validation loss": "val_bpb", "training loss": "loss"}[key],
+        frozenset(arm.label for arm in arms if arm.emulated),
+    )
+    if figure is None:
+        st.info(f"No {key} was logged for these.")
+    else:
+        chart(figure, "curves", f"{key} against {across} of {len(arms)} arms")
+        st.caption("Measured. One line per trial; the trials of an arm share dashes, marker and colour.")
+
+
+def _kinds(selection: Selection) -> list[str]:
+    """What curves there are; a study whose trials were evaluated only at their end has one of the training alone."""
+    trials = [trial for arm in selection.results.arms for trial in arm.trials]
+    validated = any(number(row.get("val_bpb")) is not None for trial in trials for row in trial.curve[:-1])
+    return (
+        ["validation loss", "training loss"] if validated or selection.folder is None else ["training loss"]
+    )
+
+
+def _points(selection: Selection, arm: Arm, trial: Trial) -> list[dict[str, float | None]]:
+    """A study brings its curves; those of other runs are read when they are asked for."""
+    if selection.folder is not None or trial.curve:
+        return trial.curve
+    try:
+        rows, missing = cached.curve(Path(trial.run))
+    except UsageError:
+        return []  # it was deleted since it was found
+    for told in missing:
+        st.caption(literal(f"{arm.label}: {told}"))
+    return rows

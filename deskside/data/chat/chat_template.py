@@ -1,0 +1,236 @@
+"""Conversations -> tokens, with a mark on every token that an assistant has to learn.
+
+A chat template turns messages into one text. Which of its characters an assistant says is known in one of two ways:
+
+- the template marks them with `{% generation %}`; or
+- by prefixes: what is rendered for the messages before a turn, with the prompt for a reply at its end, must be the
+  beginning of what is rendered with it; what follows, up to the end-of-turn token, is the turn. Some templates write an
+  earlier turn differently once there is a later one (thinking is dropped from it). Then only a conversation's last turn
+  is learnt, and that is counted.
+
+The text is cut where an assistant begins to speak, and the parts are tokenised one by one. So the tokens before a turn
+are exactly those of the prompt that chatting gives to the model, even where a merge would have crossed the cut.
+
+A message that spells a special token does not get it (renderer.py), so data cannot forge a turn. The texts here are
+escaped, and `Renderer.ids` makes tokens of their parts. Only byte-level BPE
+is taken, as in all prepared data: other tokenizers write a text's first word differently.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deskside.data import tokenizer as bpe
+from deskside.data.chat.renderer import (
+    TEMPLATE,
+    Message,
+    NotRendered,
+    Refused,
+    Renderer,
+    own_template,
+    tokenizer_settings,
+)
+from deskside.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CHAT_FILES = ("tokenizer_config.json", TEMPLATE, "generation_config.json")
+DEFAULT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+_TRIAL = [{"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "It is."}]
+
+Turns = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A conversation: ids, and 1 for each that is learnt (both of shape [tokens]).
+
+    `last_only`: earlier turns of the assistant are not marked, because the template writes them differently later.
+    """
+
+    ids: NDArray[np.uint32]
+    mask: NDArray[np.uint8]
+    last_only: bool
+
+
+class ChatTemplate:
+    """The template and tokenizer of a folder that holds tokenizer.json and chat_template.jinja."""
+
+    def __init__(self, folder: Path):
+        """Raises UsageError for a tokenizer or template that cannot be used."""
+        self._coder = bpe.load(folder)
+        self._renderer = Renderer(folder, self._coder)
+        self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", self._renderer.template) is not None
+        if self._renderer.ids("a") == self._renderer.ids(" a"):
+            raise UsageError(
+                f"{folder}: this tokenizer adds a space before every text, so turns cannot be tokenised one by one."
+            )
+        try:
+            trial = self.conversation(_TRIAL)
+        except Refused as error:
+            raise UsageError(f"chat template: refused: {error.reason}") from None
+        except NotRendered as error:
+            raise UsageError(f"chat template: {error}") from None
+        last = int(np.flatnonzero(trial.mask)[-1])
+        ends = self._coder.get_added_tokens_decoder().get(int(trial.ids[last]))
+        self.turn_end: int | None = int(trial.ids[last]) if ends is not None and ends.special else None
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens after which an assistant speaks. Raises NotRendered."""
+        return self._renderer.prompt(messages)
+
+    def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> Tokens:
+        """A whole conversation. Raises NotRendered."""
+        spans, text, last_only = self._spans(messages)
+        if not spans:
+            raise NotRendered("no assistant speaks")
+        if turns == "last":
+            spans, last_only = spans[-1:], False
+        ids: list[int] = []
+        mask: list[int] = []
+        at = 0
+        for begin, end in spans:
+            end = self._turn_end(text, begin, end)
+            for part, learnt in ((text[at:begin], 0), (text[begin:end], 1)):
+                new = self._renderer.ids(part)
+                ids += new
+                mask += [learnt] * len(new)
+            at = end
+        rest = self._renderer.ids(text[at:])
+        return Tokens(np.array(ids + rest, np.uint32), np.array(mask + [0] * len(rest), np.uint8), last_only)
+
+    def _spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str, bool]:
+        """Where the assistant's turns stand in the text, the text, and whether earlier turns are missing."""
+        if self._marks:
+            return *self._renderer.marked(messages), False
+        text = self._renderer.text(messages, reply=False)
+        numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = []
+        for n in numbers:
+            before = self._before(messages, n)
+            after = self._renderer.text(messages[: n + 1], reply=False) if n + 1 < len(messages) else text
+            if text.startswith(before) and text.startswith(after) and len(before) < len(after):
+                spans.append((len(before), len(after)))
+            elif n == numbers[-1]:
+                raise NotRendered(
+                    "what it writes before a reply is not the beginning of what it writes with one"
+                )
+        # One that is written differently later on is one that no later prompt shows as it was learnt.
+        return (spans, text, False) if len(spans) == len(numbers) else (spans[-1:], text, True)
+
+    def _before(self, messages: Sequence[Message], n: int) -> str:
+        """Return the text before turn n, up to where the assistant begins to speak.
+
+        Many templates refuse an empty conversation. Where the assistant speaks first, the text before it is then what
+        they write up to the end of the prompt for a reply, which a question with and without that prompt shows.
+        """
+        if n:
+            return self._renderer.text(messages[:n], reply=True)
+        try:
+            return self._renderer.text([], reply=True)
+        except Refused:
+            question = _TRIAL[:1]
+            asked = self._renderer.text(question, reply=False)
+            with_prompt = self._renderer.text(question, reply=True)
+            first = self._renderer.text(messages[:1], reply=False)
+            prompt = with_prompt.removeprefix(asked)
+            at = first.find(prompt) if with_prompt.startswith(asked) and prompt else -1
+            if at < 0:
+                raise NotRendered(
+                    "it begins with the assistant, and the template shows no beginning of its turn"
+                ) from None
+            return first[: at + len(prompt)]
+
+    def _turn_end(self, text: str, begin: int, end: int) -> int:
+        """A turn ends with its last special token; white space after that belongs to what follows."""
+        after = max((found.end() for found in self._renderer.special.finditer(text, begin, end)), default=end)
+        return after if not text[after:end].strip() else end
+
+
+# A tokenizer for conversations
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """What `make` made: new tokens with their ids; `fresh` are ids that no training has seen, the new ones included."""
+
+    added: dict[str, int]
+    fresh: tuple[int, ...]
+    vocab_size: int
+    turn_end: int | None
+    default: bool
+
+
+def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
+    """Write a tokenizer for conversations into the folder `out`, made from the one in `source`.
+
+    template: its text; None takes the tokenizer's own, and where there is none the default, which is ChatML's form; its
+    special tokens are added where the vocabulary lacks them. generation_config.json names the tokens that end a text.
+    Raises UsageError for a tokenizer or template that cannot be used.
+    """
+    coder = bpe.load(source)
+    bpe.token_bytes(coder)  # refuses what is not byte-level BPE
+    end, end_id = bpe.end_of_text(coder, source)
+    text = template if template is not None else own_template(source)
+    added: dict[str, int] = {}
+    fresh: list[int] = []
+    if text is None:
+        known = coder.get_vocab(with_added_tokens=True)
+        _add_special(coder, bpe.CHAT_TOKENS)
+        fresh = [_id(coder, token) for token in bpe.CHAT_TOKENS]
+        added = {t: n for t, n in zip(bpe.CHAT_TOKENS, fresh, strict=True) if t not in known}
+    out.mkdir(parents=True, exist_ok=True)
+    coder.encode_special_tokens = False
+    (out / "tokenizer.json").write_text(coder.to_str(pretty=True), encoding="utf-8")
+    (out / TEMPLATE).write_text(DEFAULT_TEMPLATE if text is None else text, encoding="utf-8")
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(_settings(source, end), indent=2) + "\n", encoding="utf-8"
+    )
+    turn_end = ChatTemplate(out).turn_end
+    # The first one is what transformers pads with and compares, so it is the one that ends a turn.
+    ends = list(dict.fromkeys([turn_end, end_id] if turn_end is not None else [end_id]))
+    generation = {"eos_token_id": ends if len(ends) > 1 else end_id, "pad_token_id": end_id}
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
+    return ChatTokenizer(added, tuple(fresh), size, turn_end, text is None)
+
+
+def _id(coder: Tokenizer, token: str) -> int:
+    number = coder.token_to_id(token)
+    assert number is not None  # it has just been added
+    return int(number)
+
+
+def _add_special(coder: Tokenizer, tokens: Sequence[str]) -> None:
+    from tokenizers import AddedToken
+
+    coder.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+
+
+def _settings(source: Path, end: str) -> dict[str, Any]:
+    """tokenizer_config.json: the source's, without a template of its own."""
+    settings = tokenizer_settings(source)
+    settings.pop("chat_template", None)
+    settings.pop("added_tokens_decoder", None)  # tokenizer.json has them, the new ones included
+    defaults = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {**defaults, **settings}

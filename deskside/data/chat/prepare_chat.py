@@ -1,0 +1,326 @@
+"""Conversations in, token shards with marks out: what `deskside sft` prepares once and then reads from its cache.
+
+The data set is like that of `prepare` (index.json, shards, tokenizer.json), so loading, packing, verifying and resuming
+are the same code. It has besides: a mask file for each shard (`shards`), the chat template with the settings that a
+chat needs, and samples.json, a few held-out conversations to show what the model says.
+
+Which conversations are held out is decided by a keyed hash of their messages: not by their order, and copies of one
+conversation stand on one side. The folder appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from deskside.data import tokenizer as bpe
+from deskside.data.chat.chat_template import ChatTemplate, Tokens, Turns
+from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, checked_messages, refuse_row_fields
+from deskside.data.corpus.heldout import is_validation
+from deskside.data.corpus.prepare import sum_up
+from deskside.data.corpus.process_pool import in_order
+from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.records import Record, content_key, iter_records
+from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.reading import shards
+from deskside.data.reading.shards import MAX_TAGS, ChatInfo, DatasetIndex, EncodedDocument, TagInfo
+from deskside.utils.errors import UsageError
+
+VERSION = 2  # of what is made from the same arguments
+SHARD_TOKENS = 1 << 25
+DEFAULT_FRACTION, FEWEST_HELD_OUT = 0.02, 32
+SAMPLES, SAMPLE_CHARACTERS = 4, 600
+SAMPLES_FILE = "samples.json"
+NO_CONVERSATION, REFUSED = "no conversation", "the chat template cannot render it"
+
+
+@dataclass(frozen=True)
+class ChatSpec:
+    """What decides a data set of conversations, apart from the tokenizer."""
+
+    sources: tuple[str, ...]
+    val_sources: tuple[str, ...] = ()
+    val_fraction: float | None = None
+    turns: Turns = "all"
+    seed: int = 0
+
+
+def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
+    """A short name of what `prepare_chat` makes, from the content of everything that decides it.
+
+    Of a hub data set only the name is known, so a change there is not seen. Raises UsageError as `Source.parse`.
+    """
+    parts = [content_key([Source.parse(s) for s in names]) for names in (spec.sources, spec.val_sources)]
+    parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", "chat_template.jinja")]
+    parts += [repr((VERSION, spec.val_fraction, spec.turns, spec.seed))]
+    return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
+
+
+def prepare_chat(
+    spec: ChatSpec, tokenizer: Path, out: Path, *, quiet: bool = False, shard_tokens: int = SHARD_TOKENS
+) -> DatasetIndex:
+    """Make the data set in the new folder `out`. tokenizer: a folder that `chat_template.make` wrote.
+
+    Raises:
+        UsageError: wrong sources, nothing that can be learnt from, or `out` is there already.
+        RunError: the disk is full.
+    """
+    if not spec.sources:
+        raise UsageError(
+            "--data: no conversations were named; give a .jsonl or .parquet file, a folder or hf:owner/name"
+        )
+    if out.exists():
+        raise UsageError(f"{out}: is there already; remove it, or give another --data.path")
+    with new_folder(tokenizer, out) as new:
+        return _Maker(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).make()
+
+
+@contextlib.contextmanager
+def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` with the tokenizer's files, which becomes `out` when all went well."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
+    except OSError as error:
+        raise shards.disk_error(out, error) from error
+    try:
+        for file in tokenizer.iterdir():
+            shutil.copyfile(file, new / file.name)
+        yield new
+        new.chmod(0o755)
+        new.rename(out)
+    except OSError as error:
+        raise shards.disk_error(out, error) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+@dataclass
+class _Split:
+    """One split under way."""
+
+    name: str
+    documents: list[EncodedDocument] = field(default_factory=list)
+    tokens: int = 0
+    text_bytes: int = 0
+    learnt: int = 0
+    digest: Any = field(default_factory=xxhash.xxh3_128)
+    done: list[shards.ShardInfo] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A record that is one; key: a hash of its messages."""
+
+    record: Record
+    messages: list[dict[str, Any]]
+    key: bytes
+
+
+def _rendered(turns: Turns, template: ChatTemplate, messages: list[dict[str, Any]]) -> Tokens | str:
+    """The tokens, or why there are none."""
+    try:
+        return template.conversation(messages, turns)
+    except NotRendered as error:
+        return str(error)
+
+
+class _Maker:
+    def __init__(self, spec: ChatSpec, out: Path, quiet: bool, shard_tokens: int, key: str):
+        self.spec, self.out, self.quiet, self.shard_tokens, self.key = spec, out, quiet, shard_tokens, key
+        self.template = ChatTemplate(out)
+        coder = bpe.load(out)
+        self.eos, self.eos_id = bpe.end_of_text(coder, out)
+        self.lengths = bpe.token_bytes(coder)
+        self.tags: dict[tuple[str, str], int] = {}
+        self.logs = {"train": BadInputLog(), "val": BadInputLog()}
+        self.splits = {name: _Split(name) for name in ("val", "train")}
+        self.last_only = self.duplicates = 0
+        self.samples: list[Any] = []
+
+    def make(self) -> DatasetIndex:
+        train, val = (
+            [Source.parse(s) for s in names] for names in (self.spec.sources, self.spec.val_sources)
+        )
+        held_out: set[bytes] = set()
+        if val:
+
+            def apart() -> Iterator[tuple[str, _Conversation]]:
+                for one in self._conversations(val, "val"):
+                    held_out.add(one.key)
+                    yield "val", one
+
+            self._add_all(apart())
+            if not held_out:
+                raise UsageError(f"--val: no conversation {_reasons(self.logs['val'])}")
+        count, fraction, forced = self._first_pass(train, bool(val))
+        with Progress("render", count, "conversations", quiet=self.quiet) as bar:
+
+            def divided() -> Iterator[tuple[str, _Conversation]]:
+                for one in self._conversations(train, "train"):
+                    if one.key in held_out:
+                        self.duplicates += 1
+                        bar.advance(1)
+                        continue
+                    held = one.key == forced or is_validation(one.key, self.spec.seed, fraction)
+                    yield "val" if held else "train", one
+
+            self._add_all(divided(), bar)
+        for split in self.splits.values():
+            self._write(split)
+        return self._finish()
+
+    def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
+        """How many conversations there are, the share to hold out, and the one that is when the share catches none."""
+        keys = [one.key for one in self._conversations(sources, "train")]
+        if not keys:
+            raise UsageError(f"--data: no conversation {_reasons(self.logs['train'])}")
+        self.logs["train"] = BadInputLog()  # the second pass counts them
+        if have_val:
+            return len(keys), 0.0, None
+        fraction = self.spec.val_fraction or max(DEFAULT_FRACTION, min(0.1, FEWEST_HELD_OUT / len(keys)))
+        caught = any(is_validation(key, self.spec.seed, fraction) for key in keys)
+        return len(keys), fraction, None if caught else min(keys)
+
+    def _conversations(self, sources: Sequence[Source], split: str) -> Iterator[_Conversation]:
+        log = self.logs[split]
+        for source in sources:
+            for record in iter_records(source, ("messages",), log, ROW_FIELDS):
+                try:
+                    refuse_row_fields(record.fields)
+                    messages = checked_messages(record.fields["messages"])
+                except NotRendered as error:
+                    log.add(NO_CONVERSATION, record.origin, str(error))
+                    continue
+                key = xxhash.xxh3_128_digest(json.dumps(messages, sort_keys=True).encode())
+                yield _Conversation(record, messages, key)
+
+    def _add_all(self, given: Iterable[tuple[str, _Conversation]], bar: Progress | None = None) -> None:
+        """Each to the split that is named beside it, in their order."""
+        items = ((named, named[1].messages) for named in given)
+        work, build = partial(_rendered, self.spec.turns), partial(ChatTemplate, self.out)
+        with contextlib.closing(in_order(items, work, self.template, build)) as made:
+            for (name, one), found in made:
+                if bar is not None:
+                    bar.advance(1)
+                self._add(name, one, found)
+
+    def _add(self, name: str, one: _Conversation, found: Tokens | str) -> None:
+        split, record, messages = self.splits[name], one.record, one.messages
+        if isinstance(found, str):
+            self.logs["val" if self.spec.val_sources and name == "val" else "train"].add(
+                REFUSED, record.origin, found
+            )
+            return
+        if self.template.turn_end is None:  # nothing in the template would teach when to stop
+            found = _with_end(found, self.eos_id)
+        pair = (record.source, record.lang)
+        if pair not in self.tags and len(self.tags) >= MAX_TAGS:
+            pair = ("other", "")
+        tag = self.tags.setdefault(pair, len(self.tags))
+        split.documents.append(EncodedDocument(found.ids, tag, found.mask))
+        split.tokens += len(found.ids)
+        split.learnt += int(found.mask.sum())
+        split.text_bytes += max(1, sum(len(m["content"].encode()) for m in messages))
+        split.digest.update(one.key)
+        self.last_only += found.last_only
+        short = sum(len(m["content"]) for m in messages) <= SAMPLE_CHARACTERS
+        if name == "val" and short and messages[-1]["role"] == "assistant" and len(self.samples) < SAMPLES:
+            self.samples.append(messages)
+        if split.tokens >= self.shard_tokens:
+            self._write(split)
+
+    def _write(self, split: _Split) -> None:
+        if not split.documents:
+            return
+        info = shards.write_shard(
+            self.out,
+            f"{split.name}-{len(split.done):05d}",
+            split.documents,
+            eos_id=self.eos_id,
+            dtype=shards.dtype_for(len(self.lengths)),
+            text_bytes=split.text_bytes,
+            lengths=self.lengths,
+            key=split.digest.hexdigest(),
+        )
+        shards.publish(self.out, info)
+        split.done.append(info)
+        split.documents, split.tokens, split.text_bytes, split.digest = [], 0, 0, xxhash.xxh3_128()
+
+    def _finish(self) -> DatasetIndex:
+        for name, split in self.splits.items():
+            if not split.done:
+                why = f"({self.duplicates} are held out)" if self.duplicates else _reasons(self.logs["train"])
+                raise UsageError(
+                    f"--data: no conversation is left for the {name} split {why}; give more, or others with --val"
+                )
+        (self.out / SAMPLES_FILE).write_text(
+            json.dumps(self.samples, ensure_ascii=False, indent=1) + "\n", "utf-8"
+        )
+        index = DatasetIndex(
+            schema_version=shards.SCHEMA_VERSION,
+            dtype=shards.dtype_for(len(self.lengths)),
+            tokenizer=shards.TokenizerInfo(
+                checksum=shards.checksum_file(self.out / "tokenizer.json"),
+                vocab_size=len(self.lengths),
+                eos=self.eos,
+                eos_id=self.eos_id,
+            ),
+            tags=[TagInfo(source=source, lang=lang) for source, lang in self.tags],
+            splits={name: sum_up(split.done) for name, split in self.splits.items()},
+            bad_input={name: log.as_dict() for name, log in self.logs.items() if log.total},
+            ignored_files={},
+            duplicates_of_validation=self.duplicates,
+            arguments={"chat": dataclasses.asdict(self.spec), "key": self.key},
+            chat=ChatInfo(
+                turn_end=self.template.turn_end,
+                learnt_tokens={name: split.learnt for name, split in self.splits.items()},
+                last_turn_only=self.last_only,
+            ),
+        )
+        shards.write_index(self.out, index)
+        shards.verify(self.out)
+        return index
+
+
+def told(index: DatasetIndex, say: Callable[[str], None]) -> None:
+    """What a person should know of prepared conversations."""
+    assert index.chat is not None
+    train, val = index.splits["train"], index.splits["val"]
+    learnt = index.chat.learnt_tokens
+    say(
+        f"{train.documents:,} conversations of {train.tokens:,} tokens to train on, {learnt['train']:,} of them "
+        f"said by an assistant; {val.documents:,} held out"
+    )
+    if index.chat.last_turn_only:
+        say(
+            f"{index.chat.last_turn_only:,} conversations teach their last turn only, because the chat template writes "
+            "earlier turns differently once there is a later one"
+        )
+    for reasons in index.bad_input.values():
+        for reason, left in reasons.items():
+            say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
+    if index.duplicates_of_validation:
+        say(f"left out: {index.duplicates_of_validation:,} that are held out too")
+
+
+def _with_end(found: Tokens, end: int) -> Tokens:
+    import numpy as np
+
+    return Tokens(np.append(found.ids, np.uint32(end)), np.append(found.mask, np.uint8(1)), found.last_only)
+
+
+def _reasons(log: BadInputLog) -> str:
+    if not log.total:
+        return "(there are too few)"
+    return f"that can be used ({log.firsts()})"

@@ -1,0 +1,208 @@
+"""The first pass over the sources: count, tag, choose the validation split, and sample text for the tokenizer."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import xxhash
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from deskside.data.corpus.heldout import Holdout, HoldoutPlanner, few_cut, long_cut, text_hash
+from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.sources import BadInputLog, Document, Limits, OnBad, Source, iter_documents
+from deskside.data.reading.shards import MAX_TAGS, LeftOut
+from deskside.data.tokenizer import spans
+from deskside.utils.errors import UsageError
+
+_OTHER = ("other", "")  # the tags of documents beyond MAX_TAGS
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How sources are read: the field that holds the text, and how long a line may be."""
+
+    text_field: str = "text"
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, order=True)
+class _Piece:
+    """A piece of a document in a sample, by falling rank. `few` and `long` are the document's cuts, see `heldout`."""
+
+    rank: int
+    number: int
+    key: bytes
+    data: bytes = field(compare=False)
+    end: int = field(compare=False)
+    few: int = field(compare=False)
+    long: int = field(compare=False)
+
+
+@dataclass
+class Sampler:
+    """Keeps at most `limit` bytes of text, chosen by a keyed hash, whatever the order of arrival.
+
+    Long documents are sampled in pieces, so that a corpus of few books is sampled as well.
+    """
+
+    limit: int
+    seed: int
+    held: int = 0
+    _heap: list[_Piece] = field(default_factory=list)
+    _ceiling: int = 1 << 64
+
+    def add(self, text: bytes, key: bytes, few: int, long: int) -> None:
+        """Take pieces of a document. `few` and `long` are where validation would begin in it, see `heldout`."""
+        for i, (start, end) in enumerate(spans(text, 1 << 13)):
+            rank = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
+            if rank >= self._ceiling:
+                continue
+            heapq.heappush(self._heap, _Piece(-rank, i, key, text[start:end], end, few, long))
+            self.held += end - start
+            while self.held > self.limit and len(self._heap) > 1:
+                dropped = heapq.heappop(self._heap)
+                self.held -= len(dropped.data)
+                # Nothing above it comes in later, so that the order of arrival does not matter.
+                self._ceiling = -dropped.rank
+
+    def texts(self, holdout: Holdout) -> Iterator[str]:
+        """Yield the sample in a fixed order, without text of validation."""
+        for piece in sorted(self._heap, reverse=True):
+            if not (holdout.tails or holdout.chosen(piece.key)):
+                yield piece.data.decode("utf-8")
+                continue
+            cut = piece.few if holdout.tails else piece.long
+            # A document below 16 KiB is a single piece, with the cut inside it.
+            before = cut - (piece.end - len(piece.data))
+            if before > 0:
+                yield piece.data[:before].decode("utf-8")
+
+
+@dataclass
+class Scan:
+    """What the first pass found. Kept in prepare.json, so that a resumed preparation need not look again.
+
+    `text_bytes` is of the training sources with what becomes validation, `val_text_bytes` of the validation sources.
+    """
+
+    documents: PositiveInt
+    text_bytes: PositiveInt
+    val_text_bytes: NonNegativeInt
+    tags: list[tuple[str, str]]
+    bad_input: dict[str, dict[str, LeftOut]]
+    ignored_files: LeftOut | Annotated[dict[str, Any], Field(max_length=0)]
+    holdout: Holdout = field(default_factory=Holdout)
+
+
+@dataclass
+class Splitter:
+    """Says for each document of the training sources which part is trained on and which is validation."""
+
+    holdout: Holdout
+    held_out: frozenset[bytes] = frozenset()  # texts of the validation sources
+    duplicates: int = 0
+
+    def divide(self, text: bytes) -> tuple[bytes, bytes]:
+        """Return (training text, validation text), either may be b"". Counts training copies of validation sources."""
+        key = text_hash(text)
+        if key in self.held_out:
+            self.duplicates += 1
+            return b"", b""
+        cut = self.holdout.cut(text, key)
+        return text[:cut], text[cut:]
+
+
+def scan(
+    sources: list[Source],
+    val_sources: list[Source],
+    *,
+    reading: Reading,
+    fraction: float | None,
+    seed: int,
+    on_bad: OnBad,
+    sampler: Sampler | None,
+    quiet: bool,
+) -> Scan:
+    """Read everything once, fill the sampler, and return what was found.
+
+    Raises:
+        UsageError: nothing to train on, or bad input while `on_bad` is "refuse".
+    """
+    logs = {"train": BadInputLog(on_bad), "val": BadInputLog(on_bad)}
+    tags: dict[tuple[str, str], int] = {}
+    held_out, val_text_bytes = validation_texts(val_sources, logs["val"], reading, tags)
+    if val_sources and not held_out:
+        raise UsageError(f"the validation sources hold no document {_reasons(logs['val'])}.")
+    documents = text_bytes = 0
+    planner = HoldoutPlanner(seed, 0 if held_out else fraction)
+    with Progress("read", None, "MB", quiet=quiet) as bar:
+        for document in documents_of(sources, logs["train"], reading):
+            note_tag(tags, document)
+            pair = (document.source, document.lang)
+            source, lang = pair if pair in tags else _OTHER
+            key, text = text_hash(document.data), document.data
+            documents += 1
+            text_bytes += len(text)
+            bar.advance(len(text) / 1e6)
+            if key in held_out:
+                continue
+            planner.add(text, key, (("lang", lang), ("source", source), ("file", document.group)))
+            if sampler is not None:
+                sampler.add(text, key, few_cut(text, fraction) if planner.few else len(text), long_cut(text))
+    if documents == 0:
+        raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
+    if planner.documents == 0:
+        raise UsageError("every training document also stands in the validation sources.")
+    return Scan(
+        documents=documents,
+        text_bytes=text_bytes,
+        val_text_bytes=val_text_bytes,
+        tags=list(tags),
+        bad_input={split: log.as_dict() for split, log in logs.items() if log.total},
+        ignored_files=_ignored([*sources, *val_sources]),
+        holdout=planner.plan(),
+    )
+
+
+def validation_texts(
+    val_sources: list[Source],
+    log: BadInputLog,
+    reading: Reading,
+    tags: dict[tuple[str, str], int] | None = None,
+) -> tuple[frozenset[bytes], int]:
+    """Hashes of all texts of the validation sources, and their bytes together. With `tags`, their tags are added."""
+    keys, size = set(), 0
+    for document in documents_of(val_sources, log, reading):
+        keys.add(text_hash(document.data))
+        size += len(document.data)
+        if tags is not None:
+            note_tag(tags, document)
+    return frozenset(keys), size
+
+
+def documents_of(sources: Iterable[Source], log: BadInputLog, reading: Reading) -> Iterator[Document]:
+    for source in sources:
+        yield from iter_documents(source, log, text_field=reading.text_field, limits=reading.limits)
+
+
+def note_tag(tags: dict[tuple[str, str], int], document: Document) -> int:
+    """The number of a document's (source, lang) pair; pairs beyond the limit share one."""
+    pair = (document.source, document.lang)
+    if pair not in tags and len(tags) >= MAX_TAGS:
+        pair = _OTHER
+    return tags.setdefault(pair, len(tags))
+
+
+def _reasons(log: BadInputLog) -> str:
+    if not log.total:
+        return "(they are empty)"
+    first = "; ".join(f"{n} x {reason}, first {log.examples[reason][0]}" for reason, n in log.counts.items())
+    return f"that can be used ({first})"
+
+
+def _ignored(sources: list[Source]) -> dict[str, Any]:
+    names = [name for source in sources for name in source.ignored]
+    return {"count": len(names), "first": names[:5]} if names else {}

@@ -1,0 +1,101 @@
+"""What a model has to beat on the validation text: gzip, and the frequency of its tokens alone. Both in bits."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deskside.data import tokenizer as bpe
+from deskside.data.reading import shards
+from deskside.data.reading.rows import IGNORE, PackedDataset
+from deskside.data.reading.shards import DatasetIndex, SplitInfo
+
+TRAIN_COUNTS = "train-counts.npy"  # how often each token stands in the training split
+
+
+class GzipMeter:
+    """Bits of the texts written one after the other and compressed as one gzip file of level 9."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.compressobj(9, wbits=31)
+        self._size = 0
+
+    def add(self, text: bytes) -> None:
+        """Append a text, given as UTF-8."""
+        self._size += len(self._stream.compress(text))
+
+    def bits(self) -> int:
+        """Ends the file; nothing can be added after it."""
+        return 8 * (self._size + len(self._stream.flush()))
+
+
+def unigram_bits(train: NDArray[np.int64], val: NDArray[np.int64], eos_id: int) -> float:
+    """Bits to code the validation's text tokens by their frequency in training, add-one smoothed; counts are [vocab].
+
+    The end-of-text token is text of no bytes and left out on both sides.
+    """
+    train, val = train.copy(), val.copy()
+    train[eos_id] = val[eos_id] = 0
+    bits = np.log2(train.sum() + len(train) - 1) - np.log2(train + 1)
+    return float((val * bits).sum())
+
+
+def token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> NDArray[np.int64]:
+    """How often each token stands in a split, shape [vocab]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for shard in split.shards:
+        tokens = shards.open_tokens(out, shard, dtype)
+        for start in range(0, len(tokens), 1 << 20):  # bincount takes eight bytes a token
+            counts += np.bincount(tokens[start : start + (1 << 20)], minlength=vocab_size)
+    return counts
+
+
+def write_train_counts(directory: Path, counts: NDArray[np.int64]) -> None:
+    """Keep how often each token stands in training. Raises: as `shards.write_file`."""
+    shards.write_file(
+        directory / TRAIN_COUNTS, lambda file: np.save(file, counts.astype("<i8"), allow_pickle=False)
+    )
+
+
+def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64] | None:
+    """Return what `write_train_counts` kept, or None for data that was prepared before it was kept.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = directory / TRAIN_COUNTS
+    if not path.is_file():
+        return None
+    try:
+        counts: NDArray[np.int64] = np.load(path, allow_pickle=False)
+        sound = counts.shape == (index.tokenizer.vocab_size,) and counts.sum() == index.splits["train"].tokens
+    except (ValueError, EOFError):
+        sound = False
+    if not sound:
+        shards.refuse_damage(directory, {TRAIN_COUNTS: "is damaged"})
+    return counts
+
+
+def baselines_of_rows(dataset: PackedDataset, numbers: NDArray[np.int64]) -> dict[str, float | None]:
+    """Return gzip and unigram bits per byte of the text in some rows of a validation split.
+
+    A model that was evaluated on a part of the validation has to be compared on the same bytes. The unigram is None for
+    data that was prepared before the counts of its training tokens were kept.
+    """
+    coder = bpe.load(dataset.directory)
+    texts, eos_id = bpe.token_texts(coder), dataset.index.tokenizer.eos_id
+    gzip, size = GzipMeter(), 0
+    counts = np.zeros(dataset.index.tokenizer.vocab_size, dtype=np.int64)
+    for start in range(0, len(numbers), 256):
+        targets = dataset.plain_rows(numbers[start : start + 256]).targets.ravel()
+        found = targets[targets != IGNORE]
+        counts += np.bincount(found, minlength=len(counts))
+        text = b"".join([texts[token] for token in found.tolist()])
+        gzip.add(text)
+        size += len(text)
+    train = read_train_counts(dataset.directory, dataset.index)
+    unigram = None if train is None else unigram_bits(train, counts, eos_id) / size
+    return {"gzip_bpb": gzip.bits() / size, "unigram_bpb": unigram}

@@ -1,0 +1,437 @@
+"""Text in, token shards out: the whole of `deskside data prepare`.
+
+1. Read everything once (`scan`): count, find the tags, decide the validation split, sample text for the tokenizer.
+2. Train the tokenizer on the sample, or take over the one that is given.
+3. Read again, in the same order, and cut the documents into shards of about `shard_bytes` of text. Worker processes
+   tokenise and write them. Reading is some twenty times faster than tokenising, so one reader feeds many workers.
+4. Measure what a model has to beat on the validation text (gzip, unigrams) and write the index.
+
+prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So the same
+command again keeps what is whole, makes the rest, and mends a shard whose checksum fails. Without `resume` the data set
+is made in a folder beside `out`, which takes its place when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from deskside.data import tokenizer as bpe
+from deskside.data.corpus import output_folder
+from deskside.data.corpus.analyze import (
+    Reading,
+    Sampler,
+    Scan,
+    Splitter,
+    documents_of,
+    note_tag,
+    scan,
+    validation_texts,
+)
+from deskside.data.corpus.baselines import GzipMeter, token_counts, unigram_bits, write_train_counts
+from deskside.data.corpus.heldout import warnings
+from deskside.data.corpus.prepare_state import State, difference, look, refuse_strangers, write_state
+from deskside.data.corpus.process_pool import processes
+from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.shard_worker import Job, ShardCutter, make_shard, start_worker
+from deskside.data.corpus.sources import BadInputLog, Limits, OnBad, Source
+from deskside.data.reading import shards
+from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
+from deskside.facts.cpu import cpu_cores
+from deskside.utils.errors import RunError, UsageError
+
+SHARD_BYTES = 32 << 20
+SAMPLE_BYTES = 80 << 20
+VALIDATION = 2  # version of the rules that choose it
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `prepare` did. `made` and `kept` count shards; sizes are per split."""
+
+    out: str
+    vocab_size: int
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    text_bytes: dict[str, int]
+    gzip_bpb: float | None
+    unigram_bpb: float | None
+    bad_input: dict[str, Any]
+    ignored_files: Mapping[str, Any]
+    duplicates_of_validation: int
+    warnings: list[str]
+    made: int
+    kept: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def prepare(
+    sources: Sequence[str],
+    out: str | Path,
+    *,
+    field: str = "text",
+    vocab_size: int = 32768,
+    tokenizer: str | Path | None = None,
+    val_sources: Sequence[str] = (),
+    val_fraction: float | None = None,
+    on_bad: OnBad = "skip",
+    workers: int | None = None,
+    resume: bool = True,
+    seed: int = 0,
+    limits: Limits | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    sample_bytes: int = SAMPLE_BYTES,
+    quiet: bool = False,
+) -> Report:
+    """Prepares a data set in the directory `out`; see the module's docstring.
+
+    `val_fraction` of the documents becomes validation; `heldout` says which, and how many by default. `val_sources` are
+    used instead of it where given; a training document whose text stands in them is left out and counted. `workers`
+    are processes (default: one per core).
+
+    Raises:
+        UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else.
+        RunError: the tokenizer is damaged, the disk is full, or a worker process died.
+    """
+    begin = time.monotonic()
+    if not sources:
+        raise UsageError(
+            "no source given. Name a file, a directory, hf:owner/name or bundled:tiny_shakespeare.txt."
+        )
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise UsageError(f"--val-fraction {val_fraction}: give a number from 0 up to, but not including, 1.")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least 1.")
+    reading = Reading(field, limits or Limits())
+    train_list, val_list = [Source.parse(s) for s in sources], [Source.parse(s) for s in val_sources]
+    arguments: dict[str, Any] = {
+        "sources": [s.identity() for s in train_list],
+        "val_sources": [s.identity() for s in val_list],
+        "field": field,
+        "val_fraction": val_fraction,
+        "on_bad": on_bad,
+        "seed": seed,
+        "shard_bytes": shard_bytes,
+        "max_line_bytes": reading.limits.line,
+        "validation": VALIDATION,
+    }
+    if tokenizer is None:
+        arguments |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes}
+        bpe.check_size(vocab_size)
+    else:
+        given, _ = bpe.load_for_data(tokenizer)  # before a corpus is read
+        arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))
+    out = Path(out)
+    old = look(out)
+    replaced = None if resume or old is None or old.scan is None else old
+    if replaced:
+        refuse_strangers(out, replaced)
+        shards.clear_temporary(out)
+    target = out.resolve()  # where it is a link, what it leads to is replaced
+    new = target.with_name(f".{target.name}.new")
+    work = _Work(new if replaced else out, arguments, train_list, val_list, reading, on_bad, quiet)
+    work.open(discard=replaced is not None)
+    try:
+        complete = work.complete()
+        if complete is None:
+            work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
+            work.second_pass(workers or cpu_cores(), shard_bytes)
+            complete = work.finish()
+    except UsageError:
+        work.undo()
+        raise
+    finally:
+        shards.clear_temporary(work.out)
+    if replaced:
+        try:
+            output_folder.replace(target, new, replaced.own_files)
+        except OSError as error:
+            raise RunError(
+                f"--out {out}: cannot be replaced ({error.strerror}). The new data is in {new}."
+            ) from error
+    return _report(out, work, complete, time.monotonic() - begin)
+
+
+@dataclass
+class _Work:
+    """A preparation under way: its arguments, and the state that prepare.json holds."""
+
+    out: Path
+    arguments: dict[str, Any]
+    sources: list[Source]
+    val_sources: list[Source]
+    reading: Reading
+    on_bad: OnBad
+    quiet: bool
+    found: Scan | None = None
+    done: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
+    names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
+    made: int = 0
+    kept: int = 0
+    duplicates: int = 0
+    gzip_bits: int = 0
+    fresh: bool = False  # begun by this call
+    created: bool = False  # its folder too
+
+    def open(self, *, discard: bool) -> None:
+        """Takes up what `out` holds, or begins. Other arguments' work is an error, or with `discard` deleted."""
+        state = look(self.out)
+        if state is not None and state.scan is not None:
+            what = difference(state.arguments, self.arguments)
+            if not what:
+                shards.clear_temporary(self.out)
+                self.found, self.done = state.scan, dict(state.shards)
+                return
+            if not discard:
+                raise UsageError(
+                    f"--out {self.out}: was prepared with other arguments ({what}). "
+                    "Give another --out, or --no-resume to replace it."
+                )
+            refuse_strangers(self.out, state)
+            output_folder.delete(self.out, state.own_files)
+        self.fresh, self.created = True, not self.out.exists()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {self.out}: cannot be made ({error.strerror}).") from error
+        shards.clear_temporary(self.out)
+        self.save()
+
+    def save(self) -> None:
+        write_state(self.out, self.state)
+
+    @property
+    def state(self) -> State:
+        return State(arguments=self.arguments, scan=self.found, shards=dict(sorted(self.done.items())))
+
+    def undo(self) -> None:
+        """What this call began with a mistake in it is taken back, so that nothing stands in the way of the next."""
+        if self.fresh:
+            output_folder.delete(self.out, self.state.own_files)
+            if self.created:
+                shards.clear_temporary(self.out)
+                with contextlib.suppress(OSError):
+                    self.out.rmdir()
+
+    def complete(self) -> DatasetIndex | None:
+        """The index, when all is there and every checksum is right."""
+        if not (self.out / shards.INDEX).is_file():
+            return None
+        damaged = shards.verify(self.out).damaged
+        if "tokenizer.json" in damaged:
+            raise RunError(
+                f"{self.out}: tokenizer.json is damaged, so its tokens have lost their meaning. Use --no-resume."
+            )
+        if not damaged:
+            index = shards.read_index(self.out)
+            self.kept = sum(len(split.shards) for split in index.splits.values())
+            return index
+        (self.out / shards.INDEX).unlink()
+        return None
+
+    def first_pass(
+        self, given: str | Path | None, vocab_size: int, sampler: Sampler, fraction: float | None, seed: int
+    ) -> None:
+        """Scan and tokenizer. The state gets the scan only when the tokenizer lies there, so it stands for both."""
+        if self.found is not None and (self.out / "tokenizer.json").is_file():
+            return
+        sample = sampler if given is None else None
+        found = scan(
+            self.sources,
+            self.val_sources,
+            reading=self.reading,
+            fraction=fraction,
+            seed=seed,
+            on_bad=self.on_bad,
+            sampler=sample,
+            quiet=self.quiet,
+        )
+        try:
+            if given is not None:
+                bpe.copy(given, self.out)
+            else:
+                if not self.quiet:
+                    print(f"train tokenizer: on {sampler.held / 1e6:,.1f} MB", file=sys.stderr, flush=True)
+                bar = not self.quiet and sys.stderr.isatty()
+                bpe.save(bpe.train(sampler.texts(found.holdout), vocab_size, progress=bar), self.out)
+        except OSError as error:
+            raise shards.disk_error(self.out / "tokenizer.json", error) from error
+        self.found = found
+        self.done = {}
+        self.save()
+
+    def second_pass(self, workers: int, shard_bytes: int) -> None:
+        """Makes every shard that is not there yet."""
+        assert self.found is not None
+        coder = bpe.load(self.out)
+        eos_id = bpe.end_of_text(coder, self.out)[1]
+        lengths = bpe.token_bytes(coder)
+        settings = (str(self.out), eos_id, shards.dtype_for(len(lengths)))
+        total = self.found.text_bytes + self.found.val_text_bytes
+        small = total <= 2 * shard_bytes
+        several: AbstractContextManager[ProcessPoolExecutor | None] = contextlib.nullcontext()
+        if workers > 1 and not small:
+            several = processes(workers, start_worker, settings)
+        start_worker(*settings)
+        running: dict[Future[ShardInfo], Job] = {}
+        try:
+            with several as pool, Progress("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
+                for job in self._jobs(shard_bytes):
+                    if self._is_made(job):
+                        self.kept += 1
+                        bar.advance(job.text_bytes / 1e6)
+                    elif pool is None or job.text_bytes > 2 * shard_bytes:
+                        # A long document stays here: a worker would take its memory again, and the pipe a third time.
+                        self._record(job, make_shard(job), bar)
+                        job.texts.clear()
+                    else:
+                        running[pool.submit(make_shard, job)] = job
+                        if len(running) > workers:  # one waits, so that no worker does
+                            self._collect(running, bar)
+                while running:
+                    self._collect(running, bar)
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a tokenising process was killed, most likely for memory. Run the same command again with fewer "
+                "--workers; it goes on with the next shard."
+            ) from error
+
+    def _jobs(self, shard_bytes: int) -> Iterator[Job]:
+        """Both splits, cut into shards; always the same for the same text. Validation comes first."""
+        assert self.found is not None
+        log = BadInputLog()  # counted by the scan already
+        held_out, _ = validation_texts(self.val_sources, log, self.reading)
+        splitter = Splitter(self.found.holdout, held_out)
+        tags = {pair: i for i, pair in enumerate(self.found.tags)}
+        gzip = GzipMeter()
+        groups = {split: ShardCutter(split, shard_bytes) for split in ("val", "train")}
+        for document in documents_of(self.val_sources, log, self.reading):
+            gzip.add(document.data)
+            yield from groups["val"].add(document.data, note_tag(tags, document))
+        for document in documents_of(self.sources, log, self.reading):
+            tag = note_tag(tags, document)
+            for split, text in zip(("train", "val"), splitter.divide(document.data), strict=True):
+                if text and split == "val":
+                    gzip.add(text)
+                if text:
+                    yield from groups[split].add(text, tag)
+        for group in groups.values():
+            yield from group.rest()
+        if list(tags) != self.found.tags:
+            raise _changed(self.out)
+        self.duplicates = splitter.duplicates
+        self.gzip_bits = gzip.bits()
+
+    def _is_made(self, job: Job) -> bool:
+        self.names[job.split].append(job.name)
+        info = self.done.get(job.name)
+        if info is None:
+            return False
+        if info.key != job.key:
+            raise _changed(self.out)
+        return shards.shard_problem(self.out, info, checksums=True) == ""
+
+    def _collect(self, running: dict[Future[ShardInfo], Job], bar: Progress) -> None:
+        finished, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            self._record(running.pop(future), future.result(), bar)
+
+    def _record(self, job: Job, info: ShardInfo, bar: Progress) -> None:
+        self.done[job.name] = info
+        self.made += 1
+        self.save()  # first, so that no file has a name that is not noted
+        shards.publish(self.out, info)
+        bar.advance(job.text_bytes / 1e6)
+
+    def finish(self) -> DatasetIndex:
+        """Baselines and the index."""
+        assert self.found is not None
+        if not self.names["train"]:
+            raise UsageError(
+                "no document is left to train on: every one is validation. Give more text, or lower --val-fraction."
+            )
+        coder = bpe.load(self.out)
+        eos, eos_id = bpe.end_of_text(coder, self.out)
+        lengths = bpe.token_bytes(coder)
+        dtype = shards.dtype_for(len(lengths))
+        splits = {
+            split: sum_up([self.done[name] for name in names]) for split, names in self.names.items() if names
+        }
+        if "val" in splits:
+            val = splits["val"]
+            counts = {s: token_counts(self.out, split, dtype, len(lengths)) for s, split in splits.items()}
+            write_train_counts(self.out, counts["train"])
+            splits["val"] = val.model_copy(
+                update={
+                    "gzip_bpb": self.gzip_bits / val.text_bytes,
+                    "unigram_bpb": unigram_bits(counts["train"], counts["val"], eos_id) / val.text_bytes,
+                }
+            )
+        index = DatasetIndex(
+            schema_version=shards.SCHEMA_VERSION,
+            dtype=dtype,
+            tokenizer=TokenizerInfo(
+                checksum=shards.checksum_file(self.out / "tokenizer.json"),
+                vocab_size=len(lengths),
+                eos=eos,
+                eos_id=eos_id,
+            ),
+            tags=[TagInfo(source=source, lang=lang) for source, lang in self.found.tags],
+            splits=splits,
+            bad_input=self.found.bad_input,
+            ignored_files=self.found.ignored_files,
+            duplicates_of_validation=self.duplicates,
+            arguments=self.arguments,
+        )
+        shards.write_index(self.out, index)
+        shards.verify(self.out)
+        return index
+
+
+def sum_up(infos: list[ShardInfo]) -> SplitInfo:
+    """A split of these shards, without baselines."""
+    return SplitInfo(
+        tokens=sum(i.tokens for i in infos),
+        documents=sum(i.documents for i in infos),
+        text_bytes=sum(i.text_bytes for i in infos),
+        token_text_bytes=sum(i.token_text_bytes for i in infos),
+        shards=infos,
+    )
+
+
+def _changed(out: Path) -> UsageError:
+    return UsageError(f"--out {out}: the sources changed since it was begun. Use --no-resume to begin anew.")
+
+
+def _report(out: Path, work: _Work, index: DatasetIndex, seconds: float) -> Report:
+    val = index.splits.get("val")
+    return Report(
+        out=str(out),
+        vocab_size=index.tokenizer.vocab_size,
+        documents={name: split.documents for name, split in index.splits.items()},
+        tokens={name: split.tokens for name, split in index.splits.items()},
+        text_bytes={name: split.text_bytes for name, split in index.splits.items()},
+        gzip_bpb=val.gzip_bpb if val else None,
+        unigram_bpb=val.unigram_bpb if val else None,
+        bad_input=index.bad_input,
+        ignored_files=index.ignored_files,
+        duplicates_of_validation=index.duplicates_of_validation,
+        warnings=warnings(index),
+        made=work.made,
+        kept=work.kept,
+        seconds=seconds,
+    )

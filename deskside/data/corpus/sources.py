@@ -1,0 +1,476 @@
+"""Where text comes from: files, directories, globs, the Hugging Face hub and the bundled samples.
+
+A source is named by a *spec string*:
+
+    book.txt  notes.md             the whole file is one document
+    a.jsonl  a.jsonl.gz  a.jsonl.zst   one JSON object per line, the text under one field
+    a.parquet                      one row per document, the text in one column
+    a/directory   "a/*.jsonl.gz"   every file of these kinds in it, sorted by name, but for README.md
+    hf:owner/name[:config[:split]] streamed through `datasets`
+    bundled:tiny_shakespeare.txt   a file that comes with deskside
+
+Whatever cannot be read is given to a `BadInputLog`, which either counts it and goes on ("skip") or stops with one line
+that names it ("refuse"). Nothing is dropped without being counted.
+
+`Limits.line` bounds a line or document, and with it the memory: a longer line, parquet cell or hub row is bad input,
+and a longer text file is read as several documents, cut at ends of lines.
+"""
+
+from __future__ import annotations
+
+import glob as globbing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from deskside.data.corpus.lines import CHUNK, LONG_LINE, iter_lines, parse_long, utf8_error
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import json_value
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
+OnBad = Literal["skip", "refuse"]
+
+# What can be wrong with input, in the words that a person reads.
+NOT_UTF8 = "not UTF-8"
+EMPTY = "empty document"
+TRUNCATED = "truncated or damaged file"
+BAD_JSON = "JSON that does not parse"
+NO_FIELD = "JSON without the field"
+NOT_TEXT = "the field is not text"
+NO_COLUMN = "parquet without the column"
+MISSING = "missing or unreadable file or folder"
+TOO_LONG = "longer than the limit (see --max-line-mb)"
+BINARY = "binary data, not text"
+
+TEXT_KINDS = (".txt", ".md")
+_KINDS = (*TEXT_KINDS, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_EXAMPLES = 5
+_PARQUET_BATCH = 8 << 20  # bytes of a batch of rows, going by the mean row
+_BINARY_SHARE = 0.1  # of control characters; 100 KB of text has a handful at most
+
+# Control characters that text does not hold. Tab, line and page breaks, backspace and escape occur in it.
+_CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
+
+# What to do about files of kinds that hold text, but not as text.
+_HINTS = {
+    ".pdf": "convert it to text first, for example with pdftotext",
+    **dict.fromkeys(
+        (".docx", ".odt", ".epub", ".html", ".htm", ".rtf"),
+        "convert it to text first, for example with pandoc -t plain",
+    ),
+    ".json": "write one JSON object per line as .jsonl",
+    **dict.fromkeys((".csv", ".tsv"), "write it as .jsonl or .parquet with the text in one field"),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z"), "unpack it first"),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Maximum length in bytes of one line, text file, parquet cell or hub row."""
+
+    line: int = 256_000_000
+
+
+@dataclass(slots=True)
+class Document:
+    """A document as UTF-8, which takes a quarter of the memory that `str` can take.
+
+    `source` and `lang` are tags for mixtures ("" where the record has none); origin is file:line, and `group` what the
+    document shares with its neighbours: its .jsonl or .parquet file, else the source it was named by.
+    """
+
+    data: bytes
+    source: str
+    lang: str
+    origin: str
+    group: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.data.decode("utf-8")
+
+
+@dataclass
+class BadInputLog:
+    """Counts bad input by reason and keeps the first few places, or refuses it at once.
+
+    Raises:
+        UsageError: from `add`, when `on_bad` is "refuse".
+    """
+
+    on_bad: OnBad = "skip"
+    remedy: str = "Mend it, or skip and count such input with --on-bad skip."
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, origin: str, detail: str = "") -> None:
+        where = f"{origin} ({detail})" if detail else origin
+        if self.on_bad == "refuse":
+            raise UsageError(f"{where}: {reason}. {self.remedy}")
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        places = self.examples.setdefault(reason, [])
+        if len(places) < _EXAMPLES:
+            places.append(where)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def firsts(self) -> str:
+        """Every reason with its count and its first place, in one line."""
+        return "; ".join(
+            f"{n} x {reason}, first {self.examples[reason][0]}" for reason, n in self.counts.items()
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            reason: {"count": n, "first": self.examples[reason]} for reason, n in sorted(self.counts.items())
+        }
+
+
+@dataclass(frozen=True)
+class Source:
+    """A resolved spec: the files behind it in reading order, or a data set on the hub.
+
+    `tag` stands for a document whose record has no `source` of its own.
+    """
+
+    spec: str
+    tag: str
+    paths: tuple[Path, ...] = ()
+    hub: tuple[str, str | None, str] | None = None  # name, config, split
+    ignored: tuple[str, ...] = ()  # files of other kinds in a directory or glob
+    unreadable: tuple[tuple[str, str], ...] = ()  # directories inside that cannot be listed, and why
+
+    def identity(self) -> list[Any]:
+        """What decides the text: names and sizes of the files, wherever they lie. Tells whether inputs changed."""
+        if self.hub is not None:
+            return [self.spec]
+        return [[p.name, p.stat().st_size if p.exists() else -1] for p in self.paths]
+
+    @classmethod
+    def parse(cls, spec: str) -> Source:
+        """Resolves a spec string.
+
+        Raises:
+            UsageError: the spec cannot name a source (unknown kind of file, nothing matches, unknown bundled name).
+        """
+        if not spec:
+            raise UsageError("'': an empty text names no source.")
+        if spec.startswith("hf:"):
+            return _parse_hub(spec)
+        if spec.startswith("bundled:"):
+            return _parse_bundled(spec)
+        path = Path(spec).expanduser()
+        if path.is_dir():
+            found, unreadable = _walk(path)
+            return _of_files(spec, path.resolve().name, found, f"in directory {spec}", unreadable)
+        if not path.exists() and any(c in spec for c in "*?["):
+            found = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p))
+            return _of_files(spec, path.parent.resolve().name, found, f"match {spec}")
+        if kind_of(path) is None:
+            hint = _HINTS.get(path.suffix.lower())
+            raise UsageError(
+                f"{spec}: unsupported file type{f'; {hint}' if hint else ''}. "
+                f"Supported: {', '.join(_KINDS)}, a directory, hf:, bundled:."
+            )
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{spec}: is no regular file, and data is read twice. Write it to a file first.")
+        return cls(spec, _stem(path), (path,))
+
+
+def kind_of(path: Path) -> str | None:
+    name = path.name.lower()
+    return next((kind for kind in _KINDS if name.endswith(kind)), None)
+
+
+def _stem(path: Path) -> str:
+    kind = kind_of(path) or ""
+    return path.name[: len(path.name) - len(kind)] or path.name
+
+
+def _walk(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Every file below `folder`, sorted, and every directory that cannot be listed."""
+    unreadable: list[tuple[str, str]] = []
+
+    def note(error: OSError) -> None:
+        unreadable.append((str(error.filename), error.strerror or ""))
+
+    found = [Path(place, name) for place, _, names in os.walk(folder, onerror=note) for name in names]
+    return sorted(p for p in found if p.is_file()), sorted(unreadable)
+
+
+def _of_files(
+    spec: str, tag: str, found: list[Path], where: str, unreadable: Sequence[tuple[str, str]] = ()
+) -> Source:
+    known = tuple(
+        p for p in found if kind_of(p) and p.name.lower() != "readme.md"
+    )  # a data set's description
+    if not known:
+        also = "".join(f" {place} cannot be read ({reason})." for place, reason in unreadable[:1])
+        hints = [f" {p.name}: {_HINTS[p.suffix.lower()]}." for p in found if p.suffix.lower() in _HINTS]
+        also += "".join(hints[:1])
+        raise UsageError(f"no files {where}. Known kinds: {', '.join(_KINDS)}.{also}")
+    read = set(known)
+    ignored = tuple(str(p) for p in found if p not in read)
+    return Source(spec, tag, known, ignored=ignored, unreadable=tuple(unreadable))
+
+
+def _parse_hub(spec: str) -> Source:
+    parts = spec.removeprefix("hf:").split(":")
+    if len(parts) > 3 or parts[0].count("/") != 1 or not all(parts[0].split("/")):
+        raise UsageError(f"{spec}: write hf:owner/name, hf:owner/name:config or hf:owner/name:config:split.")
+    config = parts[1] if len(parts) > 1 and parts[1] else None
+    split = parts[2] if len(parts) > 2 and parts[2] else "train"
+    return Source(spec, parts[0], hub=(parts[0], config, split))
+
+
+def _parse_bundled(spec: str) -> Source:
+    name = spec.removeprefix("bundled:")
+    folder = Path(str(files("deskside.data") / "bundled"))
+    names = sorted(p.name for p in folder.iterdir() if kind_of(p))
+    if name not in names:
+        raise UsageError(f"{spec}: no such bundled text. Bundled: {', '.join(names)}.")
+    return Source(spec, _stem(Path(name)), (folder / name,))
+
+
+def iter_documents(
+    source: Source, bad: BadInputLog, *, text_field: str = "text", limits: Limits | None = None
+) -> Iterator[Document]:
+    """Yield the documents of one source in a fixed order; bad input goes to `bad`.
+
+    Raises:
+        UsageError: bad input while `bad.on_bad` is "refuse", or a hub data set that cannot be reached.
+    """
+    reader = _Reader(bad, text_field, limits or Limits())
+    if source.hub is not None:
+        for row, record in enumerate(iter_hub_rows(source), start=1):
+            yield from reader.record(record, source.tag, f"{source.spec}:{row}", source.spec)
+        return
+    for place, reason in source.unreadable:
+        bad.add(MISSING, place, reason)
+    for path in source.paths:
+        kind = kind_of(path)
+        try:
+            if kind in TEXT_KINDS:
+                yield from reader.text(path, source)
+            elif kind == ".parquet":
+                yield from reader.parquet(path, source.tag)
+            else:
+                yield from reader.jsonl(path, source.tag)
+        except OSError as error:  # missing, forbidden, a folder, a loop of links, an unreadable disk
+            bad.add(MISSING, str(path), error.strerror or str(error))
+
+
+def iter_json(path: Path, bad: BadInputLog, limits: Limits | None = None) -> Iterator[tuple[str, object]]:
+    """Yield the lines of a .jsonl file as (file:line, value); what is not JSON in UTF-8 goes to `bad`."""
+    for number, raw in _lines(path, bad, limits or Limits()):
+        origin = f"{path}:{number}"
+        found = _parse(raw, number, origin, bad, None)
+        if found is not None:
+            yield origin, found[0]
+
+
+def _lines(path: Path, bad: BadInputLog, limits: Limits) -> Iterator[tuple[int, bytearray]]:
+    return iter_lines(
+        path,
+        limits.line,
+        lambda number, size: bad.add(
+            TOO_LONG, f"{path}:{number}", f"{size:,} bytes, at most {limits.line:,}"
+        ),
+        lambda number, reason: bad.add(TRUNCATED, str(path), f"after line {number}: {reason}"),
+    )
+
+
+def _parse(
+    raw: bytearray, number: int, origin: str, bad: BadInputLog, field: str | None
+) -> tuple[object] | None:
+    """Return the value of a line, in a tuple because it may be null; None where there is none. Clears `raw`.
+
+    With `field` a long line is parsed by `parse_long`.
+    """
+    try:
+        if number == 1 and raw.startswith(b"\xef\xbb\xbf"):
+            del raw[:3]
+        if field is not None and len(raw) > LONG_LINE:
+            if (position := utf8_error(raw)) is not None:
+                bad.add(NOT_UTF8, origin, f"byte {position} of the line")
+                return None
+            return (parse_long(raw, field),)
+        line = raw.decode("utf-8")
+        if not line.strip():
+            return None  # a blank line holds no record, so nothing is lost
+        return (json_value(line, big_integers=True),)
+    except UnicodeDecodeError as error:
+        bad.add(NOT_UTF8, origin, f"byte {error.start} of the line")
+    except UnicodeEncodeError:
+        bad.add(NOT_UTF8, origin, "lone surrogate")
+    except ValueError as error:
+        bad.add(BAD_JSON, origin, str(error)[:80])
+    finally:
+        raw.clear()
+    return None
+
+
+def tag_of(value: object) -> str:
+    """The tag of a `source` or `lang` value: what stands before the first colon ("wiki:Page:3" -> "wiki")."""
+    if not isinstance(value, str):
+        return ""
+    return value.split(":", 1)[0].encode("utf-8", "replace").decode("utf-8")
+
+
+def is_binary(data: bytes) -> bool:
+    """Return whether more than a tenth of the bytes are control characters that text does not hold."""
+    rest = sum(len(data[i : i + CHUNK].translate(None, _CONTROL)) for i in range(0, len(data), CHUNK))
+    return len(data) - rest > _BINARY_SHARE * len(data)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Turns files and records into documents."""
+
+    bad: BadInputLog
+    text_field: str
+    limits: Limits
+
+    def document(self, data: bytes, source: str, lang: str, origin: str, group: str) -> Iterator[Document]:
+        """Yield the document, unless it is empty, too long or not text. `data` is UTF-8."""
+        if len(data) > self.limits.line:
+            self.bad.add(TOO_LONG, origin, f"{len(data):,} bytes, at most {self.limits.line:,}")
+        elif not (data[:CHUNK].decode("utf-8", "ignore").strip() or data.decode("utf-8").strip()):
+            self.bad.add(EMPTY, origin)
+        elif is_binary(data):
+            self.bad.add(BINARY, origin)
+        else:
+            yield Document(data, source, lang, origin, group)
+
+    def text(self, path: Path, source: Source) -> Iterator[Document]:
+        """Yield a text file as one document, or as several where it is longer than the limit."""
+        group = source.spec
+        with path.open("rb") as file:
+            if file.read(3) != b"\xef\xbb\xbf":
+                file.seek(0)
+            data, part = file.read(self.limits.line), 0
+            if not data:
+                self.bad.add(EMPTY, str(path))
+            while data:
+                more = file.peek(1)[:1]
+                if more:
+                    cut = _text_cut(data)
+                    data, more = data[:cut], data[cut:]
+                part += 1
+                origin = str(path) if part == 1 and not file.peek(1) else f"{path} (part {part})"
+                if (position := utf8_error(data)) is not None:
+                    self.bad.add(NOT_UTF8, origin, f"byte {position}")
+                else:
+                    yield from self.document(data, source.tag, "", origin, group)
+                data = more + file.read(self.limits.line - len(more))
+
+    def jsonl(self, path: Path, tag: str) -> Iterator[Document]:
+        for number, raw in _lines(path, self.bad, self.limits):
+            origin = f"{path}:{number}"
+            found = _parse(raw, number, origin, self.bad, self.text_field)
+            if found is not None:
+                yield from self.record(found[0], tag, origin, str(path))
+
+    def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Document]:
+        """Yield the document of one record, whose text is `str`, or UTF-8 that has been checked."""
+        if not isinstance(record, dict) or self.text_field not in record:
+            keys = ", ".join(list(record)[:6]) if isinstance(record, dict) else type(record).__name__
+            self.bad.add(NO_FIELD, origin, f"wanted {self.text_field!r}, has {keys}")
+            return
+        text = record[self.text_field]
+        if isinstance(text, str):
+            try:
+                text = text.encode("utf-8")
+            except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no UTF-8 can
+                self.bad.add(NOT_UTF8, origin, "lone surrogate")
+                return
+        if not isinstance(text, bytes):
+            self.bad.add(NOT_TEXT, origin, f"{self.text_field!r} is {type(text).__name__}")
+            return
+        source, lang = tag_of(record.get("source")) or tag, tag_of(record.get("lang"))
+        yield from self.document(text, source, lang, origin, group)
+
+    def parquet(self, path: Path, tag: str) -> Iterator[Document]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not path.exists():
+            raise FileNotFoundError(2, "No such file", str(path))
+        try:
+            table = pq.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False)
+        except (pa.ArrowInvalid, OSError) as error:
+            self.bad.add(TRUNCATED, str(path), str(error)[:80])
+            return
+        with table:
+            schema, field = table.schema_arrow, self.text_field
+            if field not in schema.names:
+                self.bad.add(NO_COLUMN, str(path), f"wanted {field!r}, has {', '.join(schema.names[:6])}")
+                return
+            kind = schema.field(field).type
+            if pa.types.is_dictionary(kind):
+                kind = kind.value_type
+            if not (
+                pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+            ):
+                self.bad.add(NOT_TEXT, str(path), f"column {field!r} is {kind}")
+                return
+            columns = [field, *(c for c in ("source", "lang") if c in schema.names and c != field)]
+            row = 0
+            try:
+                for batch in table.iter_batches(batch_size=_batch_rows(table), columns=columns):
+                    texts = batch.column(field)
+                    if pa.types.is_dictionary(texts.type):
+                        texts = texts.dictionary_decode()
+                    # As bytes, so that one row that is not UTF-8 is named by itself and the others are kept.
+                    texts = texts.cast(pa.large_binary())
+                    tags = {c: batch.column(c).to_pylist() for c in columns[1:]}
+                    for i, cell in enumerate(texts):
+                        row += 1
+                        origin, raw = f"{path}:{row}", cell.as_py()
+                        if raw is not None and (position := utf8_error(raw)) is not None:
+                            self.bad.add(NOT_UTF8, origin, f"byte {position}")
+                            continue
+                        record = {c: values[i] for c, values in tags.items()}
+                        yield from self.record({**record, field: raw}, tag, origin, str(path))
+            except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+                self.bad.add(TRUNCATED, str(path), f"after row {row}: {str(error)[:80]}")
+
+
+def _text_cut(data: bytes) -> int:
+    """Return where a part of a longer text can end: after its last line, else before its last character."""
+    cut = data.rfind(b"\n") + 1
+    if cut == 0:
+        cut = len(data) - 1
+        while cut > 1 and data[cut] & 0xC0 == 0x80:
+            cut -= 1
+    return cut
+
+
+def _batch_rows(table: pq.ParquetFile) -> int:
+    """Return the rows that are read at a time, so that a batch of long documents stays small."""
+    groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
+    mean = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1.0)
+    return max(1, min(1024, int(_PARQUET_BATCH / max(1.0, mean))))
+
+
+def iter_hub_rows(source: Source) -> Iterator[Any]:
+    """The rows of a hub data set, streamed. Raises UsageError when it cannot be read."""
+    import datasets
+
+    assert source.hub is not None
+    name, config, split = source.hub
+    try:
+        yield from datasets.load_dataset(name, config, split=split, streaming=True)
+    except (OSError, ValueError) as error:  # datasets' own errors are of these two families
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise UsageError(
+            f"{source.spec}: the hub's data set cannot be read ({reason}). Check the name, config and split and the "
+            "network; without a network, download its files elsewhere and give their paths instead."
+        ) from error

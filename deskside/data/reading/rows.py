@@ -1,0 +1,307 @@
+"""A prepared data set seen as training rows of one length: which row stands at a position, and its tokens.
+
+There is one endless order of rows. Position p is a pure function of (data, sequence length, weights, seed, p): the
+mixture says which component and which of its rows, the component's epoch is how often it has been through all of them,
+and each epoch has its own permutation. Ranks and micro-batches take slices of this order, so the data of a run does not
+depend on how many GPUs it has, and a resumed run goes to its position at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from deskside.data import tokenizer
+from deskside.data.reading import shards
+from deskside.data.reading.mixing import Mixture, components
+from deskside.data.reading.packing import Packing, pack
+from deskside.data.reading.shuffle import key_of, permute
+from deskside.utils.errors import UsageError
+
+IGNORE = -100  # the target of padding, which no loss counts
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """n rows of T tokens; inputs, targets and positions are int64 [n, T].
+
+    Within a piece the target is the document's next token, also where the document goes on in another row; in a
+    conversation it is -100 unless an assistant has to learn that token. Positions count from 0 in every piece. Padding
+    holds the end-of-text token with target -100, as a piece of its own. `boundaries` holds where every piece and every
+    padding begins in the flattened n * T tokens, and row r's are boundaries[row_boundaries[r] : row_boundaries[r + 1]].
+    `valid` [n] counts the targets of each row.
+    """
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    boundaries: NDArray[np.int64]
+    row_boundaries: NDArray[np.int64]
+    valid: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Conversations that rows cannot hold: `shortened` to a row, and left out because `nothing` in it is learnt."""
+
+    shortened: int = 0
+    nothing: int = 0
+
+
+class PackedDataset:
+    """One split of a prepared data set, packed for one sequence length. Make it with `open`.
+
+    A conversation is never cut into pieces: what does not fit into a row is left out, and `cut` counts it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        index: shards.DatasetIndex,
+        names: list[str],
+        packings: list[Packing],
+        mixture: Mixture,
+        tokens: list[NDArray[Any]],
+        sequence_length: int,
+        masks: list[NDArray[np.uint8]] | None = None,
+        cut: Cut | None = None,
+    ) -> None:
+        self.directory, self.split, self.index = directory, split, index
+        self.component_names, self.packings, self.mixture = names, packings, mixture
+        self.sequence_length = sequence_length
+        self._tokens = tokens
+        self._base = np.cumsum([0, *(len(t) for t in tokens)])[:-1]
+        self._count_up = np.arange(sequence_length, dtype=np.int64)
+        self._row_tokens = [p.row_tokens() for p in packings]
+        self._masks, self.cut = masks, cut or Cut()
+        self._row_valid = self._row_tokens
+        if masks is not None:
+            self._row_valid = [self._learnt_by_row(p, _learnt_before(masks)) for p in packings]
+
+    @classmethod
+    def open(
+        cls, path: str | Path, split: str, sequence_length: int, weights: dict[str, float] | None = None
+    ) -> PackedDataset:
+        """Opens, checks (see `shards.check`) and packs. `weights` mixes sources and languages (see `mixing`).
+
+        Raises:
+            UsageError: no data set there, no such split, a wrong length or wrong weights.
+            RunError: the data is damaged.
+        """
+        directory = Path(path).expanduser()
+        index = shards.check(directory)
+        if split not in index.splits:
+            raise UsageError(
+                f"{directory}: has no split {split!r}. It has: {', '.join(sorted(index.splits))}."
+            )
+        if sequence_length < 2:
+            raise UsageError(f"sequence length {sequence_length}: at least 2.")
+        info = index.splits[split]
+        tokens, starts, lengths, tags, marked = [], [], [], [], []
+        base = 0
+        for shard in info.shards:
+            tokens.append(shards.open_tokens(directory, shard, index.dtype))
+            table = shards.open_table(directory, shard)
+            starts.append(table["start"] + base)
+            lengths.append(np.diff(table["start"], append=shard.tokens - 1))
+            tags.append(table["tag"])
+            base += shard.tokens
+            if (mask := shards.open_mask(directory, shard)) is not None:
+                marked.append(mask)
+        start, length, tag = np.concatenate(starts), np.concatenate(lengths), np.concatenate(tags)
+        masks = marked if len(marked) == len(tokens) else None
+        cut = Cut()
+        if masks is not None:
+            start, length, keep, cut = _within_a_row(start, length, sequence_length, masks)
+            tag = tag[keep]
+            if not len(start):
+                raise UsageError(
+                    f"{directory}: no conversation of the {split} split has anything to learn in its first "
+                    f"{sequence_length} tokens. Take longer rows (--batch.sequence_length)."
+                )
+        if weights:
+            names, values, owner = components(index.tags, np.unique(tag).tolist(), weights)
+            of_document = owner[tag]
+        else:
+            names, values, of_document = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
+        packings = []
+        for number, name in enumerate(names):
+            mine = of_document == number
+            if not mine.any():
+                raise UsageError(f"weight {name}: no document of it in the {split} split. Give it weight 0.")
+            packings.append(pack(start[mine], length[mine], sequence_length))
+        mixture = Mixture.of(values)
+        return cls(directory, split, index, names, packings, mixture, tokens, sequence_length, masks, cut)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows."""
+        return self.index.tokenizer.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens and the tokenizer, wherever the data lies."""
+        found = [shard for split in self.index.splits.values() for shard in split.shards]
+        checksums = [shard.checksum for shard in found]
+        checksums += [shard.mask_checksum for shard in found if shard.mask_checksum is not None]
+        return xxhash.xxh3_128_hexdigest("\n".join([self.index.tokenizer.checksum, *checksums]).encode())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in one pass over everything."""
+        return sum(p.num_rows for p in self.packings)
+
+    @property
+    def num_tokens(self) -> int:
+        """Targets in one pass over everything."""
+        return int(self.row_valid.sum())
+
+    @property
+    def utilisation(self) -> float:
+        """The filled share of all rows, 0 to 1."""
+        return sum(p.num_tokens for p in self.packings) / (self.num_rows * self.sequence_length)
+
+    @property
+    def row_valid(self) -> NDArray[np.int64]:
+        """Targets of each row in the packing's own order, shape [num_rows]."""
+        return np.concatenate(self._row_valid)
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.uint32]:
+        """Bytes of text per token id, shape [vocab], 0 for special tokens: for bits per byte."""
+        return tokenizer.token_bytes(tokenizer.load(self.directory))
+
+    def max_boundaries(self, rows: int) -> int:
+        """The most pieces and paddings that any `rows` neighbouring rows of the order can hold."""
+        counts = []
+        for packing, filled in zip(self.packings, self._row_tokens, strict=True):
+            segments = packing.row_pieces() + (filled < self.sequence_length)
+            most = np.sort(segments)[::-1][:rows]
+            # Neighbours can lie in different epochs of a component, so a row can stand among them more than once.
+            counts.append(np.repeat(most, rows // packing.num_rows + 2))
+        return int(np.sort(np.concatenate(counts))[::-1][:rows].sum())
+
+    def locate(self, seed: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(component, its row) of each position of the order, each shape [n]."""
+        component, count = self.mixture.locate(np.asarray(positions, dtype=np.int64))
+        row = np.empty_like(count)
+        for number in np.unique(component).tolist():
+            mine = component == number
+            rows = self.packings[number].num_rows
+            epoch, inside = np.divmod(count[mine], rows)
+            found = np.empty_like(inside)
+            for e in np.unique(epoch).tolist():
+                key = key_of(seed, e, self.sequence_length, number)
+                found[epoch == e] = permute(inside[epoch == e], rows, key)
+            row[mine] = found
+        return component, row
+
+    def valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of targets in the row at each position, shape [n], without reading any token."""
+        return self._valid(*self.locate(seed, positions))
+
+    def _valid(self, component: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+        valid = np.empty_like(row)
+        for number in np.unique(component).tolist():
+            mine = component == number
+            valid[mine] = self._row_valid[number][row[mine]]
+        return valid
+
+    def rows(
+        self,
+        seed: int,
+        positions: NDArray[np.int64],
+        out: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
+    ) -> RowBatch:
+        """The rows at these positions of the shuffled, endless order. `out` gives arrays [n, T] to fill."""
+        return self._gather(*self.locate(seed, positions), out)
+
+    def plain_rows(self, numbers: NDArray[np.int64]) -> RowBatch:
+        """Rows by number, 0 to num_rows - 1, in the packing's own order."""
+        ends = np.cumsum([p.num_rows for p in self.packings])
+        component = np.searchsorted(ends, numbers, side="right")
+        return self._gather(component, numbers - np.concatenate(([0], ends))[component], None)
+
+    def _learnt_by_row(self, packing: Packing, before: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Targets of each row of a packing of conversations."""
+        first = packing.start + 1
+        learnt = before[first + packing.length] - before[first]
+        return np.add.reduceat(learnt, packing.row_start[:-1])
+
+    def _gather(
+        self,
+        component: NDArray[np.int64],
+        row: NDArray[np.int64],
+        out: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None,
+    ) -> RowBatch:
+        n, width = len(row), self.sequence_length
+        if out is None:
+            out = (
+                np.empty((n, width), np.int64),
+                np.empty((n, width), np.int64),
+                np.empty((n, width), np.int64),
+            )
+        inputs, targets, positions = out
+        eos = self.index.tokenizer.eos_id
+        boundaries: list[int] = []
+        row_boundaries = np.zeros(n + 1, dtype=np.int64)
+        for i, (c, r) in enumerate(zip(component.tolist(), row.tolist(), strict=True)):
+            packing = self.packings[c]
+            pieces = slice(int(packing.row_start[r]), int(packing.row_start[r + 1]))
+            starts = packing.start[pieces]
+            where = np.searchsorted(self._base, starts, side="right") - 1
+            local = starts - self._base[where]
+            at = 0
+            for shard, a, size in zip(
+                where.tolist(), local.tolist(), packing.length[pieces].tolist(), strict=True
+            ):
+                text = self._tokens[shard][a : a + size + 1]
+                end = at + size
+                inputs[i, at:end] = text[:-1]
+                targets[i, at:end] = text[1:]
+                if self._masks is not None:
+                    targets[i, at:end][self._masks[shard][a + 1 : a + size + 1] == 0] = IGNORE
+                positions[i, at:end] = self._count_up[:size]
+                boundaries.append(i * width + at)
+                at = end
+            if at < width:
+                inputs[i, at:] = eos
+                targets[i, at:] = IGNORE
+                positions[i, at:] = self._count_up[: width - at]
+                boundaries.append(i * width + at)
+            row_boundaries[i + 1] = len(boundaries)
+        return RowBatch(
+            inputs,
+            targets,
+            positions,
+            np.array(boundaries, np.int64),
+            row_boundaries,
+            self._valid(component, row),
+        )
+
+
+def _learnt_before(masks: list[NDArray[np.uint8]]) -> NDArray[np.int64]:
+    """How many tokens before each place of the stream are learnt, shape [tokens + 1]."""
+    return np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
+
+
+def _within_a_row(
+    start: NDArray[np.int64], length: NDArray[np.int64], width: int, masks: list[NDArray[np.uint8]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Cut]:
+    """(start, length, which are kept, what was cut) of conversations as pieces of at most a row.
+
+    The last token is a target only, so a conversation of n tokens is a piece of n - 1.
+    """
+    length = length - 1
+    fits = np.minimum(length, width)
+    before = _learnt_before(masks)
+    keep = (fits > 0) & (before[start + 1 + fits] > before[start + 1])
+    cut = Cut(int((keep & (length > width)).sum()), int((~keep).sum()))
+    return start[keep], fits[keep], keep, cut

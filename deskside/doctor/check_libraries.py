@@ -1,0 +1,174 @@
+"""Optional libraries, each by a real use: a linear layer with both gradients, an optimiser's update, attention.
+
+What they print or promise counts for nothing here; their numbers are compared with float64 like everybody's.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deskside.doctor import check_attention
+from deskside.doctor.check_tools import Result, compare, median_seconds, speed
+from deskside.kernels.attention import Backend, Requirements
+
+ROWS, IN_FEATURES, OUT_FEATURES = 256, 512, 384
+TIMED = {"cuda": (16384, 4096, 4096), "cpu": (64, 128, 128)}
+UPDATES = 20
+# Relative errors that the formats themselves make, times two or so.
+FP8_TOLERANCE, MX_TOLERANCE, NVFP4_TOLERANCE, NF4_TOLERANCE, UPDATE_TOLERANCE = 0.12, 0.12, 0.4, 0.2, 0.15
+TE_RECIPES = {
+    "Float8CurrentScaling": FP8_TOLERANCE,
+    "MXFP8BlockScaling": MX_TOLERANCE,
+    "NVFP4BlockScaling": NVFP4_TOLERANCE,
+}
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+def torchao(recipe: str, device: str) -> Result:
+    """float8 training of a linear layer; recipe: tensorwise or rowwise."""
+    float8: Any = import_module("torchao.float8")
+    settings = float8.Float8LinearConfig.from_recipe_name(recipe)
+
+    def make(inputs: int, outputs: int) -> nn.Module:
+        plain = nn.Sequential(nn.Linear(inputs, outputs, bias=False))
+        converted: nn.Module = float8.convert_to_float8_training(plain, config=settings)
+        if type(converted[0]) is nn.Linear:  # type: ignore[index]
+            raise RuntimeError("convert_to_float8_training left the layer as it was")
+        return converted.to(device, torch.bfloat16)
+
+    return _linear(make, nullcontext, FP8_TOLERANCE, torch.device(device), torch.bfloat16)
+
+
+def transformer_engine(recipe: str, device: str) -> Result:
+    """A linear layer under one of transformer-engine's recipes, named by its class."""
+    te: Any = import_module("transformer_engine.pytorch")
+    settings = getattr(import_module("transformer_engine.common.recipe"), recipe)()
+
+    def context() -> AbstractContextManager[Any]:
+        entered: AbstractContextManager[Any]
+        if hasattr(te, "autocast"):  # fp8_autocast until 2.8
+            entered = te.autocast(enabled=True, recipe=settings)
+        else:
+            entered = te.fp8_autocast(enabled=True, fp8_recipe=settings)
+        return entered
+
+    def make(inputs: int, outputs: int) -> nn.Module:
+        layer: nn.Module = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, device=device)
+        return layer
+
+    return _linear(make, context, TE_RECIPES[recipe], torch.device(device), torch.bfloat16)
+
+
+def bitsandbytes_adamw(device: str) -> Result:
+    """The 8-bit AdamW: how far its weights moved in some updates, against torch's in float64."""
+    bnb: Any = import_module("bitsandbytes")
+    generator = torch.Generator().manual_seed(0)
+    begin = torch.randn(128, 256, generator=generator)
+    gradients = [torch.randn(128, 256, generator=generator) + 0.3 for _ in range(UPDATES)]
+    ours = nn.Parameter(begin.to(device, copy=True))
+    exact = nn.Parameter(begin.double())
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    low, high = bnb.optim.AdamW8bit([ours], **settings), torch.optim.AdamW([exact], **settings)
+    for gradient in gradients:
+        ours.grad, exact.grad = gradient.to(device), gradient.double()
+        low.step()
+        high.step()
+    states = {state.dtype for state in low.state[ours].values() if isinstance(state, Tensor)}
+    if torch.uint8 not in states:
+        raise RuntimeError("AdamW8bit kept no 8-bit state")
+    start = begin.double()
+    moved = {"update": ours.detach().cpu().double() - start}
+    return compare(moved, {"update": exact.detach() - start}, UPDATE_TOLERANCE)
+
+
+def bitsandbytes_nf4(device: str) -> Result:
+    """A frozen 4-bit (NF4) linear layer, as QLoRA has it: output and input gradient."""
+    bnb: Any = import_module("bitsandbytes")
+    where = torch.device(device)
+    dtype = DTYPE[where.type]
+    weight, x, grad = _problem(where)
+    layer = bnb.nn.Linear4bit(IN_FEATURES, OUT_FEATURES, bias=False, quant_type="nf4", compute_dtype=dtype)
+    layer.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
+    layer = layer.to(where)
+    leaf = x.to(dtype).requires_grad_()
+    output = layer(leaf)
+    (dx,) = torch.autograd.grad(output, leaf, grad.to(dtype))
+    exact = {"output": x.double() @ weight.double().T, "input gradient": grad.double() @ weight.double()}
+    return compare({"output": output, "input gradient": dx}, exact, NF4_TOLERANCE)
+
+
+def flash_attention_4(window: bool, device: str) -> Result:
+    """FlashAttention-4 as attention of a layer, forward and backward."""
+    cute: Any = import_module("flash_attn.cute")
+
+    def attend(need: Requirements) -> check_attention.Attend:
+        sides = (None, None) if need.window is None else (need.window - 1, 0)
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            result = cute.flash_attn_func(q, k, v, causal=True, window_size=sides)
+            output = result[0] if isinstance(result, tuple) else result
+            assert isinstance(output, Tensor)
+            return output
+
+        return function
+
+    # No backend of ours yet; this only says which problems it takes.
+    library = Backend("flash-attn-4", lambda q, k, v, _: q, frozenset({"cuda"}), frozenset(), window=True)
+    return check_attention.measure(attend, library, window, device)
+
+
+def _problem(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """weight, x and the gradient of the output, float32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((OUT_FEATURES, IN_FEATURES), (ROWS, IN_FEATURES), (ROWS, OUT_FEATURES))
+    weight, x, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    return weight, x, grad
+
+
+def _linear(
+    make: Callable[[int, int], nn.Module],
+    context: Callable[[], AbstractContextManager[Any]],
+    tolerance: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Result:
+    """Output and both gradients of a layer made by `make(inputs, outputs)`, and its rate with quantization included."""
+    weight, x, grad = _problem(device)
+    if device.type == "cpu":  # FP8 products may be very slow there
+        weight, x, grad = weight[:64, :128], x[:32, :128], grad[:32, :64]
+    layer = make(weight.shape[1], weight.shape[0])
+    (parameter,) = layer.parameters()
+    with torch.no_grad():
+        parameter.copy_(weight)
+    leaf = x.to(dtype).contiguous().requires_grad_()
+    with context():
+        output = layer(leaf)
+    output.backward(grad.to(dtype).contiguous())
+    assert leaf.grad is not None
+    got = {"output": output, "input gradient": leaf.grad, "weight gradient": _gradient(parameter)}
+    truth = {
+        "output": x.double() @ weight.double().T,
+        "input gradient": grad.double() @ weight.double(),
+        "weight gradient": grad.double().T @ x.double(),
+    }
+    result = compare(got, truth, tolerance)
+    rows, inputs, outputs = TIMED[device.type]
+    large = make(inputs, outputs)
+    x = torch.randn(rows, inputs, device=device, dtype=dtype, requires_grad=True)
+    grad = torch.randn(rows, outputs, device=device, dtype=dtype)
+
+    def both() -> None:
+        with context():
+            y = large(x)
+        y.backward(grad)
+
+    seconds = median_seconds(both, device, runs=5)
+    return result | {"speed": speed(6 * rows * inputs * outputs / seconds, "FLOP/s")}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

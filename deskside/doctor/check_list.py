@@ -1,0 +1,312 @@
+"""The list of checks, and how they are run: each in a child with a time limit, one child at a time.
+
+Cheap checks that share code share a child, since a child costs the seconds of importing torch. When such a child does
+not come back, each of its checks is run again alone, so that a crash or a hang is charged to the one that made it.
+Nothing here imports torch: the parent holds no CUDA context, and lives when torch does not.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from deskside.config.recipes import RECIPES
+from deskside.utils import child_process
+
+Say = Callable[[str], None]
+MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. target: "module:function" called with `arguments` in a child; child: checks with the same word share.
+
+    answer: the result where it is known without running anything.
+    """
+
+    id: str
+    group: str  # matmul, precision, memory, attention, training, libraries
+    name: str
+    target: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    child: str = ""
+    timeout: float = MINUTE
+    answer: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Library:
+    """An optional library: how it is found and installed, and its checks as (id, name, function, arguments)."""
+
+    module: str
+    package: str
+    pip: str
+    uses: tuple[tuple[str, str, str, dict[str, Any]], ...]
+
+
+LIBRARIES = (
+    Library(
+        "bitsandbytes",
+        "bitsandbytes",
+        "pip install bitsandbytes",
+        (
+            ("bitsandbytes_adamw", "bitsandbytes 8-bit AdamW", "bitsandbytes_adamw", {}),
+            ("bitsandbytes_nf4", "bitsandbytes NF4 layer", "bitsandbytes_nf4", {}),
+        ),
+    ),
+    Library(
+        "torchao",
+        "torchao",
+        "pip install torchao",
+        (
+            ("torchao_tensorwise", "torchao FP8 tensorwise", "torchao", {"recipe": "tensorwise"}),
+            ("torchao_rowwise", "torchao FP8 rowwise", "torchao", {"recipe": "rowwise"}),
+        ),
+    ),
+    Library(
+        "transformer_engine",
+        "transformer-engine",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        (
+            ("te_fp8", "transformer-engine FP8", "transformer_engine", {"recipe": "Float8CurrentScaling"}),
+            ("te_mxfp8", "transformer-engine MXFP8", "transformer_engine", {"recipe": "MXFP8BlockScaling"}),
+            ("te_nvfp4", "transformer-engine NVFP4", "transformer_engine", {"recipe": "NVFP4BlockScaling"}),
+        ),
+    ),
+    Library(
+        "flash_attn.cute",
+        "flash-attn-4",
+        "pip install --pre flash-attn-4",
+        (
+            ("flash_attn_4", "flash-attn-4", "flash_attention_4", {"window": False}),
+            ("flash_attn_4_window", "flash-attn-4, window", "flash_attention_4", {"window": True}),
+        ),
+    ),
+)
+GEMM, ATTENTION = "deskside.doctor.check_gemm", "deskside.doctor.check_attention"
+TRAIN, USE = "deskside.doctor.check_training", "deskside.doctor.check_libraries"
+PRECISION = "deskside.doctor.check_recipes"
+NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
+
+
+# What a run on a CPU depends on: it trains in FP32, and products in BF16 and FP16 took a third of a quick look.
+ESSENTIAL = ("fp32", "attention", "step_fp32")
+
+
+def essential(facts: Mapping[str, Any]) -> list[Check]:
+    """Return the quick checks that a run depends on: on a CPU `ESSENTIAL`, on a card all of them."""
+    checks = listing(facts, quick=True)
+    return checks if facts["device"] == "cuda" else [check for check in checks if check.id in ESSENTIAL]
+
+
+def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
+    """The checks for this machine. quick: plain matmuls, memory, the choice of attention, eager training steps."""
+    on = {"device": _device(facts)}
+    together = "quick" if quick else "plain"
+    checks = [
+        Check("bf16", "matmul", "BF16", f"{GEMM}:plain", {"dtype": "bf16"} | on, together),
+        Check("fp16", "matmul", "FP16", f"{GEMM}:plain", {"dtype": "fp16"} | on, together),
+        Check("fp32", "matmul", "FP32", f"{GEMM}:plain", {"dtype": "fp32"} | on, together),
+        Check("copy", "memory", "device copy", f"{GEMM}:copy", on, together),
+    ]
+    if quick:
+        checks.append(
+            Check("attention", "attention", "fastest, full", f"{ATTENTION}:quick_choice", on, together)
+        )
+    else:
+        checks[3:3] = [
+            Check(id, "matmul", name, f"{GEMM}:scaled", {"format_name": id} | on, shared, 2 * MINUTE)
+            for id, name, shared in (
+                ("fp8_tensor", "torch FP8 tensor", "fp8"),
+                ("fp8_row", "torch FP8 row", "fp8"),
+                ("mxfp8", "torch MXFP8", "mxfp8"),
+                ("nvfp4", "torch NVFP4", "nvfp4"),
+            )
+        ] + _recipes(on)
+        checks += _attention(facts)
+    checks += [
+        Check(
+            f"step_{name}",
+            "training",
+            f"{name.upper()} step",
+            f"{TRAIN}:step",
+            {"precision": name} | on,
+            shared,
+        )
+        for name in ("fp32", "bf16")
+        for shared in ("quick" if quick else "step",)
+    ]
+    if not quick:
+        checks += [*_executions(facts), *_libraries(_device(facts))]
+    return checks
+
+
+def _recipes(on: Mapping[str, str]) -> list[Check]:
+    """Every recipe of training that quantises, as training carries it out, and the head in FP8, which any of them may
+    have. Those of a kind compile the same kernels."""
+    return [
+        Check(
+            f"recipe_{name}",
+            "precision",
+            name,
+            f"{PRECISION}:recipe",
+            {"name": name, **on},
+            "recipes nvfp4" if "nvfp4" in recipe.formats else "recipes fp8",
+            5 * MINUTE,
+        )
+        for name, recipe in RECIPES.items()
+        if recipe.quantized
+    ] + [Check("head_fp8", "precision", "FP8 head", f"{PRECISION}:head", on, "recipes fp8", 5 * MINUTE)]
+
+
+def _device(facts: Mapping[str, Any]) -> str:
+    """The first card with its number, which some of torch's questions insist on."""
+    return "cuda:0" if facts["device"] == "cuda" else "cpu"
+
+
+def _attention(facts: Mapping[str, Any]) -> list[Check]:
+    """Every registered backend with and without a window; what it declares not to take is not run."""
+    checks = []
+    for backend in facts["attention_backends"]:
+        name = backend["name"]
+        for kind in ("full", "window"):
+            reason = backend[kind]
+            checks.append(
+                Check(
+                    f"attention_{name}" + ("_window" if kind == "window" else ""),
+                    "attention",
+                    name + (", window" if kind == "window" else ""),
+                    f"{ATTENTION}:check",
+                    {"backend": name, "window": kind == "window", "device": _device(facts)},
+                    f"attention {name}",
+                    5 * MINUTE,
+                    None
+                    if reason is None
+                    else {"verdict": "unsupported", "reason": reason, "declared": True},
+                )
+            )
+    return checks
+
+
+def _executions(facts: Mapping[str, Any]) -> list[Check]:
+    """The ways to run a step faster than eager: what training does on a card by itself, and torch.compile."""
+    precision = "bf16" if facts["device"] == "cuda" else "fp32"
+    on = {"precision": precision, "device": _device(facts)}
+    no_compiler = facts["device"] == "cpu" and facts["cxx_compiler"] is None
+    return [
+        Check(
+            "fused",
+            "training",
+            f"hand-written, {precision.upper()}",
+            f"{TRAIN}:executed",
+            {"mode": "fused", **on},
+            "fused",
+            5 * MINUTE,
+        ),
+        Check(
+            "compile",
+            "training",
+            f"torch.compile, {precision.upper()}",
+            f"{TRAIN}:executed",
+            {"mode": "block", **on},
+            "compile",
+            5 * MINUTE,
+            {"verdict": "unsupported", "reason": NO_COMPILER} if no_compiler else None,
+        ),
+    ]
+
+
+def _libraries(device: str) -> list[Check]:
+    checks = []
+    for library in LIBRARIES:
+        if not is_installed(library.module):
+            answer = {"verdict": "not installed", "reason": library.pip}
+            checks.append(Check(library.package, "libraries", library.package, answer=answer))
+            continue
+        for id, name, function, arguments in library.uses:
+            target = f"{USE}:{function}"
+            checks.append(
+                Check(id, "libraries", name, target, arguments | {"device": device}, id, 4 * MINUTE)
+            )
+    return checks
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing anything: an import might start CUDA in this process."""
+    package, *rest = module.split(".")
+    spec = util.find_spec(package)
+    if spec is None or not rest:
+        return spec is not None
+    places = [Path(place).joinpath(*rest) for place in spec.submodule_search_locations or ()]
+    return any(place.is_dir() or place.with_suffix(".py").exists() for place in places)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the optional libraries that are installed."""
+    found: dict[str, str | None] = {}
+    for library in LIBRARIES:
+        try:
+            found[library.package] = metadata.version(library.package)
+        except metadata.PackageNotFoundError:
+            found[library.package] = None
+    return found
+
+
+def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> list[dict[str, Any]]:
+    """Return the results in the order of `checks`: {"id", "group", "name", "verdict", "reason", ...}.
+
+    Raises TimeoutError when they are not done by the deadline, in seconds of `time.monotonic`.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    done = 0
+    for check in checks:
+        if check.id in results:
+            continue
+        if check.answer is not None:
+            results[check.id] = dict(check.answer)
+            done += 1
+            continue
+        together = [
+            c for c in checks if c.answer is None and (c.id == check.id or c.child == check.child != "")
+        ]
+        say(f"{done + 1} of {len(checks)}: {', '.join(c.name for c in together)}")
+        results |= _run(together, say, deadline)
+        done += len(together)
+    return [{"id": c.id, "group": c.group, "name": c.name, "reason": ""} | results[c.id] for c in checks]
+
+
+def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[str, Any]]:
+    """Run checks in one child; in a child for each when that does not come back."""
+    calls = [{"target": c.target, "arguments": dict(c.arguments)} for c in checks]
+    limit = min(max(c.timeout for c in checks), max(0.0, deadline - time.monotonic()))
+    outcome = child_process.run("deskside.doctor.check_tools:several", {"calls": calls}, limit)
+    if outcome.status == "timeout" and time.monotonic() >= deadline:
+        raise TimeoutError("the doctor was not done by its deadline")
+    if outcome.status == "ok":
+        return {check.id: result for check, result in zip(checks, outcome.value, strict=True)}
+    if len(checks) > 1:
+        say(f"{outcome.error}: each of these again, alone")
+        return {id: result for check in checks for id, result in _run([check], say, deadline).items()}
+    return {checks[0].id: failure(outcome)}
+
+
+def failure(outcome: child_process.Outcome) -> dict[str, Any]:
+    """What became of a check whose child brought no result.
+
+    crashed: the process died, or CUDA in it did. unsupported: an exception that is none of our child's business.
+    """
+    verdicts = {"timeout": "timeout", "oom": "out of memory", "failed": "unsupported"}
+    verdict = verdicts[outcome.status]
+    if outcome.status == "failed" and (
+        outcome.error.startswith("the process") or "CUDA error" in outcome.error
+    ):
+        verdict = "crashed"
+    return {
+        "verdict": verdict,
+        "reason": outcome.error,
+        "seconds": round(outcome.seconds, 2),
+        "stderr": outcome.stderr[-1000:],
+    }

@@ -1,0 +1,165 @@
+"""Does a training step give right numbers here: our own model, loss, backward and optimiser, in every way to run it?
+
+The reference is the same model in float64. Loss and the gradient of every parameter are compared with it, and some
+steps on one batch must bring its loss down. The step with hand-written kernels and the one that torch.compile makes
+are compared with the same reference, and timed against the eager one.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deskside.budget.scaling import Scaling
+from deskside.config.model import ModelConfig
+from deskside.config.run import RunConfig
+from deskside.config.sections import ComputeConfig
+from deskside.data.reading.loader import Batch
+from deskside.doctor.check_tools import Result, compare, median_seconds, speed, wrong
+from deskside.kernels.attention import AttentionContext
+from deskside.model.init import InitOptions, initialize
+from deskside.model.transformer import Transformer
+from deskside.optim.build import build
+from deskside.precision.apply import apply
+from deskside.train.loop.guard import Guard
+from deskside.train.loop.step import Stepper
+from deskside.train.parallel import World
+from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.setup import prepare_execution
+
+# Loss and worst gradient against float64, several times what is seen: 1e-6 and 1e-5 in fp32, 3e-4 and 2e-2 in bf16.
+TOLERANCE = {"fp32": 1e-3, "bf16": 8e-2}
+ExecutionMode = Literal["fused", "block"]
+STEPS = 8
+LEARNS = 0.99  # the loss after the steps must be below this share of the first
+
+
+@dataclass(frozen=True)
+class Size:
+    """A small training problem: hidden size, layers, rows and tokens of a row."""
+
+    hidden: int
+    layers: int
+    rows: int
+    tokens: int
+
+
+SMALL = Size(128, 2, 4, 64)
+EXECUTED = {"cpu": SMALL, "cuda": Size(512, 4, 16, 512)}
+
+
+def step(precision: str, device: str) -> Result:
+    """An eager training step in this precision. The reference is computed on the CPU."""
+    stepper, batch = _stepper(SMALL, precision, torch.device(device))
+    result = compare_step(stepper, batch, precision, torch.device("cpu"))
+    losses = [stepper.run([batch], number + 1).read() for number in range(STEPS)]
+    result["details"] = {"losses": [round(loss, 4) for loss, _, _ in losses]}
+    first, last = losses[0][0], losses[-1][0]
+    if any(skipped for _, _, skipped in losses):
+        result = wrong(result, "a step was skipped because its loss or gradient was not finite")
+    elif not last < LEARNS * first:
+        result = wrong(result, f"{STEPS} steps on one batch brought its loss from {first:.3f} to {last:.3f}")
+    return result
+
+
+def executed(mode: ExecutionMode, precision: str, device: str) -> Result:
+    """A step as `compute.compile` = mode runs it, against float64, and its speed against eager."""
+    where = torch.device(device)
+    size = EXECUTED[where.type]
+    stepper, batch = _stepper(size, precision, where)
+    eager = median_seconds(lambda: _forward_backward(stepper, batch), where, runs=5)
+    config = RunConfig(model=stepper.model.config, compute=ComputeConfig(compile=mode))
+    prepare_execution(config, stepper.model, stepper.world, precision)
+    began = time.perf_counter()
+    _forward_backward(stepper, batch)
+    compiling = time.perf_counter() - began
+    result = compare_step(stepper, batch, precision, where)
+    seconds = median_seconds(lambda: _forward_backward(stepper, batch), where, runs=5)
+    result["details"] = {"compile_seconds": round(compiling, 1), "times_eager": round(eager / seconds, 3)}
+    return result | {"speed": speed(size.rows * size.tokens / seconds, "tokens/s")}
+
+
+def compare_step(stepper: Stepper, batch: Batch, precision: str, reference_device: torch.device) -> Result:
+    """Loss and gradients of one forward and backward against float64; errors: "loss" and the worst gradient."""
+    loss = _forward_backward(stepper, batch)
+    got = {"loss": loss} | _collect(stepper.model)
+    truth = _exact(stepper.model, batch, reference_device)
+    result = compare(got, truth, TOLERANCE[precision])
+    errors: dict[str, float | None] = dict(result["errors"])
+    of_loss = errors.pop("loss")
+    worst = max(errors, key=lambda name: float("inf") if errors[name] is None else float(errors[name] or 0))
+    problems = result["reason"].split("; ")
+    if len(problems) > 2:
+        problems = [*problems[:2], f"and {len(problems) - 2} more"]
+    return {**result, "reason": "; ".join(problems), "errors": {"loss": of_loss, "gradients": errors[worst]}}
+
+
+def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper, Batch]:
+    config = RunConfig(model=_model_config(size))
+    model = Transformer(config.model)
+    # Nothing may begin as zero here: what stands before a zero matrix gets no gradient to be checked.
+    initialize(model, 0, InitOptions(output="fan_in", head_std=0.02))
+    model = model.to(device)
+    applied = apply(model, precision)
+    optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0))
+    optimizer.set_progress(1.0, 0.0, 0)
+    stepper = Stepper(
+        model,
+        optimizer,
+        Guard(config.guard),
+        World(device),
+        config.compute,
+        Attention("sdpa"),
+        config.optim.grad_clip,
+        list(model.parameters()),
+        applied,
+        config.precision,
+    )
+    return stepper, _batch(size, config.model.vocab_size, device)
+
+
+def _model_config(size: Size) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=512,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 64,
+        num_key_value_heads=1,
+        head_dim=64,
+        intermediate_size=2 * size.hidden,
+        max_position_embeddings=2048,
+    )
+
+
+def _batch(size: Size, vocab: int, device: torch.device) -> Batch:
+    tokens = torch.randint(
+        vocab, (size.rows, size.tokens + 1), generator=torch.Generator().manual_seed(0)
+    ).to(device)
+    valid = size.rows * size.tokens
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None, valid, valid)
+
+
+def _forward_backward(stepper: Stepper, batch: Batch) -> Tensor:
+    stepper.optimizer.zero_grad()
+    return stepper.forward_backward([batch])
+
+
+def _collect(model: Transformer) -> dict[str, Tensor]:
+    """Gradients by name; zeros where there is none, so that a missing one is found."""
+    return {
+        f"gradient of {name}": torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+def _exact(model: Transformer, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """The same weights and batch in float64, eager, with the reference attention."""
+    exact = Transformer(model.config)
+    exact.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    exact = exact.double().to(device)
+    moved = replace(batch, tokens_BT=batch.tokens_BT.to(device), targets_BT=batch.targets_BT.to(device))
+    loss = exact.loss(moved.tokens_BT, moved.targets_BT, AttentionContext()) / batch.num_valid_step
+    loss.backward()
+    return {"loss": loss.detach()} | _collect(exact)

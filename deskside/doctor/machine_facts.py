@@ -1,0 +1,147 @@
+"""The machine and its software as plain facts. Runs in a child, since asking a broken driver may hang or crash."""
+
+import os
+import shutil
+import sysconfig
+import tempfile
+from contextlib import suppress
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deskside.doctor import check_attention, nvml
+from deskside.facts.gpus import of_device
+from deskside.train import environment_record
+
+GIB = 2**30
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CXX = ("g++", "c++", "clang++")  # what torch.compile looks for on a CPU; CXX in the environment comes first
+CC = ("gcc", "clang", "cc")  # what Triton looks for; CC in the environment comes first
+
+
+def collect() -> dict[str, Any]:
+    """Facts for `doctor.examine`: "device" ("cuda" or "cpu"), "gpus", and what a person may have to mend."""
+    driver = nvml.driver()
+    memory = _memory_before_cuda(driver)
+    cuda_error = _cuda_error()
+    device = torch.device("cpu" if cuda_error else "cuda")
+    facts = environment_record.describe(device, Path())
+    facts.pop("gpu", None)  # of one GPU; here they are all listed
+    return {
+        **facts,
+        **driver,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "cudnn_package": _first_version("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+        "cuda_error": cuda_error,
+        "gpus": [_gpu(torch.device("cuda", i), memory) for i in range(torch.cuda.device_count())]
+        if device.type == "cuda"
+        else [],
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "architectures": torch.cuda.get_arch_list(),
+        "memory_available_gib": _gib(_memory_available()),
+        "memory_limit_gib": _gib(_memory_limit()),
+        "shm": _space("/dev/shm"),
+        "temporary": _space(tempfile.gettempdir()),
+        "triton": facts["packages"]["triton"] if util.find_spec("triton") else None,
+        "c_compiler": _compiler("CC", CC),
+        "cxx_compiler": _compiler("CXX", CXX),
+        "python_headers": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
+        "attention_backends": check_attention.listed(device.type),
+    }
+
+
+def _cuda_error() -> str:
+    """Why torch cannot use a GPU, in its own words; empty when it can."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ""
+
+
+def _memory_before_cuda(driver: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By UUID: memory and processes of all cards, before this process holds some itself."""
+    found = {}
+    for index in range(driver["cards"]):
+        card = nvml.Card.numbered(index)
+        if card is not None:
+            found[card.uuid()] = {**card.memory(), "processes": card.processes()}
+    return found
+
+
+def _gpu(device: torch.device, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    uuid = str(properties.uuid)
+    uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    free, total = torch.cuda.mem_get_info(device)
+    memory = before.get(uuid) or {
+        "total_bytes": total,
+        "free_bytes": free,
+        "used_bytes": None,
+        "processes": [],
+    }
+    card = nvml.Card.of(device)
+    sheet = of_device(properties.name, properties.total_memory)
+    return {
+        "index": device.index,
+        "name": properties.name,
+        "uuid": uuid,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "usable_bytes": total,
+        **memory,
+        "power": card.power() if card else {},
+        "pcie": card.pcie() if card else {},
+        "data_sheet": None
+        if sheet is None
+        else {
+            "name": sheet.name,
+            "bf16_flops": sheet.bf16_flops,
+            "bandwidth": sheet.bandwidth,
+            "watts": sheet.watts,
+            "source": "published",
+        },
+    }
+
+
+def _memory_available() -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text("utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _memory_limit() -> int | None:
+    """What a container may use at most."""
+    with suppress(OSError):
+        text = CGROUP_LIMIT.read_text("utf-8").strip()
+        return int(text) if text.isdecimal() else None
+    return None
+
+
+def _space(folder: str) -> dict[str, Any] | None:
+    with suppress(OSError):
+        usage = shutil.disk_usage(folder)
+        return {"path": folder, "total_gib": _gib(usage.total), "free_gib": _gib(usage.free)}
+    return None
+
+
+def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
+    asked = os.environ.get(variable)
+    found = [shutil.which(name) for name in ((asked.split()[0],) if asked else names)]
+    return next((path for path in found if path), None)
+
+
+def _first_version(*names: str) -> str | None:
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else round(size / GIB, 2)

@@ -1,0 +1,173 @@
+"""Bits per byte of a loaded model: of its run's validation data, of other prepared data, or of a text."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from deskside.config.base import DATA_NOUNS, DataKind, first_problem
+from deskside.config.run import RunConfig
+from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
+from deskside.data.reading.rows import PackedDataset
+from deskside.data.reading.shards import checksum_file
+from deskside.engine.device import say
+from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
+from deskside.kernels.attention import Requirements, choose
+from deskside.run.paths import reached_by
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.load import Loaded
+
+TEXT: tuple[DataKind, ...] = ("text", "conversations")
+HF_SEQUENCE_LENGTH = 2048  # of a model that comes without a run: the presets' own, so that numbers compare
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bits per byte of a source."""
+
+    result: BitsPerByte
+    baselines: dict[str, float | None]
+    source: str
+    length: int
+
+
+def measure(
+    loaded: Loaded,
+    config: RunConfig | None,
+    device: torch.device,
+    *,
+    text: str | None,
+    data: str | None,
+    sequence_length: int | None,
+    batch_tokens: int,
+) -> Measured:
+    """Bits per byte of a text, of prepared data, or of the run's own; tokens that the model sees: None is the run's.
+
+    Raises UsageError for what cannot be read, or was made with another tokenizer.
+    """
+    length = sequence_length
+    if length is None:
+        longest = min(loaded.config.max_position_embeddings, HF_SEQUENCE_LENGTH)
+        length = config.batch.sequence_length if config else longest
+    if not 2 <= length <= loaded.config.max_position_embeddings:
+        raise UsageError(
+            f"--sequence-length {length}: this model takes 2 to {loaded.config.max_position_embeddings} tokens"
+        )
+    if text is not None:
+        attention = _attention(loaded, length, batch_tokens, False, device)
+        result = evaluate_text(
+            loaded.model,
+            loaded.tokenizer,
+            loaded.start_token,
+            _texts(text),
+            sequence_length=length,
+            batch_tokens=batch_tokens,
+            device=device,
+            attention=attention,
+        )
+        return Measured(result, {}, text, length)
+    masked = config.data.document_mask if config else False
+    dataset = _dataset(loaded, config, data, length)
+    attention = _attention(loaded, length, batch_tokens, masked, device)
+    with Progress("evaluate", dataset.num_tokens, "tokens") as bar:
+        result = evaluate_dataset(
+            loaded.model,
+            dataset,
+            micro_rows=max(1, min(batch_tokens // length, dataset.num_rows)),
+            device=device,
+            attention=attention,
+            document_mask=masked,
+            tick=bar.advance,
+        )
+    split = dataset.index.splits["val"]
+    baselines = {"gzip_bpb": split.gzip_bpb, "unigram_bpb": split.unigram_bpb}
+    return Measured(result, baselines, str(dataset.directory), length)
+
+
+def run_config(loaded: Loaded) -> RunConfig | None:
+    """The configuration of the run that a model is from; None for one without a run."""
+    if loaded.run_dir is None:
+        return None
+    try:
+        return reached_by(RunConfig.model_validate(loaded.run["config"]), loaded.run)
+    except ValidationError as error:
+        raise RunError(
+            f"{loaded.run_dir / 'run.json'}: config.{first_problem(error)}; restore the file"
+        ) from None
+
+
+def has_data(config: RunConfig | None) -> bool:
+    """Return whether a run's own validation data can be measured besides the tasks; say so where it cannot."""
+    path = config.data.path if config is not None else None
+    if config is None or path is None:
+        return False
+    if config.data_kind not in TEXT:
+        say(
+            f"no bits per byte: the run was trained on {DATA_NOUNS[config.data_kind]}; --text FILE measures a text"
+        )
+        return False
+    if not Path(path).is_dir():
+        say(f"no bits per byte: the run's data is not at {path} any more")
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Attention:
+    full: str
+    windowed: str | None
+
+
+def _attention(
+    loaded: Loaded, length: int, batch_tokens: int, documents: bool, device: torch.device
+) -> _Attention:
+    """The fastest backends that compute right here at this shape, for full layers and for windowed ones."""
+    config = loaded.config
+    windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
+    names: dict[bool, str] = {}
+    for window in windows:
+        need = Requirements(
+            batch=max(1, min(4, batch_tokens // length)),
+            tokens=length,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=loaded.model.activation_dtype,
+            device=device,
+            window=window,
+            documents=documents,
+        )
+        names[window is not None] = choose(need).name
+    return _Attention(names.get(False, names.get(True, "reference")), names.get(True))
+
+
+def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length: int) -> PackedDataset:
+    """The validation split, made by the model's own tokenizer."""
+    path = given or (config.data.path if config else None)
+    if given is None and config is not None and config.data_kind not in TEXT:
+        raise UsageError(
+            f"this run was trained on {DATA_NOUNS[config.data_kind]}, which have no bits per byte; give --tasks NAME, "
+            "--text FILE or --data DIR (prepared text)"
+        )
+    if path is None:
+        raise UsageError("this model brings no validation data; give --text FILE or --data DIR")
+    if given is None and not Path(path).is_dir():
+        raise UsageError(
+            f"{path}: the run's data is not there any more; give --data DIR (prepared data) or --text FILE"
+        )
+    dataset = PackedDataset.open(path, split="val", sequence_length=length)
+    if dataset.index.tokenizer.checksum != checksum_file(loaded.tokenizer_dir / "tokenizer.json"):
+        raise UsageError(
+            f"{path}: was made with another tokenizer than the model's; give the text itself with --text FILE"
+        )
+    return dataset
+
+
+def _texts(spec: str) -> Iterator[str]:
+    for document in iter_documents(
+        Source.parse(spec), BadInputLog("refuse", remedy="Mend it, or leave it out.")
+    ):
+        yield document.text

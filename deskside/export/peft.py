@@ -1,0 +1,96 @@
+"""A run's adapters as a directory that peft.PeftModel.from_pretrained loads beside the model that they were trained on.
+
+adapter_config.json and adapter_model.safetensors, in the layout of the PEFT library: `lora_A` and `lora_B` of every
+projection under Hugging Face's module names, and the trained rows of new tokens as trainable_token_indices.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deskside.config.adapter import AdapterConfig
+from deskside.model.transformer import Transformer
+from deskside.ops.linear import Linear
+from deskside.utils.errors import UsageError
+from deskside.weights.hf import hf_name, replaced_when_complete, seal
+from deskside.weights.hf_families import family_of
+
+PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def to_peft(
+    model: Transformer, adapter: AdapterConfig, init: str | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """adapter_config.json's content, and the tensors. init: what the run began from.
+
+    Raises UsageError for architectures without a Hugging Face form, and for GPT-2, whose q, k and v are one module
+    there and cannot have an adapter each.
+    """
+    family = family_of(model.config)
+    if family.transposed:
+        raise UsageError(
+            f"--to peft: {family.architecture} has q, k and v in one module; use --to hf, which merges"
+        )
+    tensors: dict[str, Tensor] = {}
+    targets: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and module.adapter is not None:
+            half = ".".join(path.split(".")[:3])  # layers.0.attn
+            for s in module.adapter.adapted:
+                targets.add(s.name)
+                theirs = PREFIX + hf_name(f"{half}.{s.name}.weight", family).removesuffix(".weight")
+                tensors[f"{theirs}.lora_A.weight"] = module.adapter.a[s.name].detach()
+                tensors[f"{theirs}.lora_B.weight"] = module.adapter.b[s.name].detach()
+    content: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": init,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.rank_stabilised,
+        "target_modules": sorted(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    rows = {
+        "embed_tokens": model.embed.trained,
+        "lm_head": None if model.head is None else model.head.trained,
+    }
+    ids = {name: trained.ids.tolist() for name, trained in rows.items() if trained is not None}
+    for name, trained in rows.items():
+        if trained is not None:
+            owner = hf_name({"embed_tokens": "embed", "lm_head": "lm_head"}[name] + ".weight", family)
+            owner = owner.removesuffix(".weight")
+            tensors[f"{PREFIX}{owner}.token_adapter.trainable_tokens_delta"] = trained.rows.detach()
+    if ids:
+        # A tied head follows the embedding's rows by itself when they are given as one list.
+        content["trainable_token_indices"] = ids if len(ids) > 1 else next(iter(ids.values()))
+    return content, {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+
+
+def save_peft(
+    model: Transformer,
+    adapter: AdapterConfig,
+    init: str | None,
+    out_dir: Path,
+    about: Mapping[str, Any] | None = None,
+    card: str | None = None,
+) -> Path:
+    """Write the directory, all or nothing, over an earlier export only; `card` is its README.md. Raises UsageError as
+    `to_peft` and `check_out` do."""
+    content, tensors = to_peft(model, adapter, init)
+    with replaced_when_complete(out_dir) as folder:
+        (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        seal(folder, about)
+    return out_dir

@@ -1,0 +1,329 @@
+"""What comes before training: doctor, probe and plan, each as plain data that go.json keeps.
+
+Doctor and probe may cost a tenth of the hours together, of short hours up to a minute, and less where less will do.
+What the hours are too short for is skipped, and the reason is kept; a run needs none of it, because it checks and
+measures what it depends on itself.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deskside.budget.shape import num_params
+from deskside.config import merge, presets
+from deskside.config.run import RunConfig
+from deskside.doctor.examine import examine
+from deskside.measurements.identity import Machine
+from deskside.measurements.store import Busy, Row, Store
+from deskside.plan.planner import make_plan
+from deskside.plan.request import Request, ask
+from deskside.plan.result import Plan, PlannedBand
+from deskside.plan.words import count, gib
+from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
+from deskside.probe.sweep import Finding, Surveyor
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.signals import Interrupted
+
+SHARE = 0.1  # of the hours, that doctor and probe may take together
+# Instead, where it comes to more: enough for a quick doctor, the card itself and a point.
+SHORT_SHARE, SHORT_SECONDS = 0.5, {"cuda": 90.0, "cpu": 60.0}
+DOCTOR_SHARE = 0.5  # of that
+DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}  # of a quick doctor; 12 s were measured on two busy CPU cores
+LONGEST_PROBE = 180.0
+EVALUATIONS = 6
+ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
+
+Say = Callable[[str], None]
+Result = dict[str, Any]
+
+
+def skipped(reason: str) -> Result:
+    return {"status": "skipped", "reason": reason}
+
+
+def allowance(hours: float, device: str) -> float:
+    """Return the seconds that doctor and probe may take together."""
+    return max(SHARE * hours * 3600, min(SHORT_SHARE * hours * 3600, SHORT_SECONDS[device]))
+
+
+def doctor_allowance(hours: float, machine: Machine) -> float:
+    """Return the seconds of it for the doctor, who leaves the probe what a first point needs: a plan rests on it."""
+    both = allowance(hours, machine.device)
+    first = calibration_points(machine.memory_bytes, machine.device)[0]
+    needed = estimate_seconds(first, [], machine.device, None) + CARD_SECONDS[machine.device]
+    return min(DOCTOR_SHARE * both, max(both - needed, 0.0))
+
+
+def _allowed(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s are left of what doctor and probe may take of these hours"
+
+
+# Doctor
+
+
+def doctor(machine: Machine, seconds: float, say: Say) -> Result:
+    """A quick examination, if `seconds` are enough for it. status: fit, unfit, or skipped."""
+    needed = DOCTOR_SECONDS[machine.device]
+    if seconds < needed:
+        return skipped(f"it takes about {needed:.0f} s, and {_allowed(seconds)}")
+    try:
+        found = examine(True, lambda text: say(f"doctor: {text}"), seconds)
+    except TimeoutError:
+        return skipped(
+            f"it was not done after {seconds:.0f} s, so the machine is busy; try deskside doctor later"
+        )
+    works = sum(check["verdict"] == "works" for check in found["checks"])
+    told = f"{works} of {len(found['checks'])} checks work"
+    for mend in found["fix"][:1]:
+        told += f"; first to fix: {mend['problem']} ({mend['remedy']})"
+    return {
+        "status": "fit" if found["trains"] else "unfit",
+        "reason": told if found["trains"] else found["why"],
+        "fix": found["fix"],
+        "seconds": found["seconds"],
+    }
+
+
+# Probe
+
+
+@dataclass
+class Teller:
+    """Tells a person what the probe does."""
+
+    say: Say
+
+    def begin(self, title: str, seconds: float) -> None:
+        self.say(f"probe: {title}, about {seconds:.0f} s")
+
+    def end(self, finding: Finding) -> None:
+        if finding.status == "ok" and finding.row is not None:
+            self.say(f"probe: {finding.row['result']['tokens_per_second']:,.0f} tokens/s")
+        else:
+            self.say(f"probe: {finding.status}")
+
+    def card(self, row: Row) -> None:
+        self.say(f"probe: the card itself: {row['status']}")
+
+
+def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
+    """Measure what calibrates the planner, as far as `seconds` go; what is stored is reused."""
+    points = calibration_points(machine.memory_bytes, machine.device)
+    stored = store.rows(machine)
+    have_card = any(row["kind"] == "card" and row["status"] == "ok" for row in stored)
+    measured = sum(row["kind"] == "point" and row["status"] == "ok" for row in stored)
+    seconds = min(seconds, LONGEST_PROBE)
+    needed = estimate_seconds(points[0], [], machine.device, None)
+    needed += 0.0 if have_card else CARD_SECONDS[machine.device]
+    if seconds < needed and measured:
+        return {"status": "stored", "stored": measured, "measured": 0}
+    if seconds < needed:
+        return skipped(f"it needs {needed:.0f} s, and {_allowed(seconds)}")
+    try:
+        survey = Surveyor(store, machine, Teller(say), deadline=time.monotonic() + seconds).survey(points)
+    except Busy:
+        return skipped("another probe is measuring")
+    if survey.interrupted:
+        raise Interrupted(survey.interrupted)
+    origins = [finding.origin for finding in survey.findings if finding.status == "ok"]
+    failed = [
+        f"{f.point.title()}: {f.row['error']}" for f in survey.findings if f.row and f.status == "failed"
+    ]
+    return {
+        "status": "measured" if "measured" in origins else "stored" if "stored" in origins else "nothing",
+        "stored": origins.count("stored"),
+        "measured": origins.count("measured"),
+        "failed": failed,
+    }
+
+
+# Plan
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person wants of the plan. given: configuration options by hand; memory_gib: of the card, at most."""
+
+    hours: float
+    preset: str | None
+    data: str | None
+    given: Mapping[str, Any]
+    memory_gib: float | None
+    probes: str
+
+
+def plan(wish: Wish, pretrain_seconds: float) -> tuple[Result, Plan | None]:
+    """The plan for the run, as go.json keeps it and whole. pretrain_seconds: that the run itself will have.
+
+    Raises RunError when the planner says no, UsageError when there is neither a preset nor anything to plan from.
+    """
+    try:
+        made = make_plan(_request(wish, pretrain_seconds))
+    except UsageError as error:
+        if wish.preset is None:
+            raise
+        return {**skipped(str(error)), "config": preset_config(wish)}, None
+    best = made.best
+    if made.verdict == "no" or best is None:
+        raise RunError(f"the plan says no: {'; '.join(made.reasons)}")
+    for_gpu = not made.request.card.is_cpu
+    unigram = unigram_bpb(prepared_data(wish))
+    # A preset that needs no change is trained as it is; the numbers are still the planner's.
+    own = wish.preset is not None and made.verdict == "yes"
+    result = {
+        "status": "made",
+        "verdict": made.verdict,
+        "reasons": list(made.reasons),
+        "source": f"modelled from what was {made.request.calibration.source}: {made.request.calibration.basis}",
+        "bands": [_slim(band, made, for_gpu, unigram) for band in made.bands] if wish.preset is None else [],
+        **_slim(best, made, for_gpu, unigram),
+    }
+    if own:
+        result["config"] = preset_config(wish)
+    return result, made
+
+
+def preset_config(wish: Wish) -> dict[str, Any]:
+    """A preset as it is, with the options by hand on top."""
+    assert wish.preset is not None
+    built = merge.build([*presets.for_pretraining(wish.preset), by_hand(wish)])
+    return built.model_dump(mode="json", exclude_unset=True)
+
+
+def by_hand(wish: Wish) -> dict[str, Any]:
+    """The configuration layer of what a person gave, the vocabulary of the data included."""
+    layer: dict[str, Any] = {part: dict(v) if isinstance(v, Mapping) else v for part, v in wish.given.items()}
+    if wish.data is not None:
+        layer["data"] = {**layer.get("data", {}), "path": wish.data, "sources": []}
+        needed = vocabulary(wish.data)
+        if "vocab_size" not in layer.get("model", {}) and _smaller_vocabulary(wish, needed):
+            layer["model"] = {**layer.get("model", {}), "vocab_size": needed}
+    return layer
+
+
+def vocabulary(data: str) -> int:
+    """Entries of the data's tokenizer, rounded up."""
+    entries = _index(data).tokenizer.vocab_size
+    return -(-entries // ROUND_VOCABULARY) * ROUND_VOCABULARY
+
+
+def unique_tokens(data: str) -> int:
+    """Tokens of the training split."""
+    return _index(data).splits["train"].tokens
+
+
+def prepared_data(wish: Wish) -> str | None:
+    """Return the data of the run, a preset's own included; None where it is not prepared yet."""
+    data = wish.data
+    if data is None and wish.preset is not None:
+        data = merge.build([*presets.for_pretraining(wish.preset), by_hand(wish)]).data.path
+    return data if data is not None and (Path(data) / "index.json").is_file() else None
+
+
+def unigram_bpb(data: str | None) -> float | None:
+    """Return the unigram baseline of the validation text in bits per byte."""
+    split = None if data is None else _index(data).splits.get("val")
+    return None if split is None else split.unigram_bpb
+
+
+def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
+    """A planned configuration as a run of `seconds` on the wall clock, everything counted.
+
+    What is too short for the usual ten minutes between evaluations is evaluated `EVALUATIONS` times on the way, unless
+    the configuration says otherwise.
+    """
+    short = seconds < 600 * EVALUATIONS
+    often = (
+        [{"evaluate": {"every": f"{seconds / (EVALUATIONS + 1):.0f}s"}}] if short and seconds >= 60 else []
+    )
+    return merge.build([*often, config, {"schedule": {"length": f"{seconds!r}s", "clock": "wall"}}])
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The plan for a person, a few lines."""
+    if result["status"] != "made":
+        config = merge.build([result["config"]])
+        return [
+            f"plan: skipped: {result['reason']}",
+            f"trains the preset as it is, without a plan: {count(num_params(config.model))} parameters, sequence "
+            f"length {config.batch.sequence_length}; memory and loss are not predicted",
+        ]
+    told = [f"plan, {result['source']}"]
+    for band in result["bands"] or [result]:
+        mark = "->" if band["name"] == result["name"] else "  "
+        low, expected, high = band["bpb"]
+        told.append(
+            f"{mark} {band['name']:<8} {band['preset']:<6} {count(band['params'])} parameters, "
+            f"{count(band['tokens'][1])} tokens, {band['tokens_per_second'][1]:,.0f} tokens/s"
+            + (f", {gib(band['memory_gib'][1] * 2**30)}" if "memory_gib" in band else "")
+            + f", {expected:.3f} bits per byte ({low:.3f} to {high:.3f})"
+        )
+    return [*told, *(f"   {reason}" for reason in result["reasons"])]
+
+
+def _request(wish: Wish, pretrain_seconds: float) -> Request:
+    data = prepared_data(wish)
+    request = ask(
+        here=True,
+        hours=wish.hours,
+        preset=wish.preset,
+        probes=wish.probes,
+        overrides=by_hand(wish) if wish.preset is not None else None,
+        unique_tokens=None if data is None else unique_tokens(data),
+        pretrain_seconds=pretrain_seconds,
+    )
+    if wish.preset is None:
+        request = replace(request, overrides=by_hand(wish))
+    if wish.memory_gib is not None:
+        least = min(request.card.memory_bytes, int(wish.memory_gib * 2**30))
+        request = replace(request, card=replace(request.card, memory_bytes=least))
+    return request
+
+
+def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
+    """Return (low, expected, high) bits per byte, none of them above the unigram baseline of the validation text.
+
+    The law of loss is fitted to tens of millions of parameters. For a model of a million it may expect more than token
+    frequencies alone reach, and then knows nothing but its low end: the middle of what is left is expected.
+    """
+    low, expected, high = (float(x) for x in loss)
+    if unigram is None or high <= unigram:
+        return [low, expected, high]
+    low = min(low, unigram)
+    return [low, expected if expected < unigram else math.sqrt(low * unigram), unigram]
+
+
+def _slim(band: PlannedBand, made: Plan, for_gpu: bool, unigram: float | None) -> Result:
+    """What is compared later: expected values and ranges, and the configuration."""
+    found = band.candidate
+    bpb = bounded_loss(found.loss, unigram)
+    slim: Result = {
+        "name": band.name,
+        "preset": band.preset,
+        "params": found.params,
+        "weights": found.weights,
+        "tokens": [float(x) for x in found.tokens],
+        "tokens_per_second": [float(x) for x in found.estimate.tokens_per_second],
+        "bpb": bpb,
+        "fits": found.estimate.fits,
+        "config": band.config,
+    }
+    if for_gpu:  # a CPU's resident set is not modelled
+        peak, spread = found.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
+        slim["memory_gib"] = [max(0.0, peak * (1 - spread)), peak, peak * (1 + spread)]
+    return slim
+
+
+def _smaller_vocabulary(wish: Wish, needed: int) -> bool:
+    if wish.preset is None:
+        return True
+    return merge.build(presets.layers(wish.preset)).model.vocab_size < needed
+
+
+def _index(data: str) -> Any:
+    from deskside.data.reading.shards import read_index
+
+    return read_index(Path(data))

@@ -1,0 +1,282 @@
+"""The first few per cent of a run: what they show about speed, memory and loss, and what follows from it.
+
+There is no run apart from the pilot: a run's first steps at full learning rate are the pilot, so nothing is spent on
+it. At its end
+- the loss curve is extrapolated (`budget.loss.fit_curve`), and compared with the plan together with speed and memory;
+- if a loss was asked for and lies below the range, the run is stopped: what is spent so far is all that is lost;
+- if the model was chosen by the plan, and at this speed another of its bands would end clearly better, the run is
+  stopped in favour of that one. Otherwise the run goes on, and its own revisions of the steps keep it on time.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deskside.budget.loss import FEWEST, LAW, LossLaw, expected_bpb, fit_curve, fitted
+from deskside.budget.shape import matmul_params
+from deskside.config.run import RunConfig
+from deskside.data.reading.rows import PackedDataset
+from deskside.pipeline.pipeline_journal import Journal, damaged
+from deskside.run.directory import RunDirectory
+from deskside.train.loop.callback import Watch
+from deskside.train.loop.step_hooks import Terminal
+from deskside.train.loop.stop import StopSignal
+from deskside.train.objective import Rows
+
+FILE = "pilot.json"
+SHARE, LONGEST = (
+    0.05,
+    0.3,
+)  # of the run: where the pilot ends, and where it ends even if its curve is too short
+AT_PEAK = 0.98  # of the highest learning rate: steps of the warm-up, and of a decay, are no part of the curve
+STEPS = 2 * FEWEST
+TARGET, RECENTRE = "the target is out of reach", "another model is better at this speed"
+CLEARLY_OFF = 1.5  # times faster or slower than planned, before another band is thought of
+CLEARLY_BETTER = 0.985  # of the loss that this model is heading for
+ENOUGH_LEFT = 0.8  # of the training that was planned
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What another band would come to at the speed that the pilot showed."""
+
+    band: dict[str, Any]
+    bpb: float
+
+
+class Pilot(Watch):
+    """Follows a run of `deskside go`. plan: the recommended band and all bands, as `phases.plan` keeps them."""
+
+    go_on = "deskside go --resume"
+
+    def __init__(self, journal: Journal, config: RunConfig, plan: Mapping[str, Any], target: float | None):
+        self.journal, self.config, self.plan, self.target = journal, config, plan, target
+        self.spent = journal.before
+        self.rows: list[dict[str, Any]] = []
+        self.found: dict[str, Any] | None = None
+        self.better: Projection | None = None
+        self._made = journal.seconds()
+        self.setup_seconds = 0.0
+        if (journal.run.path / FILE).exists():
+            self.found = journal.run.read_json(FILE)
+
+    @property
+    def decision(self) -> str | None:
+        """What was decided at the pilot's end, by this process or by an earlier one; None before its end."""
+        return None if self.found is None else str(self.found["decision"])
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The band that is trained instead, after the decision for another one."""
+        assert self.found is not None
+        name = self.found["better"]["name"]
+        band = next((band for band in self.plan.get("bands", ()) if band["name"] == name), None)
+        if band is None:
+            raise damaged(self.journal.run.path, f"results.plan.bands: {name} is not there any more")
+        return dict(band)
+
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: Rows) -> None:
+        assert isinstance(validation, PackedDataset)  # pretraining has no other
+        self.run, self.stop = run, stop
+        self.setup_seconds = self.journal.seconds() - self._made
+        splits = validation.index.splits
+        self.bytes_per_token = splits["val"].token_text_bytes / max(1, splits["val"].tokens)
+        self.unique_tokens = splits["train"].tokens
+        if self.found is None:
+            self.rows = list(run.read_metrics())  # of an earlier process
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        if self.found is not None:
+            return
+        self.rows.append(dict(row))
+        share = row["step"] / total_steps
+        if share >= SHARE and (len(self.curve()) >= STEPS or share >= LONGEST):
+            self.end(total_steps)
+
+    def curve(self) -> list[dict[str, Any]]:
+        """The rows at full learning rate."""
+        peak = max(row["lr"] for row in self.rows)
+        return [row for row in self.rows if row["lr"] >= AT_PEAK * peak and not row["skipped"]]
+
+    def end(self, total_steps: int) -> None:
+        """The pilot is over: compare, write it down, decide."""
+        tokens = total_steps * self.config.mean_step_tokens()
+        speeds = [row["tokens_per_second"] for row in self.rows if row["tokens_per_second"]]
+        memory = [row["memory_gib"] for row in self.rows if row.get("memory_gib")]
+        self.found = {
+            "schema_version": 1,
+            "step": self.rows[-1]["step"],
+            "share": self.rows[-1]["step"] / total_steps,
+            "tokens": self.rows[-1]["tokens"],
+            "end_tokens": tokens,
+            "seconds": self.journal.seconds(),
+            "source": "measured: these steps; loss modelled from them",
+            "tokens_per_second": statistics.median(speeds) if speeds else None,
+            "memory_gib": max(memory) if memory else None,
+            "bpb": self.extrapolate(tokens),
+            "planned": self.planned(),
+            "decision": "go on",
+        }
+        self.decide(tokens)
+        self.run.write_json(FILE, self.found)
+        for line in self.lines():
+            self.run.event(line)
+            Terminal.say(line)
+
+    def extrapolate(self, tokens: float) -> dict[str, Any] | None:
+        """Where the loss curve leads; None when there are too few steps to say."""
+        curve = [row for row in self.curve() if row["loss"] is not None and math.isfinite(row["loss"])]
+        per_token = math.log(2) * self.bytes_per_token
+        try:
+            reached = fit_curve(
+                [row["tokens"] for row in curve],
+                [row["loss"] / per_token for row in curve],
+                tokens,
+                params=matmul_params(self.config.model),
+                unique_tokens=self.unique_tokens,
+                decays=self.config.schedule.name != "constant",
+            )
+        except ValueError:  # too few steps
+            return None
+        return {
+            "low": reached.low,
+            "expected": reached.expected,
+            "high": reached.high,
+            "steps": reached.used,
+            "source": reached.source,
+        }
+
+    def planned(self) -> dict[str, Any]:
+        """What the plan had said, for the comparison; empty without a plan."""
+        return {
+            name: self.plan[name]
+            for name in ("tokens", "tokens_per_second", "memory_gib", "bpb")
+            if name in self.plan
+        }
+
+    def decide(self, tokens: float) -> None:
+        assert self.found is not None
+        bpb = self.found["bpb"]
+        if self.target is not None and bpb is not None and bpb["low"] > self.target:
+            self._stop_for(TARGET)
+            return
+        self.better = better_band(self.plan, tokens, bpb and bpb["expected"], self.unique_tokens, self.left())
+        if self.better is not None:
+            self._stop_for(RECENTRE)
+            self.found["better"] = {"name": self.better.band["name"], "bpb": self.better.bpb}
+
+    def _stop_for(self, decision: str) -> None:
+        """A person who has asked for a stop gets it first; the decision waits in the file for --resume."""
+        assert self.found is not None
+        self.found["decision"] = decision
+        self.stop.requested = self.stop.requested or decision
+
+    def left(self) -> float:
+        """The share of a band's planned training that could still be done from a new start: the run's own time, less
+        a set-up as long as this run's own."""
+        planned = self.plan.get("pretrain_seconds", self.journal.hours * 3600) - self.setup_seconds
+        left = self.journal.left() - self.journal.tail() - self.setup_seconds
+        return max(0.0, left) / planned if planned > 0 else 0.0
+
+    def lines(self) -> list[str]:
+        """What a person is told at the pilot's end."""
+        assert self.found is not None
+        found, planned = self.found, self.found["planned"]
+        parts = []
+        for name, form, unit in (
+            ("tokens_per_second", ",.0f", "tokens/s"),
+            ("memory_gib", ".1f", "GiB"),
+            ("bpb", ".3f", "bits per byte at the end"),
+        ):
+            value = found[name]
+            if value is None:
+                continue
+            told = (
+                f"{value[1] if isinstance(value, list) else value:{form}}"
+                if not isinstance(value, dict)
+                else (f"{value['expected']:{form}} ({value['low']:{form}} to {value['high']:{form}})")
+            )
+            if planned.get(name):
+                low, expected, high = planned[name]
+                told += f" {unit} (planned {expected:{form}}, {low:{form}} to {high:{form}})"
+            else:
+                told += f" {unit}"
+            parts.append(told)
+        lines = [f"pilot, {found['share']:.0%} of the run: {'; '.join(parts)}"]
+        if found["decision"] == TARGET:
+            lines.append(f"{self.target:g} bits per byte is out of reach: {self.told()}")
+        if self.better is not None:
+            lines.append(
+                f"at this speed {self.better.band['preset']} would end at {self.better.bpb:.3f} bits per byte: it is "
+                f"trained instead, in what is left"
+            )
+        return lines
+
+    def told(self) -> str:
+        """Where the loss is heading, in words."""
+        bpb = (self.found or {}).get("bpb")
+        if bpb is None:
+            return "its pilot was too short to say where it leads"
+        return f"its pilot leads to {bpb['expected']:.3f} ({bpb['low']:.3f} to {bpb['high']:.3f})"
+
+    def reserve(self, limit: float | None) -> float:
+        return self.journal.tail()
+
+    def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Predicted against measured, for summary.json and the report."""
+        planned, pilot = self.planned(), self.found or {}
+        rows = {
+            "tokens_per_second": (
+                planned.get("tokens_per_second"),
+                pilot.get("tokens_per_second"),
+                "tokens_per_second",
+            ),
+            "memory_gib": (planned.get("memory_gib"), pilot.get("memory_gib"), "peak_memory_gib"),
+            "bpb": (planned.get("bpb"), pilot.get("bpb"), "val_bpb"),
+            "tokens": (planned.get("tokens"), pilot.get("end_tokens"), "tokens"),
+        }
+        predicted = {
+            name: {"plan": plan, "pilot": shown, "measured": summary.get(key)}
+            for name, (plan, shown, key) in rows.items()
+        }
+        return {
+            "predicted": predicted,
+            "plan_source": self.plan.get("source"),
+            "budget_hours": self.journal.hours,
+        }
+
+
+def better_band(
+    plan: Mapping[str, Any],
+    tokens: float,
+    bpb: float | None,
+    unique_tokens: int,
+    left: float,
+    law: LossLaw = LAW,
+) -> Projection | None:
+    """The band that would end clearly better than the one that is trained, started anew with the share `left` of its
+    planned training, if the speed is as far from the plan for it as it is for this one. None: go on.
+
+    tokens: that this run will come to; bpb: where its pilot leads. Only a band whose memory surely fits is thought of:
+    a run that fits is not given up for one that may not. A plan without bands (a model that a person chose) and one
+    that has been re-centred already stay as they are.
+    """
+    bands: Sequence[dict[str, Any]] = plan.get("bands") or ()
+    if bpb is None or len(bands) < 2 or left < ENOUGH_LEFT:
+        return None
+    faster = tokens / plan["tokens"][1]
+    if 1 / CLEARLY_OFF < faster < CLEARLY_OFF:
+        return None
+    here = fitted(law, plan["weights"], tokens, unique_tokens, bpb)
+    others = [
+        Projection(
+            band,
+            expected_bpb(here, band["weights"], band["tokens"][1] * faster * left, unique_tokens)[1],
+        )
+        for band in bands
+        if band["name"] != plan["name"] and band.get("fits") == "fits"
+    ]
+    best = min(others, key=lambda projection: projection.bpb, default=None)
+    return best if best is not None and best.bpb < CLEARLY_BETTER * bpb else None

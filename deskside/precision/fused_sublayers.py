@@ -1,0 +1,354 @@
+"""The halves of a block with hand-written gradients: fused kernels, and products in their recipe's formats.
+
+Autograd hands a gradient from one node to the next in the dtype of the activation. A gradient that is cast to FP8 in
+the kernel that makes it, in rows and in columns, cannot travel that way. So one node covers half a block, from
+(residual, delta) to (residual, delta), and inside of it the tensors are in whatever form the next product wants:
+
+    forward    add + norm (+ cast) -> product -> QK-norm + RoPE, attention -> product
+               add + norm (+ cast) -> product -> activation * gate (+ cast) -> product
+    backward   the same, the other way round
+
+BF16 takes the same road with nothing to cast. Activation checkpointing is part of the node: with `recompute` it keeps
+the residual alone, which the next half keeps anyway, and the backward starts from there again. What is kept otherwise
+is dropped by the first backward; there is no second one.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.kernels import fused
+from deskside.kernels.attention import AttentionContext
+from deskside.kernels.attention.manual_backward import Saved, attention_backward, attention_forward
+from deskside.kernels.fused import Fp8, QkvLayout
+from deskside.ops.norm import RMSNorm
+from deskside.ops.sublayer import AttentionHalf, MLPHalf
+from deskside.precision.quantized_linear import LinearPlan
+from deskside.precision.quantized_operand import Prepared
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class MLPPlan:
+    """The MLP half and the plans of its two layers. `recompute`: keep the residual alone, and do the rest again."""
+
+    half: MLPHalf
+    first: LinearPlan
+    second: LinearPlan
+    recompute: bool = False
+
+    @cached_property
+    def norm(self) -> RMSNorm:
+        return rms_norm(self.half.input.norm)
+
+    @cached_property
+    def gate(self) -> bool:
+        return len(self.first.linear.slices) == 2
+
+    def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual, delta) -> (residual, delta)."""
+        residual_BTD, delta_BTD = _MLP.apply(
+            self,
+            residual_BTD,
+            delta_BTD,
+            self.norm.weight,
+            self.first.linear.weight,
+            self.second.linear.weight,
+        )
+        return residual_BTD, delta_BTD
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The attention half and the plans of its two layers. `recompute`: as in the MLP."""
+
+    half: AttentionHalf
+    first: LinearPlan
+    second: LinearPlan
+    recompute: bool = False
+
+    @cached_property
+    def norm(self) -> RMSNorm:
+        return rms_norm(self.half.input.norm)
+
+    @cached_property
+    def layout(self) -> QkvLayout:
+        half = self.half
+        eps = 0.0 if half.q_norm is None else half.q_norm.eps
+        return QkvLayout(half.heads, half.kv_heads, half.head_dim, eps)
+
+    def __call__(
+        self,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor | None,
+        rotation: Rotation | None,
+        context: AttentionContext,
+    ) -> tuple[Tensor, Tensor]:
+        """(residual, delta) -> (residual, delta). `context` is prepared; rotation: (B or 1, T, 1, C / 2) each."""
+        half = self.half
+        residual_BTD, delta_BTD = _Attention.apply(
+            self,
+            context,
+            None if rotation is None else tuple(t.flatten(0, 2) for t in rotation),
+            residual_BTD,
+            delta_BTD,
+            self.norm.weight,
+            self.first.linear.weight,
+            None if half.q_norm is None else half.q_norm.weight,
+            None if half.k_norm is None else half.k_norm.weight,
+            self.second.linear.weight,
+        )
+        return residual_BTD, delta_BTD
+
+
+@dataclass
+class _MLPState:
+    """What the MLP's backward needs besides the residual: the first product's output, and its layers' inputs."""
+
+    inner: Tensor
+    normed: tuple[Tensor, ...]
+    hidden: tuple[Tensor, ...]
+
+
+def _mlp(plan: MLPPlan, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[Prepared, _MLPState]:
+    """The second layer's input, which is as far as a recomputation has to go, and the state."""
+    rows, kept_normed = plan.first.x.split(normed)
+    inner = plan.first.output(rows, dtype)
+    del rows, normed
+    hidden = fused.gated(inner, plan.half.output.activation, plan.gate, plan.second.x.cast)
+    rows, kept_hidden = plan.second.x.split(hidden)
+    return rows, _MLPState(inner, kept_normed, kept_hidden)
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: MLPPlan,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor,
+        norm_weight: Tensor,
+        first_weight: Tensor,
+        second_weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        shape = residual_BTD.shape
+        residual, normed, rstd = fused.add_norm(
+            _flat(residual_BTD), _flat(delta_BTD), norm_weight, plan.norm.eps, plan.first.x.cast
+        )
+        rows, state = _mlp(plan, normed, residual.dtype)
+        delta = plan.second.output(rows, residual.dtype)
+        ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
+        ctx.save_for_backward(residual, rstd, norm_weight)
+        ctx.set_materialize_grads(False)
+        return residual.view(shape), delta.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan: MLPPlan = ctx.plan
+        grad_residual, grad_delta = grads
+        residual, rstd, norm_weight = ctx.saved_tensors
+        state, ctx.state = ctx.state, None
+        if state is None:
+            normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps, plan.first.x.cast)[1]
+            state = _mlp(plan, normed, residual.dtype)[1]
+        assert grad_delta is not None
+        grad_hidden, grad_second = _second_backward(plan.second, grad_delta, state.hidden)
+        kind, cast = plan.half.output.activation, plan.first.g.cast
+        grad_inner = fused.gated_backward(grad_hidden, state.inner, kind, plan.gate, cast)
+        del grad_hidden
+        grad, grad_norm, grad_first = _first_backward(
+            plan.first, grad_inner, state.normed, residual, rstd, norm_weight, grad_residual
+        )
+        grad = grad.view(ctx.shape)
+        return None, grad, grad, grad_norm, grad_first, grad_second
+
+
+@dataclass
+class _AttentionState:
+    """What attention's backward needs besides the residual."""
+
+    qkv: Tensor
+    attention: Saved
+    normed: tuple[Tensor, ...]
+    o: tuple[Tensor, ...]
+
+
+def _attention(
+    plan: AttentionPlan,
+    context: AttentionContext,
+    batch: int,
+    angles: tuple[Tensor, Tensor] | None,
+    normed: Tensor | Fp8,
+    dtype: torch.dtype,
+) -> tuple[Prepared, _AttentionState]:
+    """As `_mlp`."""
+    half, layout = plan.half, plan.layout
+    rows, kept_normed = plan.first.x.split(normed)
+    qkv = plan.first.output(rows, dtype)
+    del rows, normed
+    q_weight, k_weight = (None if n is None else n.weight for n in (half.q_norm, half.k_norm))
+    q_NHC, k_NKC = fused.qk_norm_rope(qkv, q_weight, k_weight, angles, layout)
+    q_BTHC, k_BTKC = (x.view(batch, -1, *x.shape[1:]) for x in (q_NHC, k_NKC))
+    v_BTKC = qkv.view(batch, -1, half.heads + 2 * half.kv_heads, half.head_dim)[:, :, -half.kv_heads :]
+    o_BTHC, saved = attention_forward(q_BTHC, k_BTKC, v_BTKC, context)
+    rows, kept_o = plan.second.x.split(o_BTHC.reshape(qkv.shape[0], -1).contiguous())
+    return rows, _AttentionState(qkv, saved, kept_normed, kept_o)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: AttentionPlan,
+        context: AttentionContext,
+        angles: tuple[Tensor, Tensor] | None,
+        residual_BTD: Tensor,
+        delta_BTD: Tensor | None,
+        norm_weight: Tensor,
+        first_weight: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        second_weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        shape = residual_BTD.shape
+        delta = None if delta_BTD is None else _flat(delta_BTD)
+        residual, normed, rstd = fused.add_norm(
+            _flat(residual_BTD), delta, norm_weight, plan.norm.eps, plan.first.x.cast
+        )
+        rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype)
+        delta = plan.second.output(rows, residual.dtype)
+        ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
+        ctx.how = (context, angles)
+        ctx.save_for_backward(residual, rstd, norm_weight, q_weight, k_weight)
+        ctx.set_materialize_grads(False)
+        return residual_BTD if delta_BTD is None else residual.view(shape), delta.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan: AttentionPlan = ctx.plan
+        layout, (context, angles), batch = plan.layout, ctx.how, ctx.shape[0]
+        grad_residual, grad_delta = grads
+        residual, rstd, norm_weight, q_weight, k_weight = ctx.saved_tensors
+        state, ctx.state = ctx.state, None
+        if state is None:
+            normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps, plan.first.x.cast)[1]
+            state = _attention(plan, context, batch, angles, normed, residual.dtype)[1]
+        assert grad_delta is not None
+        grad_o, grad_second = _second_backward(plan.second, grad_delta, state.o)
+        grad_o_BTHC = grad_o.view(batch, -1, layout.heads, layout.head_dim)
+        grad_q, grad_k, grad_v = (_tokens_first(g) for g in attention_backward(state.attention, grad_o_BTHC))
+        del grad_o, grad_o_BTHC
+        grad_qkv, grad_q_weight, grad_k_weight = fused.qk_norm_rope_backward(
+            (grad_q, grad_k, grad_v), state.qkv, q_weight, k_weight, angles, layout, plan.first.g.cast
+        )
+        del grad_q, grad_k, grad_v
+        grad, grad_norm, grad_first = _first_backward(
+            plan.first, grad_qkv, state.normed, residual, rstd, norm_weight, grad_residual
+        )
+        grad = grad.view(ctx.shape)
+        return (
+            *(None,) * 3,
+            *(grad, grad if ctx.needs_input_grad[4] else None, grad_norm, grad_first),
+            *(grad_q_weight, grad_k_weight, grad_second),
+        )
+
+
+def _second_backward(
+    plan: LinearPlan, grad_delta_BTD: Tensor, kept: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Through the second layer: (gradient of its input, of its weight)."""
+    rows, kept_grad = plan.g.split(_flat(grad_delta_BTD))
+    grad = plan.input_gradient(rows, grad_delta_BTD.dtype)
+    return grad, plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
+
+
+def _first_backward(
+    plan: LinearPlan,
+    grad_inner: Tensor | Fp8,
+    kept: tuple[Tensor, ...],
+    residual: Tensor,
+    rstd: Tensor,
+    norm_weight: Tensor,
+    grad_residual_BTD: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Through the first layer and the norm: (gradient of residual and delta, of the norm's weight, of the weight)."""
+    rows, kept_grad = plan.g.split(grad_inner)
+    grad_normed = plan.input_gradient(rows, residual.dtype)
+    grad_weight = plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
+    grad_residual = None if grad_residual_BTD is None else _flat(grad_residual_BTD)
+    grad, grad_norm = fused.add_norm_backward(grad_normed, residual, rstd, norm_weight, grad_residual)
+    return grad, grad_norm.to(norm_weight.dtype), grad_weight
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, eps: float, residual_BTD: Tensor, delta_BTD: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.shape = residual_BTD.shape
+        residual, normed, rstd = fused.add_norm(_flat(residual_BTD), _flat(delta_BTD), weight, eps)
+        assert isinstance(normed, Tensor)
+        ctx.save_for_backward(residual, rstd, weight)
+        ctx.set_materialize_grads(False)
+        return residual.view(ctx.shape), normed.view(ctx.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_residual, grad_normed = grads
+        residual, rstd, weight = ctx.saved_tensors
+        assert grad_normed is not None
+        if grad_residual is not None:
+            grad_residual = _flat(grad_residual)
+        grad, grad_weight = fused.add_norm_backward(_flat(grad_normed), residual, rstd, weight, grad_residual)
+        grad = grad.view(ctx.shape)
+        return None, grad, grad, grad_weight.to(weight.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: LinearPlan, x: Tensor, weight: Tensor) -> Tensor:
+        rows, kept = plan.x.split(x.contiguous())
+        ctx.plan, ctx.dtype = plan, x.dtype
+        ctx.save_for_backward(*kept)
+        return plan.output(rows, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        plan: LinearPlan = ctx.plan
+        rows, kept = plan.g.split(grads[0].contiguous())
+        grad = plan.input_gradient(rows, ctx.dtype)
+        return None, grad, plan.weight_gradient(plan.g.columns_of(kept), plan.x.columns_of(ctx.saved_tensors))
+
+
+def add_norm(norm: RMSNorm, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """(residual + delta, its norm) in one kernel each way: for the norm that no projection follows."""
+    residual_BTD, normed_BTD = _AddNorm.apply(norm.eps, residual_BTD, delta_BTD, norm.weight)
+    return residual_BTD, normed_BTD
+
+
+def linear(plan: LinearPlan, x_NK: Tensor) -> Tensor:
+    """(N, K) -> (N, M): a layer of its own, for models whose halves are not covered."""
+    y = _Linear.apply(plan, x_NK, plan.linear.weight)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def rms_norm(norm: object) -> RMSNorm:
+    assert isinstance(norm, RMSNorm)
+    return norm
+
+
+def _flat(x_BTD: Tensor) -> Tensor:
+    return x_BTD.flatten(0, 1).contiguous()
+
+
+def _tokens_first(x_BTHC: Tensor) -> Tensor:
+    """(B, T, H, C) -> (N, H, C) with contiguous channels and one stride from token to token."""
+    B, T = x_BTHC.shape[:2]
+    if x_BTHC.stride(-1) != 1 or (B > 1 and x_BTHC.stride(0) != T * x_BTHC.stride(1)):
+        x_BTHC = x_BTHC.contiguous()
+    return x_BTHC.flatten(0, 1)

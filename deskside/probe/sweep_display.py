@@ -1,0 +1,95 @@
+"""What a person sees while a probe measures: a bar on a terminal, plain lines elsewhere; all on standard error."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from deskside.measurements.store import Row
+from deskside.probe import table
+from deskside.probe.sweep import Finding, Watcher
+
+
+@contextmanager
+def watcher(points: int) -> Iterator[Watcher]:
+    """Says what is being measured, how long it will probably take, and what came of it."""
+    if not sys.stderr.isatty():
+        yield Lines(points)
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        yield Bar(bar, points)
+
+
+class Lines:
+    """One line when a measurement begins, one when it ends."""
+
+    def __init__(self, points: int) -> None:
+        self._points, self._done = points, 0
+        self._began = time.monotonic()
+
+    def begin(self, title: str, seconds: float) -> None:
+        self._began = time.monotonic()
+        self._say(f"{title}: about {seconds:.0f} s")
+
+    def end(self, finding: Finding) -> None:
+        self._done += 1
+        self._say(f"{self._done} of {self._points}: {outcome(finding)}")
+
+    def card(self, row: Row) -> None:
+        self._say(card_outcome(row))
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class Bar:
+    """The measurement in progress beside a bar, what came of each above it."""
+
+    def __init__(self, bar: Progress, points: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("probe", total=points)
+
+    def begin(self, title: str, seconds: float) -> None:
+        self._bar.update(self._task, description=f"{title} (about {seconds:.0f} s)")
+
+    def end(self, finding: Finding) -> None:
+        self._bar.console.print(outcome(finding), highlight=False)
+        self._bar.advance(self._task)
+
+    def card(self, row: Row) -> None:
+        self._bar.console.print(card_outcome(row), highlight=False)
+
+
+def outcome(finding: Finding) -> str:
+    """One line: what came of a point."""
+    title, row = finding.point.title(), finding.row
+    if row is None:
+        return f"{title}: ended, the time is up"
+    if row["status"] != "ok":
+        return f"{title}: {row['status']}: {row['error']}"
+    result = row["result"]
+    return (
+        f"{title}: {result['tokens_per_second']:,.0f} tokens/s, {table.memory(result)} GiB, "
+        f"measured in {row['seconds']:.0f} s"
+    )
+
+
+def card_outcome(row: Row) -> str:
+    """One line: what came of the card's own measurement."""
+    if row["status"] != "ok":
+        return f"the card itself: {row['status']}: {row['error']}"
+    result = row["result"]
+    return (
+        f"the card itself: {result['matmul_peak'] / 1e12:,.2f} TFLOP/s in matrix products, "
+        f"{result['copy_bandwidth'] / 1e9:,.0f} GB/s in copies, measured in {row['seconds']:.0f} s"
+    )

@@ -1,0 +1,232 @@
+"""The run directory: everything about a run, readable without us.
+
+    runs/<name>/run.json         the resolved configuration, when, where and how it was started
+                environment.json the machine and the software
+                plan.json        planned steps and their journalled revisions, micro-batch, attention backend
+                metrics.jsonl    one object per step
+                events.log       what happened, in sentences
+                checkpoints/     see checkpoint.py
+                summary.json     the outcome, written at the end
+
+JSON files are replaced whole (temporary name, then rename), lines are appended whole; so a kill leaves at most one
+half-written last line, which readers skip and a resumed run cuts away.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from deskside.config.base import first_problem
+from deskside.config.run import SCHEMA_VERSION, RunConfig
+from deskside.run.paths import reached_by
+from deskside.utils import strict_json
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import Unreadable, json_value
+
+
+class RunDirectory:
+    """Paths and atomic writes of one run. Only the process with rank 0 writes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.tokenizer = path / "tokenizer.json"
+        self.model = path / "model"
+
+    @staticmethod
+    def check_name(root: Path, name: str | None) -> None:
+        """Raise UsageError for a name that cannot be used, or is taken; costs nothing, so call it first."""
+        if name is None:
+            return
+        if not name or name in (".", "..") or "/" in name or "\\" in name:
+            raise UsageError(f"--name {name!r}: must be a plain folder name")
+        if (root / name).exists():
+            path = root / name
+            raise UsageError(
+                f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
+            )
+
+    @classmethod
+    def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
+        """A new directory. A name that was asked for must be free; the default gets a number when it is taken."""
+        if name is not None and (not name or name in (".", "..") or "/" in name or "\\" in name):
+            raise UsageError(f"--name {name!r}: must be a plain folder name")
+        path, number = root / (name or default), 2
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    if name is not None:
+                        raise UsageError(
+                            f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
+                        ) from None
+                    path, number = root / f"{default}-{number}", number + 1
+                else:
+                    (path / "checkpoints").mkdir()
+                    return cls(path)
+        except (FileExistsError, NotADirectoryError):
+            raise UsageError(f"--runs {root}: is a file, or lies below one; give a folder") from None
+        except OSError as error:
+            raise RunError(f"{error.filename or path}: cannot be made: {error.strerror}") from None
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """An existing run. Raises UsageError where there is none."""
+        if not (path / "run.json").is_file():
+            raise UsageError(f"{path}: is not a run (no run.json); runs are made by: deskside train PRESET")
+        return cls(path)
+
+    @contextlib.contextmanager
+    def held(self, first: bool) -> Iterator[None]:
+        """Held by the training process; `first` is whether this is the one that writes. The lock dies with it.
+
+        Raises UsageError when another process is training this run.
+        """
+        if not first:
+            yield
+            return
+        with self.alone(".lock", "is training this run"):
+            yield
+
+    @contextlib.contextmanager
+    def alone(self, lock: str, doing: str) -> Iterator[None]:
+        """Hold the file `lock` of the run. Raises UsageError when another process, which is `doing` it, has it."""
+        with (self.path / lock).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(f"{self.path}: another process {doing}; stop that one first") from None
+            yield
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the run. Raises RunError naming the file when it is damaged."""
+        try:
+            value = json_value((self.path / name).read_bytes())
+        except FileNotFoundError:
+            raise RunError(
+                f"{self.path / name}: is missing; the run cannot be continued without it"
+            ) from None
+        except Unreadable as error:
+            raise RunError(
+                f"{self.path / name}: is damaged ({error}); restore it or start a new run"
+            ) from None
+        if not isinstance(value, dict):
+            raise RunError(f"{self.path / name}: is damaged (no JSON object); restore it or start a new run")
+        return value
+
+    def config(self) -> RunConfig:
+        """The configuration that the run was started with, its paths as they are reached from here.
+
+        Raises RunError when run.json does not hold one.
+        """
+        run = self.read_json("run.json")
+        try:
+            config = RunConfig.model_validate(run["config"])
+        except (KeyError, TypeError, ValueError) as error:
+            reason = first_problem(error) if isinstance(error, ValidationError) else "it has no config"
+            raise RunError(f"{self.path / 'run.json'}: holds no configuration of a run ({reason})") from None
+        if run.get("schema_version") != SCHEMA_VERSION:
+            raise RunError(
+                f"{self.path / 'run.json'}: has schema version {run.get('schema_version')}; this deskside reads "
+                f"{SCHEMA_VERSION}"
+            )
+        return reached_by(config, run)
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Replace a JSON file whole, safe against a kill at any moment."""
+        write_atomically(self.path / name, strict_json.dumps(value, indent=1) + "\n")
+
+    def event(self, text: str) -> None:
+        """Append one dated sentence to events.log."""
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        append_line(self.path / "events.log", f"{now} {text}")
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Append one step's numbers; one that is not finite is null, because JSON has no name for it."""
+        append_line(self.metrics, strict_json.dumps(row))
+
+    def sync_metrics(self) -> None:
+        """Force the logged steps to the disk: a checkpoint must not outlive the rows of its steps.
+
+        Raises RunError when the disk refuses.
+        """
+        try:
+            for path in (self.metrics, self.path):  # the folder too, which holds the file's name
+                if path.exists():  # no step has been logged before the first checkpoint
+                    descriptor = os.open(path, os.O_RDONLY)
+                    try:
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
+        except OSError as error:
+            raise RunError(f"{self.metrics}: cannot be written: {error.strerror}") from None
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """The logged steps; a half-written last line is skipped. Raises RunError naming a line that is damaged."""
+        if self.metrics.exists():
+            with self.metrics.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.endswith(b"\n"):
+                        yield self._row(number, line)
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        reason = "it holds no step"
+        try:
+            row = json_value(line)
+        except ValueError as error:
+            row, reason = None, str(error)
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise RunError(
+                f"{self.metrics}: line {number} is damaged ({reason}); delete that line and resume"
+            )
+        return row
+
+    def has_begun(self) -> bool:
+        """Return whether there is a checkpoint, perhaps damaged, or a logged step, which had a checkpoint before it."""
+        entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return any(not entry.name.startswith(".tmp-") for entry in entries) or any(self.read_metrics())
+
+    def cut_metrics(self, step: int) -> int:
+        """Drop rows after `step`, so that a repeated step stands there once. Returns how many rows were dropped."""
+        rows = list(self.read_metrics())
+        kept = [row for row in rows if row["step"] <= step]
+        write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        return len(rows) - len(kept)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write under a temporary name, force it to the disk, rename. Raises RunError when the disk refuses."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a read-only or vanished folder cannot be tidied either
+            temporary.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line in one write. Raises RunError when the disk refuses; what stood there stays."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            start = file.seek(0, os.SEEK_END)
+            data = (line + "\n").encode()
+            if file.write(data) != len(data):
+                file.truncate(start)
+                raise RunError(f"{path}: the disk is full; free space and resume")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None

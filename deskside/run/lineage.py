@@ -1,0 +1,200 @@
+"""How a model came to be, from run directories alone: one stage for each run, from the first to the last.
+
+A run that began from another run's weights names it, so the stages before are read too, as long as they are there. A
+fact that a directory does not have is None: nothing is derived from what the configuration meant to do.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from deskside.data.reading.shards import DatasetIndex, read_index
+from deskside.run.paths import reached
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_value
+
+MOST_STAGES = 16
+OBJECTIVES = {
+    None: "pretraining (next token)",
+    "sft": "supervised fine-tuning on conversations",
+    "dpo": "direct preference optimisation",
+    "grpo": "reinforcement learning from verifiable rewards (GRPO)",
+}
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of text: its tag and language in the data's index, and how much of the training split it is."""
+
+    name: str
+    lang: str
+    documents: int
+    tokens: int
+    licence: str | None
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Of one GPU, summed over logged steps that have a reading; `steps` of `logged` have one."""
+
+    kilowatt_hours: float
+    steps: int
+    logged: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run. summary, environment and plan are its files, empty where they are missing or damaged.
+
+    specs: sources as they were named. began_from: the name of a run or model, or "random weights"; None: unknown.
+    """
+
+    name: str
+    created: str | None
+    objective: str
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    environment: dict[str, Any]
+    plan: dict[str, Any]
+    sources: list[Source] = field(default_factory=list)
+    specs: list[str] = field(default_factory=list)
+    energy: Energy | None = None
+    began_from: str | None = None
+
+
+def stages(run_dir: Path, warn: Warn) -> list[Stage]:
+    """The run and those that it was built on, the first one first. warn gets a sentence for each damaged file."""
+    found: list[Stage] = []
+    seen: set[Path] = set()
+    path: Path | None = run_dir
+    while path is not None and len(found) < MOST_STAGES and path.resolve() not in seen:
+        seen.add(path.resolve())
+        run = _object(path / "run.json", warn)
+        init = run.get("init")
+        earlier = _run_of(Path(init)) if isinstance(init, str) else None
+        began_from = "random weights" if "init" in run and init is None else None
+        if isinstance(init, str):
+            began_from = (earlier or Path(init)).resolve().name
+        found.append(_stage(path, run, began_from, warn))
+        path = earlier
+    return found[::-1]
+
+
+def number(values: Mapping[str, Any], key: str) -> float | None:
+    """A finite number, or None for anything else."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """A JSON object, or an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run that a path of --init names: the run itself, the model exported in it, or one of its checkpoints."""
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "run.json").is_file():
+            return folder
+    return None
+
+
+def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) -> Stage:
+    config = mapping(run.get("config"))
+    data, align = mapping(config.get("data")), mapping(config.get("align"))
+    kind = align.get("name")
+    specs = [s for s in (align.get("data") or data.get("sources") or []) if isinstance(s, str)]
+    folder = data.get("path")
+    index = _index(Path(reached(folder, run.get("directory")))) if isinstance(folder, str) else None
+    name, created = run.get("name"), run.get("created")
+    return Stage(
+        name=name if isinstance(name, str) else path.resolve().name,
+        created=created[:10] if isinstance(created, str) else None,
+        objective=OBJECTIVES.get(kind, str(kind)),
+        config=config,
+        summary=_object(path / "summary.json", warn),
+        environment=_object(path / "environment.json", warn),
+        plan=_object(path / "plan.json", warn),
+        sources=[] if index is None else _sources(index, any(s.startswith("bundled:") for s in specs)),
+        specs=[s if s.startswith(("hf:", "bundled:")) else Path(s).name for s in specs],
+        energy=_energy(path / "metrics.jsonl", warn),
+        began_from=began_from,
+    )
+
+
+def _index(folder: Path) -> DatasetIndex | None:
+    """The index of prepared text or conversations; None where it is gone, or holds pairs or questions."""
+    try:
+        return read_index(folder)
+    except (UsageError, RunError, OSError):
+        return None
+
+
+def _sources(index: DatasetIndex, bundled: bool) -> list[Source]:
+    """What the training split was made of, the largest first."""
+    counts: dict[int, list[int]] = {}
+    for shard in index.splits["train"].shards:
+        for tag, count in shard.tags.items():
+            sums = counts.setdefault(tag, [0, 0])
+            sums[0] += count.documents
+            sums[1] += count.tokens
+    licences = _bundled_licences() if bundled else {}
+    found = []
+    for tag, (documents, tokens) in counts.items():
+        info = index.tags[tag]
+        found.append(
+            Source(info.source, info.lang, documents, tokens, licences.get(info.source.split(":")[0]))
+        )
+    return sorted(found, key=lambda s: -s.tokens)
+
+
+def _bundled_licences() -> dict[str, str]:
+    """Licences of the texts that come with deskside: the last cell of every row that begins with a name."""
+    text = (files("deskside.data") / "bundled" / "LICENCES.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    named = [row for row in rows if row[0].startswith("`")]
+    return {row[0].strip("`").removesuffix(".txt"): row[-1] for row in named}
+
+
+def _energy(path: Path, warn: Warn) -> Energy | None:
+    """Watts times the seconds of each logged step: its tokens over its speed, so that pauses do not count."""
+    joules, steps, logged, before = 0.0, 0, 0, 0.0
+    damaged = 0
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        try:
+            row = mapping(json_value(line))
+        except ValueError:
+            damaged += 1
+            continue
+        tokens, speed, watts = number(row, "tokens"), number(row, "tokens_per_second"), number(row, "watts")
+        if tokens is None:
+            continue
+        logged += 1
+        if watts is not None and speed and tokens > before:
+            joules, steps = joules + watts * (tokens - before) / speed, steps + 1
+        before = tokens
+    if damaged:
+        warn(f"{path}: {damaged} damaged lines are left out of the energy")
+    return Energy(joules / 3.6e6, steps, logged) if steps else None
+
+
+def _object(path: Path, warn: Warn) -> dict[str, Any]:
+    """A JSON object of the run; empty where it is missing, and where it is damaged, which is said."""
+    try:
+        value = json_value(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warn(f"{path}: is not used for the model card: {error}")
+        return {}
+    return mapping(value)

@@ -1,0 +1,91 @@
+"""Text and messages -> the tokens that a model goes on from."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from deskside.data.chat.renderer import Renderer, encode_plain, own_template, special_tokens
+from deskside.data.tokenizer import longest_token
+from deskside.utils.errors import UsageError
+from deskside.weights.load import Loaded
+
+PREFIX_CHARACTERS = (
+    16  # for each token that may be taken: what is encoded of a long text to see whether it is too long
+)
+
+
+class TooLong(UsageError):
+    """A prompt with more tokens than are taken; `tokens` of them at least."""
+
+    def __init__(self, tokens: int, longest: int):
+        super().__init__(f"has {tokens} tokens or more, and {longest} at most are taken; shorten it")
+
+
+class Prompts:
+    """Prompts of one model. `chats` tells whether it has a chat template. Belongs to one thread at a time.
+
+    longest: tokens of a prompt at most; None for any number. A text that is far longer is refused before all of it is
+    encoded, so that the time spent on it is bounded too.
+    """
+
+    def __init__(self, loaded: Loaded, longest: int | None = None):
+        self._start, self._longest = loaded.start_token, longest
+        # A copy of its own: the way it treats special tokens is changed.
+        self._coder = Tokenizer.from_str(loaded.tokenizer.to_str())
+        self._coder.no_truncation()
+        self._coder.no_padding()
+        self._special = frozenset(special_tokens(self._coder).values())
+        self._token_bytes = longest_token(self._coder)
+        self._renderer: Renderer | None = None
+        if own_template(loaded.tokenizer_dir) is not None:
+            self._renderer = Renderer(loaded.tokenizer_dir, self._coder)
+
+    @property
+    def chats(self) -> bool:
+        """Whether messages can be rendered."""
+        return self._renderer is not None
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles that messages may have; none without a chat template."""
+        return frozenset() if self._renderer is None else self._renderer.roles
+
+    def text(self, text: str) -> list[int]:
+        """The start token, and a text to continue: what it spells makes no special token. Raises TooLong."""
+        self._check_bytes(text)
+        self._check_prefix(text, lambda part: encode_plain(self._coder, part, self._special))
+        return self._checked([self._start, *encode_plain(self._coder, text, self._special)])
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens after which the assistant speaks.
+
+        Raises NotRendered when the template refuses the messages, and TooLong.
+        """
+        assert self._renderer is not None  # chats
+        text = self._renderer.text(messages, reply=True)
+        self._check_bytes(self._renderer.plain(text))
+        self._check_prefix(text, self._renderer.ids)
+        return self._checked(self._renderer.ids(text))
+
+    def _check_bytes(self, text: str) -> None:
+        """Every token stands for a bounded number of bytes, so very long texts need not be encoded at all."""
+        if self._longest is not None and self._token_bytes is not None:
+            least = len(text.encode()) // self._token_bytes
+            if least > self._longest:
+                raise TooLong(least, self._longest)
+
+    def _check_prefix(self, text: str, encode: Callable[[str], list[int]]) -> None:
+        """A beginning with twice the tokens that are taken: the last word of it may become fewer in the whole text."""
+        if self._longest is None:
+            return
+        size = PREFIX_CHARACTERS * self._longest
+        if len(text) > 2 * size:
+            tokens = len(encode(text[:size]))
+            if tokens > 2 * self._longest:
+                raise TooLong(tokens, self._longest)
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        if self._longest is not None and len(tokens) > self._longest:
+            raise TooLong(len(tokens), self._longest)
+        return tokens

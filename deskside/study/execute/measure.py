@@ -1,0 +1,216 @@
+"""What a trial measured, from its run directory alone: the numbers of study/metrics.py and a curve.
+
+A number that was not measured is left out. `val_bpb_equal_tokens` is the comparison's, since it depends on the other
+trials; `total_seconds` is the journal's, since a run does not know how long its process took to start and to end.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deskside.budget.shape import num_params
+from deskside.config.recipes import recipe_named
+from deskside.config.run import RunConfig
+from deskside.run.directory import RunDirectory
+from deskside.utils.errors import RunError
+from deskside.utils.parsing import json_value
+
+CURVE_POINTS = 200
+ROWS_PER_TEXT = 1.25  # tokens of the rows that hold a text, padding and ends of documents included, at most
+LAST_SHARE = 0.05  # of the logged steps, that the training loss is the mean of
+SETTLING_SECONDS, SETTLING_SHARE = (
+    10.0,
+    0.2,
+)  # at the start, while clocks and power settle; the smaller counts
+
+
+@dataclass(frozen=True)
+class Measured:
+    """metrics: by their keys. curve: as `results.Trial` has it. emulated: None where the run had not settled it yet.
+
+    machine: environment.json, empty where there is none.
+    """
+
+    metrics: dict[str, float]
+    curve: list[dict[str, float | None]]
+    emulated: bool | None
+    machine: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A logged step. seconds: of training alone, this step included."""
+
+    tokens: float
+    seconds: float
+    row: Mapping[str, Any]
+
+
+def measure(run: Path, config: RunConfig) -> Measured:
+    """Read a run directory, in whatever state it is. Only a run with a summary has the numbers of its end."""
+    rows = _rows(run)
+    steps = _training_time(rows)
+    summary, plan = _read(run, "summary.json"), _read(run, "plan.json")
+    found: dict[str, float | None] = {
+        "parameters": float(num_params(config.model)),
+        "parameters_quantized": float(quantized_parameters(config)),
+        "micro_tokens": _micro_tokens(plan, config),
+        "watts": _watts(steps),
+    }
+    if steps:
+        found |= {"tokens": _number(rows[-1], "tokens"), "steps": _number(rows[-1], "step")}
+        found["seconds"] = steps[-1].seconds
+    if summary:
+        for key in ("val_bpb", "val_loss", "mfu", "peak_memory_gib", "peak_reserved_gib", "tokens", "steps"):
+            found[key] = _number(summary, key)
+        loss = found["val_loss"]
+        found["perplexity"] = math.exp(loss) if loss is not None and loss < 500 else None
+        found["train_loss"] = _last_loss(rows)
+        found["tokens_per_second"] = speed = _number(summary, "tokens_per_second") or _speed(steps)
+        if found["watts"] is not None and speed:
+            found["joules_per_token"] = found["watts"] / speed
+    precision = plan.get("precision")
+    return Measured(
+        {key: float(value) for key, value in found.items() if value is not None},
+        _curve(steps, found.get("val_bpb") if _whole_split(summary, config) else None),
+        not precision["native"] if isinstance(precision, Mapping) and "native" in precision else None,
+        _read(run, "environment.json"),
+    )
+
+
+def quantized_parameters(config: RunConfig) -> int:
+    """Weights whose products run in fewer than 16 bits: of the blocks that the recipe does not keep, but for
+    `precision.keep`; and of the head, where it is in FP8.
+
+    Projections that share one weight stay in BF16 together (precision/apply.py).
+    """
+    asked, model = config.precision, config.model
+    if asked.name == "auto" or not recipe_named(asked.name).quantized:
+        return 0
+    layers, D = model.num_hidden_layers, model.hidden_size
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    sizes = {"q_proj": D * q, "k_proj": D * kv, "v_proj": D * kv, "o_proj": q * D}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), D * model.intermediate_size)
+    if not model.gated_mlp:
+        del sizes["gate_proj"]
+    shared: list[tuple[str, ...]] = [("q_proj", "k_proj", "v_proj")] if model.fused_qkv else []
+    shared += [("gate_proj", "up_proj")] if model.fused_gate_up and model.gated_mlp else []
+    kept: set[str] = set(asked.keep)
+    for group in shared:
+        kept |= set(group) if kept & set(group) else set()
+    block = sum(size for name, size in sizes.items() if name not in kept)
+    head = model.vocab_size * D if asked.head == "fp8" else 0
+    return max(0, layers - sum(asked.recipe().kept_blocks(layers))) * block + head
+
+
+def _read(run: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the run; empty where it is missing or damaged."""
+    try:
+        value = json_value((run / name).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    """The logged steps up to the first damaged line."""
+    rows = []
+    try:
+        for row in RunDirectory(run).read_metrics():
+            rows.append(row)
+    except (RunError, OSError):
+        pass
+    return [row for row in rows if _number(row, "tokens") is not None]
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _training_time(rows: Sequence[Mapping[str, Any]]) -> list[_Step]:
+    """The steps with the training time up to each: a step's tokens over its speed, pauses left out.
+
+    The run's own `seconds` will not do: on the wall clock they count set-up, evaluation and checkpoints.
+    """
+    steps: list[_Step] = []
+    tokens = seconds = 0.0
+    for row in rows:
+        speed, now = _number(row, "tokens_per_second"), float(row["tokens"])
+        if speed is not None and speed > 0:
+            seconds += max(0.0, now - tokens) / speed
+        tokens = now
+        steps.append(_Step(tokens, seconds, row))
+    return steps
+
+
+def _speed(steps: Sequence[_Step]) -> float | None:
+    return steps[-1].tokens / steps[-1].seconds if steps and steps[-1].seconds > 0 else None
+
+
+def _last_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    last = rows[-max(1, round(LAST_SHARE * len(rows))) :]
+    losses = [loss for row in last if (loss := _number(row, "loss")) is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+def _watts(steps: Sequence[_Step]) -> float | None:
+    """Mean power over the training time once it has settled."""
+    if not steps:
+        return None
+    settled = min(SETTLING_SECONDS, SETTLING_SHARE * steps[-1].seconds)
+    joules = time = before = 0.0
+    for step in steps:
+        watts, lasted = _number(step.row, "watts"), step.seconds - before
+        if watts is not None and before >= settled:
+            joules, time = joules + watts * lasted, time + lasted
+        before = step.seconds
+    return joules / time if time > 0 else None
+
+
+def _micro_tokens(plan: Mapping[str, Any], config: RunConfig) -> float | None:
+    """Of the run's last stage."""
+    fits = plan.get("fit")
+    rows = _number(fits[-1], "micro_rows") if isinstance(fits, list) and fits else None
+    return None if rows is None else rows * config.stages()[-1].sequence_length
+
+
+def _whole_split(summary: Mapping[str, Any], config: RunConfig) -> bool:
+    """Whether evaluations on the way read the text of the one at the end, which takes the whole split.
+
+    Of another text the last point would stand on a curve of its own, and arms compared at equal tokens would be read
+    off both.
+    """
+    whole = _number(summary, "val_tokens")
+    return whole is not None and config.evaluate.tokens >= ROWS_PER_TEXT * whole
+
+
+def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, float | None]]:
+    """At most CURVE_POINTS points. Those that were evaluated are kept, and the last, which has the final evaluation."""
+    points: list[dict[str, float | None]] = [
+        {
+            "tokens": step.tokens,
+            "seconds": step.seconds,
+            "loss": _number(step.row, "loss"),
+            "val_bpb": _number(step.row, "val_bpb"),
+        }
+        for step in steps
+    ]
+    if points and final_bpb is not None:
+        points[-1]["val_bpb"] = final_bpb
+    kept = {index for index, point in enumerate(points) if point["val_bpb"] is not None}
+    kept = set(_spread(sorted(kept), CURVE_POINTS)) | ({len(points) - 1} if points else set())
+    others = [index for index in range(len(points)) if index not in kept]
+    kept |= set(_spread(others, CURVE_POINTS - len(kept)))
+    return [points[index] for index in sorted(kept)][-CURVE_POINTS:]
+
+
+def _spread(indices: Sequence[int], most: int) -> list[int]:
+    """At most `most` of them, evenly spread, the last one included."""
+    if len(indices) <= most:
+        return list(indices)
+    return [indices[-1 - (n * len(indices)) // most] for n in range(max(0, most))]

@@ -1,0 +1,207 @@
+"""A study's directory: the definition that it was begun with, resolved, and the locks that keep its processes apart.
+
+    studies/NAME/study.toml       the text that was given
+                 study.json       resolved: every arm with its whole configuration, the order of the trials
+                 journal.jsonl    what happened to each trial (journal.py)
+                 runs/ARM-sSEED/  an ordinary run directory for each trial
+                 results.json     what came of it, and results.parquet (outcome.py)
+
+A resume reads study.json and nothing else, so a preset that has changed since changes no study that was begun.
+"""
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from deskside.config.run import RunConfig
+from deskside.run.directory import RunDirectory, write_atomically
+from deskside.study.results import Factor, Group
+from deskside.study.spec.expand import Expansion, PlannedArm, trials
+from deskside.study.spec.spec import Study
+from deskside.utils import strict_json
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_value
+
+SCHEMA_VERSION = 1
+LOCK, TRIALS_LOCK = ".lock", ".trials.lock"
+ORPHANS_SECONDS = (
+    660.0  # that trials of a study that was killed may take to save: a little more than they allow it
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study runs. created: when it was begun; command: how; seeds: how many, by group; forecasts: seconds of a
+    trial, by arm, None where nothing is known."""
+
+    name: str
+    question: str
+    created: str
+    command: str
+    deskside: str
+    memory_fraction: float
+    claims: tuple[str, ...]
+    groups: list[Group]
+    arms: list[PlannedArm]
+    seeds: dict[str, int]
+    excluded: list[str]
+    forecasts: dict[str, float | None]
+
+    @classmethod
+    def of(
+        cls,
+        study: Study,
+        expansion: Expansion,
+        forecasts: Mapping[str, float | None],
+        created: str,
+        command: str,
+        deskside: str,
+    ) -> "Plan":
+        """The plan of a study that is about to begin."""
+        return cls(
+            name=study.name,
+            question=study.question,
+            created=created,
+            command=command,
+            deskside=deskside,
+            memory_fraction=study.memory_fraction,
+            claims=study.claims,
+            groups=expansion.groups,
+            arms=expansion.arms,
+            seeds=expansion.seeds,
+            excluded=expansion.excluded,
+            forecasts=dict(forecasts),
+        )
+
+    def trials(self) -> list[tuple[PlannedArm, int]]:
+        """All of them, in their order."""
+        return trials(self.arms, self.seeds, self.name)
+
+    def with_seeds(self, seeds: Mapping[str, int]) -> "Plan":
+        """The same with more seeds. Raises UsageError for fewer: no trial is taken back."""
+        for group, before in self.seeds.items():
+            if seeds[group] < before:
+                raise UsageError(
+                    f"seeds: the study was begun with {before}, not {seeds[group]}; give as many or more"
+                )
+        return replace(self, seeds=dict(seeds))
+
+    def difference(self, other: "Plan") -> str | None:
+        """The first thing in which the arms of two plans differ, in words; None where they are the same."""
+        mine, others = {arm.id: arm for arm in self.arms}, {arm.id: arm for arm in other.arms}
+        for name in [*mine, *others]:
+            if name not in mine or name not in others:
+                return f"arm {name} is in one of them only"
+            if mine[name].config != others[name].config:
+                return f"arm {name} has another configuration"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for study.json."""
+        whole = {"schema_version": SCHEMA_VERSION, **{k: v for k, v in vars(self).items() if k != "arms"}}
+        whole["groups"] = [asdict(group) for group in self.groups]
+        whole["claims"] = list(self.claims)
+        whole["arms"] = [{**vars(arm), "config": arm.config.model_dump(mode="json")} for arm in self.arms]
+        whole["order"] = [[arm.id, seed] for arm, seed in self.trials()]
+        return whole
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> "Plan":
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for what is no plan."""
+        if plain["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(
+                f"schema version {plain['schema_version']}; this deskside reads {SCHEMA_VERSION}"
+            )
+        values = {key: value for key, value in plain.items() if key not in ("schema_version", "order")}
+        values["claims"] = tuple(plain["claims"])
+        values["groups"] = [
+            Group(**{**group, "factors": [Factor(**factor) for factor in group["factors"]]})
+            for group in plain["groups"]
+        ]
+        values["arms"] = [
+            PlannedArm(**{**arm, "config": RunConfig.model_validate(arm["config"])}) for arm in plain["arms"]
+        ]
+        return cls(**values)
+
+
+class StudyFolder:
+    """Paths, files and locks of one study."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def begun(self) -> bool:
+        """Whether a study is there."""
+        return (self.path / "study.json").is_file()
+
+    def create(self, plan: Plan, text: str) -> None:
+        """Begin a study here. Raises UsageError for a folder that holds something else, RunError when the disk
+        refuses."""
+        left_over = {"study.toml", LOCK, TRIALS_LOCK}  # of a study that was killed before it had begun
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            odd = next((entry.name for entry in self.path.iterdir() if entry.name not in left_over), None)
+        except OSError as error:
+            raise RunError(f"{error.filename or self.path}: cannot be made: {error.strerror}") from None
+        if odd is not None:
+            raise UsageError(
+                f"{self.path}: is a folder with other things in it ({odd}); give another with --out"
+            )
+        write_atomically(self.path / "study.toml", text)
+        self.write(plan)
+
+    def write(self, plan: Plan) -> None:
+        """study.json. Raises RunError when the disk refuses."""
+        write_atomically(self.path / "study.json", strict_json.dumps(plan.to_json(), indent=1) + "\n")
+
+    def read(self) -> Plan:
+        """study.json. Raises UsageError where there is none, RunError for one that is damaged."""
+        path = self.path / "study.json"
+        try:
+            return Plan.from_json(json_value(path.read_bytes()))
+        except FileNotFoundError:
+            raise UsageError(
+                f"{self.path}: is not a study (no study.json); begin one with: deskside study STUDY --out DIR"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RunError(f"{path}: is damaged ({reason}); restore it, or begin another study") from None
+
+    def run(self, arm: str, seed: int) -> Path:
+        """The run directory of a trial."""
+        return self.path / "runs" / f"{arm}-s{seed}"
+
+    @contextlib.contextmanager
+    def held(self, say: Callable[[str], None]) -> Iterator[int]:
+        """Held by the process that runs this study. Yields a descriptor that its trials inherit.
+
+        Raises UsageError when another process runs it. Trials that outlive a study that was killed are saving; they
+        are waited for, since two processes must not train one run. Raises RunError when they do not end.
+        """
+        with (
+            RunDirectory(self.path).alone(LOCK, "runs this study"),
+            (self.path / TRIALS_LOCK).open("w") as file,
+        ):
+            waited_since = time.monotonic()
+            told = False
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() - waited_since > ORPHANS_SECONDS:
+                        raise RunError(
+                            f"{self.path}: a trial of an earlier process is still running; end it first"
+                        ) from None
+                if not told:
+                    say("trials of the process that ran this study before are still saving: waiting for them")
+                    told = True
+                time.sleep(0.1)
+            yield file.fileno()

@@ -1,0 +1,74 @@
+"""The answer of a finished study, for a terminal: each arm's loss, its difference from the baseline and the verdict."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deskside.study.narrative.findings import GOALS, by_group, unfinished
+from deskside.study.narrative.phrases import digits, other_name, percent
+from deskside.study.results import Arm, Comparison, Results
+from deskside.study.stats.compare import EXACT, NO_DIFFERENCE, TOO_FEW
+from deskside.study.stats.metrics import BY_KEY
+
+WIDEST = 100
+METRIC = BY_KEY[GOALS["quality"]]
+
+
+def print_outcome(results: Results, console: Console | None = None) -> None:
+    """Print the best arm of every group and a table of its arms, best first; nothing before a trial has ended."""
+    console = console or Console(highlight=False)
+    console.width = min(console.width, WIDEST)
+    groups = by_group(results, "quality")
+    for group, sentences in groups:
+        if len(results.groups) > 1:
+            console.print(Text(f"\n{group.title or group.name}", style="bold"))
+        console.print(Text(sentences[0]))  # the best arm, or why nothing was measured
+        arms = [arm for arm in results.arms if arm.group == group.name and METRIC.key in arm.estimates]
+        if arms:
+            console.print(_table(results, arms))
+    for line in unfinished(results) if groups else []:
+        console.print(Text(line))
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return "better", "worse", "no difference shown", "equal" or, of a single seed, "not shown (1 seed)"."""
+    if comparison.verdict == TOO_FEW:
+        return "not shown (1 seed)"
+    if comparison.verdict == EXACT and comparison.relative == 0:
+        return "equal"
+    if comparison.verdict == NO_DIFFERENCE:
+        return comparison.verdict
+    better = (comparison.relative > 0) == (METRIC.better == "higher")
+    return "shown: better" if better else "shown: worse"
+
+
+def _table(results: Results, arms: list[Arm]) -> Table:
+    sign = 1 if METRIC.better == "higher" else -1
+    baselines = {arm.baseline for arm in arms}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("arm" if len(baselines) > 1 else "arm (* baseline)", ratio=5)
+    table.add_column(METRIC.unit, justify="right", no_wrap=True)
+    table.add_column("difference (95 %)", justify="right", ratio=4)
+    table.add_column("verdict", ratio=4)
+    for arm in sorted(arms, key=lambda arm: -sign * arm.estimates[METRIC.key].mean):
+        found = next((c for c in arm.comparisons if c.metric == METRIC.key), None)
+        is_baseline = arm.id == arm.baseline
+        mean = f"{arm.estimates[METRIC.key].mean * METRIC.scale:,.{METRIC.digits}f}"
+        said = "baseline" if is_baseline else "not compared" if found is None else verdict(found)
+        if found is not None and len(baselines) > 1:
+            said += f" (vs. {other_name(arm, results.arm(found.baseline), found.baseline)})"
+        cells = [f"{arm.label}{' *' if is_baseline else ''}", mean, _difference(found), said]
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _difference(found: Comparison | None) -> str:
+    """Return the relative difference with its interval, such as "+1.2 % (+0.4 to +2.0 %)"."""
+    if found is None:
+        return ""
+    low, high = found.relative_low, found.relative_high
+    if low is None or high is None or low == high:
+        return percent(found.relative, digits(found.relative), signed=True)
+    places = digits(low, high)
+    first = percent(low, places, signed=True).removesuffix(" %")
+    return f"{percent(found.relative, places, signed=True)} ({first} to {percent(high, places, signed=True)})"

@@ -1,0 +1,152 @@
+"""results.json and results.parquet from what the trials left: collected, compared, judged, written whole.
+
+Both are always made anew from study.json, the journal and the run directories, so nothing is lost when a study dies.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from deskside.run.directory import write_atomically
+from deskside.study.claims import claim_results
+from deskside.study.execute.journal import FINAL, Key, Past
+from deskside.study.execute.measure import Measured
+from deskside.study.execute.study_folder import Plan
+from deskside.study.results import Arm, Results, Trial
+from deskside.study.stats import compare
+from deskside.study.stats.metrics import METRICS
+from deskside.utils import strict_json
+from deskside.utils.errors import RunError
+
+JSON, PARQUET = "results.json", "results.parquet"
+
+
+def trial(arm: str, seed: int, past: Past, measured: Measured | None) -> Trial:
+    """One trial as results.json has it."""
+    metrics = dict(measured.metrics) if measured is not None else {}
+    if past.status in FINAL and past.seconds is not None:
+        metrics["total_seconds"] = past.seconds
+    return Trial(
+        seed=seed,
+        status=past.status,
+        reason=past.reason,
+        run=f"runs/{arm}-s{seed}" if past.attempts else "",
+        device=past.device,
+        attempts=past.attempts,
+        started=past.started,
+        ended=past.ended,
+        metrics=metrics,
+        curve=measured.curve if measured is not None else [],
+    )
+
+
+def collect(plan: Plan, past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> Results:
+    """All that is known, compared and judged."""
+    arms = []
+    for arm in plan.arms:
+        keys = [(arm.id, seed) for seed in range(1, plan.seeds[arm.group] + 1)]
+        arms.append(
+            Arm(
+                id=arm.id,
+                label=arm.label,
+                group=arm.group,
+                levels=arm.levels,
+                baseline=arm.baseline,
+                emulated=any(measured[key].emulated for key in keys if key in measured),
+                forecast_seconds=plan.forecasts.get(arm.id),
+                trials=[trial(*key, past.get(key, Past()), measured.get(key)) for key in keys],
+            )
+        )
+    results = Results(
+        name=plan.name,
+        question=plan.question,
+        created=plan.created,
+        updated=datetime.now(UTC).isoformat(timespec="seconds"),
+        seeds=list(range(1, max(plan.seeds.values(), default=0) + 1)),
+        memory_fraction=plan.memory_fraction,
+        machine=_machine(past, measured),
+        groups=plan.groups,
+        arms=arms,
+        complete=all(t.status in FINAL for arm in arms for t in arm.trials),
+        notes=[*(f"left out: {line}" for line in plan.excluded), *_mixed(measured)],
+    )
+    results = compare.compare(results)
+    return claim_results.judge(results, plan.claims) if plan.claims else results
+
+
+def write(results: Results, folder: Path) -> None:
+    """Both files, each replaced whole. Raises RunError when the disk refuses."""
+    write_atomically(folder / JSON, strict_json.dumps(results.to_json(), indent=1) + "\n")
+    write_parquet(results, folder / PARQUET)
+
+
+def write_parquet(results: Results, path: Path) -> None:
+    """One row per trial: study, group, arm, label, status, ..., level_FACTOR for every factor, and every metric (null
+    where it was not measured)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = _rows(results)
+    text = ["study", "group", "arm", "label", "baseline", "status", "reason", "device", "run"]
+    levels = list(dict.fromkeys(f"level_{factor}" for arm in results.arms for factor in arm.levels))
+    columns: list[tuple[str, Any]] = [(name, pa.string()) for name in (*text, *levels)]
+    columns += [("seed", pa.int64()), ("attempts", pa.int64()), ("emulated", pa.bool_())]
+    columns += [(metric.key, pa.float64()) for metric in METRICS]
+    try:
+        table = pa.Table.from_pylist(rows, schema=pa.schema(columns))
+    except (
+        pa.ArrowException,
+        OverflowError,
+    ) as error:  # a whole number of a damaged file that no column holds
+        raise RunError(f"{path}: cannot be written: {error}") from None
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        pq.write_table(table, temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _rows(results: Results) -> list[dict[str, Any]]:
+    return [
+        {
+            "study": results.name,
+            "group": arm.group,
+            "arm": arm.id,
+            "label": arm.label,
+            "baseline": arm.baseline,
+            "status": one.status,
+            "reason": one.reason,
+            "device": one.device,
+            "run": one.run,
+            "seed": one.seed,
+            "attempts": one.attempts,
+            "emulated": arm.emulated,
+            **{f"level_{factor}": level for factor, level in arm.levels.items()},
+            **one.metrics,
+        }
+        for arm in results.arms
+        for one in arm.trials
+    ]
+
+
+def _machine(past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> dict[str, Any]:
+    """environment.json of a trial, and the names of all devices that trials ran on."""
+    found: Sequence[dict[str, Any]] = [one.machine for one in measured.values() if one.machine]
+    devices = sorted({one.device for one in past.values() if one.device})
+    return {**(found[-1] if found else {}), **({"devices": devices} if devices else {})}
+
+
+def _mixed(measured: Mapping[Key, Measured]) -> list[str]:
+    """A warning where trials ran on cards of different kinds, as after a resume on another machine."""
+    names = {
+        str((one.machine.get("gpu") or {}).get("name") or one.machine.get("cpu"))
+        for one in measured.values()
+        if one.machine
+    }
+    return [f"trials ran on different machines: {', '.join(sorted(names))}"] if len(names) > 1 else []

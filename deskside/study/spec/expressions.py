@@ -1,0 +1,104 @@
+"""Values that follow from other values of the same arm: "= model.num_attention_heads / 4".
+
+An expression is KEY, KEY / INT (which must divide), or KEY * INT. KEY is a key of the configuration that holds a whole
+number, by its value after all layers were merged; it may itself be an expression. An expression that a higher layer
+replaced is dropped unread.
+"""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deskside.config import merge
+from deskside.utils.errors import UsageError
+
+EXPRESSION = re.compile(r"=\s*([a-z_][a-z_0-9.]*)\s*(?:([*/])\s*(\d+))?\s*")
+FORMS = '"= KEY", "= KEY / 4" or "= KEY * 4"'
+HEAD_DIM = ("model", "head_dim")  # left out, it follows from the width and the heads
+
+
+def is_expression(value: Any) -> bool:
+    """Whether a value of a study's file is one."""
+    return isinstance(value, str) and value.startswith("=")
+
+
+def resolve(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The layers with every expression replaced by its number. Raises UsageError for one that has none."""
+    result = [copy.deepcopy(dict(layer)) for layer in layers]
+    merged, origins = merge.merge(result)
+    asked = {path: origin for path, origin in origins.items() if is_expression(_at(merged, path))}
+    values = {path: _value(path, merged, ()) for path in asked}
+    for index, layer in enumerate(result):
+        for path in [path for path in _leaves(layer) if is_expression(_at(layer, path))]:
+            *parents, last = path
+            table = _at(layer, parents)
+            if asked.get(path) == index:
+                table[last] = values[path]
+            else:
+                del table[last]
+    return result
+
+
+def _value(path: merge.Path, merged: Mapping[str, Any], above: tuple[merge.Path, ...]) -> int:
+    """The whole number at a key; `above` are the expressions that asked for it."""
+    key = ".".join(path)
+    if path in above:
+        raise UsageError(f"{key}: is computed from itself; give one of the values as a number")
+    given = _at(merged, path)
+    if not is_expression(given):
+        return _number(path, given, merged, above)
+    match = EXPRESSION.fullmatch(given)
+    if match is None:
+        raise UsageError(f"{key}: '{given}' cannot be computed; write {FORMS}")
+    source, operator, text = match.groups()
+    if tuple(source.split(".")) not in dict(merge.keys()):
+        raise merge.unknown_key(source)
+    value = _value(tuple(source.split(".")), merged, (*above, path))
+    if operator is None:
+        return value
+    number = int(text)
+    if operator == "*":
+        return value * number
+    if number == 0 or value % number:
+        raise UsageError(
+            f"{key}: {source} is {value}, which {number} does not divide ('{given}'); use another divisor"
+        )
+    return value // number
+
+
+def _number(path: merge.Path, given: Any, merged: Mapping[str, Any], above: tuple[merge.Path, ...]) -> int:
+    if given is None and path == HEAD_DIM:
+        hidden = _value(("model", "hidden_size"), merged, above)
+        heads = _value(("model", "num_attention_heads"), merged, above)
+        if heads <= 0 or hidden % heads:
+            raise UsageError(
+                f"model.hidden_size: {hidden} is not divisible by {heads} heads; change one, or set head_dim"
+            )
+        return hidden // heads
+    if given is None:
+        given = dict(merge.keys())[path].default
+    # The command line gives numbers as text.
+    if isinstance(given, str) and given.isdecimal():
+        given = int(given)
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise UsageError(
+            f"{'.'.join(path)}: is {given!r} and no whole number, so nothing can be computed from it"
+        )
+    return given
+
+
+def _leaves(layer: Mapping[str, Any], prefix: merge.Path = ()) -> list[merge.Path]:
+    found: list[merge.Path] = []
+    for key, value in layer.items():
+        path = (*prefix, key)
+        found += _leaves(value, path) if isinstance(value, Mapping) else [path]
+    return found
+
+
+def _at(layer: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """What stands at a path; None where nothing does."""
+    found: Any = layer
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,167 @@
+"""The machine and software of a run, and what its GPU reports while running (power, temperature, throttling)."""
+
+import contextlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import torch
+
+import deskside
+from deskside.engine.kv_budget import allowed_bytes
+from deskside.facts.cpu import cpu_cores
+
+
+def describe(device: torch.device, folder: Path) -> dict[str, Any]:
+    """Plain facts for environment.json."""
+    facts: dict[str, Any] = {
+        "deskside": deskside.__version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_cores": cpu_cores(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "disk_free_gib": round(shutil.disk_usage(folder).free / 2**30, 1),
+        "device": device.type,
+        "packages": _versions("triton", "transformers", "tokenizers", "numpy", "safetensors"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["gpu"] = {
+            "name": properties.name,
+            "count": torch.cuda.device_count(),
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            **_driver_facts(device),
+        }
+    return facts
+
+
+class Sensors:
+    """Watts, degrees Celsius and throttling of one GPU by NVML; all None where NVML has no answer."""
+
+    def __init__(self, device: torch.device):
+        self._handle = None
+        if device.type == "cuda":
+            with contextlib.suppress(pynvml.NVMLError):  # a container may hide NVML; sensors are then unknown
+                pynvml.nvmlInit()
+                self._handle = _handle_of(device)
+
+    def read(self) -> dict[str, Any]:
+        """{"watts", "celsius", "throttled"}; throttled means slowed by heat or power, not by an idle GPU."""
+        if self._handle is None:
+            return {"watts": None, "celsius": None, "throttled": None}
+        slow = (
+            pynvml.nvmlClocksThrottleReasonSwPowerCap
+            | pynvml.nvmlClocksThrottleReasonHwSlowdown
+            | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+            | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+            | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+        )
+        try:
+            return {
+                "watts": round(pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000, 1),
+                "celsius": pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU),
+                "throttled": bool(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle) & slow),
+            }
+        except pynvml.NVMLError:  # some consumer boards answer only part of this
+            self._handle = None
+            return {"watts": None, "celsius": None, "throttled": None}
+
+
+class Meter:
+    """Completes a step's row with what only this process knows: utilisation, memory, and the GPU's sensors.
+
+    Utilisation (MFU) is the model's FLOPs as a share of the matmul peak that was measured on this device, `peak_flops`
+    in FLOP/s, times the number of processes.
+    """
+
+    def __init__(self, device: torch.device, processes: int, peak_flops: float):
+        self.device, self.peak_flops = device, peak_flops
+        self._processes = processes
+        self._sensors = Sensors(device)
+
+    def mfu(self, flops_per_second: float) -> float:
+        return flops_per_second / (self.peak_flops * self._processes)
+
+    def complete(self, row: dict[str, Any], flops_per_second: float | None) -> dict[str, Any]:
+        row["mfu"] = self.mfu(flops_per_second) if flops_per_second is not None else None
+        row["memory_gib"] = peak_memory_gib(self.device)
+        return row | self._sensors.read()
+
+
+def _handle_of(device: torch.device) -> Any:
+    # NVML ignores CUDA_VISIBLE_DEVICES, so the card is found by its UUID.
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+def _driver_facts(device: torch.device) -> dict[str, Any]:
+    try:
+        pynvml.nvmlInit()
+        return {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "power_limit_watts": pynvml.nvmlDeviceGetEnforcedPowerLimit(_handle_of(device)) / 1000,
+        }
+    except pynvml.NVMLError as error:
+        return {"driver": f"unknown ({error})", "power_limit_watts": None}
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in _lines("/proc/cpuinfo"):
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _lines(path: str) -> Iterator[str]:
+    with open(path, encoding="utf-8") as file:
+        yield from file
+
+
+def _versions(*names: str) -> dict[str, str | None]:
+    from importlib import metadata
+
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak of what came before, such as attempts that did not fit. A CPU's peak cannot be forgotten."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_memory_gib(device: torch.device) -> float:
+    """What this process may still take on its GPU, what it holds in torch's cache included."""
+    return allowed_bytes(device) / 2**30
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory so far: allocated on the GPU, or the resident set of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def peak_reserved_gib(device: torch.device) -> float | None:
+    """Peak memory so far that torch's allocator held on the GPU, used or not; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None

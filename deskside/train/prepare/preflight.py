@@ -1,0 +1,23 @@
+"""What can be refused before torch is imported and anything is made."""
+
+from pathlib import Path
+
+from deskside.config.run import RunConfig
+from deskside.utils.errors import UsageError
+
+PREPARE = "deskside data prepare SOURCE --out data/NAME"
+
+
+def check_start(config: RunConfig) -> None:
+    """Raises UsageError for a run that has no length or no data."""
+    if config.schedule.length is None:
+        raise UsageError(
+            "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
+        )
+    path = config.data.path
+    if path is None:
+        raise UsageError(
+            f"data.path: no data was given; make some with: {PREPARE}; then add --data.path data/NAME"
+        )
+    if not config.data.sources and not (Path(path) / "index.json").exists():
+        raise UsageError(f"data.path: {path} is not prepared data (no index.json); make some with: {PREPARE}")

@@ -1,0 +1,157 @@
+"""The first plan of a run: the steps that its length comes to, their tokens, the memory that a step needs."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+from deskside.budget.formats import Precision, quantized
+from deskside.budget.memory import training_memory
+from deskside.budget.work import Work
+from deskside.config.duration import Duration
+from deskside.config.run import RunConfig
+from deskside.config.step_spec import format_options, recipe_of, step_options
+from deskside.run.directory import RunDirectory
+from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
+from deskside.train.loop.trainer import StageWork
+from deskside.train.prepare.time_budget import MARGIN, MEASURE_SHARE, WANTED_STEPS, too_short
+from deskside.utils.errors import RunError
+
+
+def first_plan(
+    length: Duration,
+    stages: Sequence[StageWork],
+    elapsed: float,
+    reserve: float,
+    dry_seconds: Sequence[float],
+) -> StepPlan:
+    """The plan at step 0.
+
+    elapsed: seconds that the clock shows; reserve: seconds kept for what follows the last step; dry_seconds: of a step
+    in each stage. The last three matter for a length in time alone. Raises UsageError when no step fits into it.
+    """
+    if length.unit == "seconds":
+        left = length.value - elapsed - reserve
+        steps = remaining_steps(left, 0.0, [s.until for s in stages], dry_seconds)
+        if steps < 1:
+            why = (
+                f"setting up took {elapsed:.0f} s, evaluation and saving need {reserve:.0f} s, and a step takes "
+                f"{dry_seconds[0]:.2f} s"
+            )
+            raise too_short(length.value, why, MARGIN * (elapsed + reserve + WANTED_STEPS * dry_seconds[0]))
+        reason = "estimated from dry steps"
+    elif length.unit == "steps":
+        steps, reason = int(length.value), "length in steps"
+    else:
+        tokens = float(length.value)
+        if length.unit == "epochs":
+            tokens *= stages[-1].dataset.num_rows * stages[-1].sequence_length
+        steps, reason = max(1, math.ceil(tokens / mean_tokens(stages))), f"length in {length.unit}"
+    return StepPlan([Revision(0, 0.0, steps, elapsed, dry_seconds[0], reason)])
+
+
+def first_facts(
+    config: RunConfig, plan: StepPlan, stages: Sequence[StageWork], reserve: float, memory_gib: float | None
+) -> dict[str, Any]:
+    """What plan.json keeps of the first plan: the length, and what was expected of the run."""
+    first = plan.revisions[0]
+    step_seconds = mean_over_run(stages, [stage.dry_seconds for stage in stages])
+    tokens = planned_tokens(first.remaining, stages)
+    return {
+        "length": str(config.schedule.length),
+        "clock": config.schedule.clock,
+        "initial": {
+            "steps": first.remaining,
+            "tokens": tokens,
+            "seconds": first.elapsed_seconds + first.remaining * step_seconds + reserve,
+            "step_seconds": step_seconds,
+            "memory_gib": memory_gib,
+        },
+        "scaling_tokens": tokens,
+        "save_seconds": 0.0,
+    }
+
+
+def recorded_plan(run: RunDirectory) -> dict[str, Any]:
+    """plan.json of a run that is resumed. Raises RunError where it does not hold what a resumed run needs."""
+    plan = run.read_json("plan.json")
+    try:
+        revisions = StepPlan.from_json(plan["revisions"]).revisions
+        sound = (
+            bool(revisions)
+            and revisions[0].step == 0
+            and all(isinstance(r.remaining, int) and isinstance(r.progress, float) for r in revisions)
+            and isinstance(plan["attention"]["full"]["name"], str)
+            and isinstance(plan["precision"]["chosen"], str)
+            and int(plan["scaling_tokens"]) > 0
+            and float(plan["save_seconds"]) >= 0
+            and all(int(f["micro_rows"]) > 0 and int(f["accumulation"]) > 0 for f in plan["fit"])
+            and all(isinstance(f["attempts"], list) for f in plan["fit"])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        sound = False
+    if not sound:
+        raise RunError(
+            f"{run.path / 'plan.json'}: is damaged; restore it, or start another run with --init {run.path}"
+        )
+    return plan
+
+
+def final_evaluation(
+    length: Duration, clock: str, whole_seconds: float, whole_tokens: int
+) -> tuple[float, int | None]:
+    """(seconds, tokens at most) of the final evaluation: the whole validation split, unless that would take more than
+    `MEASURE_SHARE` of a length in wall-clock time."""
+    most = MEASURE_SHARE * length.value if length.unit == "seconds" and clock == "wall" else math.inf
+    if whole_seconds <= most:
+        return whole_seconds, None
+    return most, max(1, int(whole_tokens * most / whole_seconds))
+
+
+def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:
+    """Tokens of `steps` steps spread over the stages."""
+    return max(1, round(steps * mean_tokens(stages)))
+
+
+def modelled_memory_gib(
+    config: RunConfig,
+    micro_tokens: int,
+    recipe: str,
+    mode: str,
+    native: bool,
+    processes: int = 1,
+    sharded: bool = False,
+) -> float:
+    """Peak memory of one GPU in a step with `micro_tokens` per forward pass, by `budget/memory.py`.
+
+    recipe: the one that was chosen; mode: of execution, "fused", "block", "model" or "off"; native: FP8 products run on
+    tensor cores (NVFP4's are emulated everywhere).
+    """
+    passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two change nothing
+    precision, layers = cast("Precision", recipe), config.model.num_hidden_layers  # every recipe is priced
+    kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
+    formats = format_options(config, precision, {"fp8"} if native else (), mode == "fused")
+    if sharded and formats["copies"] == "step":
+        formats["copies"] = "use"
+    work = Work(
+        sequence_length=micro_tokens,  # how a pass is cut into rows does not matter for memory
+        tokens=passes * micro_tokens * processes,
+        micro_tokens=micro_tokens,
+        gpus=processes,
+        sharded=sharded,
+        compiled=mode != "off",
+        kept_blocks=min(layers, sum(kept)),
+        **step_options(config),
+        **formats,
+    )
+    return training_memory(config.model, work).allocated / 2**30
+
+
+def mean_tokens(stages: Sequence[StageWork]) -> float:
+    """Tokens per step, averaged over the run."""
+    return mean_over_run(stages, [stage.tokens_per_step for stage in stages])
+
+
+def mean_over_run(stages: Sequence[StageWork], values: Sequence[float]) -> float:
+    """The mean of one value per stage, weighted by the stage's share of the run."""
+    starts = [0.0, *(stage.until for stage in stages[:-1])]
+    return sum((s.until - start) * value for s, start, value in zip(stages, starts, values, strict=True))

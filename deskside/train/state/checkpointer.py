@@ -1,0 +1,188 @@
+"""What a checkpoint of a run holds, and how a run comes back from one.
+
+Random numbers need no state: a step draws none, initial weights are a function of the seed, and the order of the data
+is a function of (seed, epoch, sequence length, position). So weights, optimizer state, the position in the data, the
+clock and the guard are the whole truth.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from torch import Tensor, nn
+
+from deskside.config.base import Part, first_problem
+from deskside.config.run import RunConfig
+from deskside.optim.build import Optimizer
+from deskside.optim.groups import clean_name
+from deskside.precision.apply import Applied
+from deskside.run.directory import RunDirectory
+from deskside.train.loop.clock import Clock
+from deskside.train.loop.guard import Guard
+from deskside.train.loop.trainer import Progress
+from deskside.train.loop.trigger import Interval, Position
+from deskside.train.parallel import World
+from deskside.utils.errors import RunError
+from deskside.weights import checkpoint as files
+from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
+
+PRECISION = "precision/"  # the recipe's own state, beside the optimizer's in one file
+
+
+class _GuardState(Part):
+    norms: list[tuple[int, float]]
+    in_a_row: NonNegativeInt
+
+
+class _State(Part):
+    """state.json of a checkpoint. `rows` counts rows used by sequence length."""
+
+    schema_version: Literal[1]
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    rows: dict[Annotated[int, Field(gt=0)], NonNegativeInt]
+    rollbacks: NonNegativeInt
+    clock_seconds: NonNegativeFloat
+    guard: _GuardState
+    optimizer: dict[str, Any]
+    permanent: bool
+
+
+class CheckpointKeeper:
+    """Saves a run's state and brings it back."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RunConfig,
+        world: World,
+        model: nn.Module,
+        optimizer: Optimizer,
+        precision: Applied,
+        guard: Guard,
+        clock: Clock,
+        event: Callable[[str], None],
+        warn: Callable[[str], None],
+    ):
+        self.run, self.config, self.world = run, config, world
+        self.model, self.optimizer, self.guard, self.clock = model, optimizer, guard, clock
+        self.precision = precision
+        self.event, self.warn = event, warn
+        self._permanent = Interval(config.checkpoint.keep_every, Position(0, 0, 0.0))
+
+    def save(self, progress: Progress, seconds: float) -> None:
+        """Write a checkpoint and delete those that are no longer kept. Raises RunError when the disk refuses."""
+        self.optimizer.create_state()  # before the first step too: going back to step 0 must clear what came since
+        tensors, data = self.optimizer.state_dict_flat()
+        tensors |= {PRECISION + name: tensor for name, tensor in self.precision.state_dict().items()}
+        state = _State(
+            schema_version=1,
+            step=progress.step,
+            tokens=progress.tokens,
+            rows=progress.rows,
+            rollbacks=progress.rollbacks,
+            clock_seconds=seconds,
+            guard=_GuardState(**self.guard.state()),
+            optimizer=data,
+            permanent=self._permanent.due(Position(progress.step, progress.tokens, seconds)),
+        ).model_dump(mode="json")
+        folder = self.run.checkpoints
+        if self.world.first:
+            self.run.sync_metrics()
+        if self.world.sharded or self.world.first:
+            files.save(folder, progress.step, self.weights(), tensors, state, self.world.sharded)
+        if self.world.first:
+            files.prune(folder, self.config.checkpoint.keep, _is_permanent)
+            self.event(f"checkpoint of step {progress.step} saved")
+        self.world.barrier()
+
+    def load_newest(self) -> Progress | None:
+        """Restore everything from the newest checkpoint that verifies; None when there is none, and no step either.
+
+        Raises RunError when steps were logged, so that checkpoints must have been there, or when one cannot be used.
+        """
+        found = self._newest_good()
+        if found is None:
+            if steps := max((row["step"] for row in self.run.read_metrics()), default=0):
+                raise RunError(
+                    f"{self.run.checkpoints}: holds no checkpoint, but {self.run.metrics.name} shows {steps} steps; "
+                    "put the checkpoints back, or start a new run"
+                )
+            return None
+        state = _read_state(found)
+        assert found.sharded == self.world.sharded  # a run keeps its parallel.mode
+        if found.sharded:
+            self.optimizer.create_state()
+            tensors, _ = self.optimizer.state_dict_flat()
+            files.load_sharded(found, self.weights(), tensors)
+            self.optimizer.load_state_dict_flat(tensors, state.optimizer)
+        else:
+            load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device), trained_only=True)
+            # Offloaded state lies on the host and may be more than the card holds.
+            place = torch.device("cpu") if self.config.optim.offload else self.world.device
+            tensors = files.load_tensors(found, OPTIMIZER, place)
+            own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PRECISION)}
+            self.precision.load_state_dict({name.removeprefix(PRECISION): own[name] for name in own})
+            self.optimizer.load_state_dict_flat(tensors, state.optimizer)
+        self.guard.restore(state.guard.model_dump())
+        self.clock.restore(state.clock_seconds)
+        progress = Progress(state.step, state.tokens, dict(state.rows), state.rollbacks)
+        start = Position(progress.step, progress.tokens, state.clock_seconds)
+        self._permanent = Interval(self.config.checkpoint.keep_every, start)
+        return progress
+
+    def roll_back(self) -> Progress:
+        """Return to the newest good checkpoint inside a running process. Raises RunError when there is none."""
+        seconds = self.clock.seconds()
+        progress = self.load_newest()
+        if progress is None:
+            raise RunError(
+                "the run must go back, but has no good checkpoint; lower the learning rate and start again"
+            )
+        self.clock.restore_running(seconds)
+        if self.world.first:
+            self.run.cut_metrics(progress.step)
+        self.world.barrier()
+        return progress
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters that train, by name; one that is used in two places stands once. What is frozen below adapters
+        never changes, and is in the run already (export/base.py)."""
+        return {
+            clean_name(name): parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def _newest_good(self) -> Checkpoint | None:
+        folder, step = self.run.checkpoints, -1
+        if self.world.first:
+            found = files.newest_good(folder, self.warn)
+            if found is not None:
+                step = found.step
+                for path in files.set_aside(folder, newer_than=step):
+                    self.event(f"the damaged checkpoint was renamed to {path}")
+        step = int(self.world.agreed([float(step)])[0])
+        return Checkpoint(folder / folder_name(step), step) if step >= 0 else None
+
+
+def _read_state(checkpoint: Checkpoint) -> _State:
+    """Raises RunError naming what is wrong with a state.json that was edited, or written by another version."""
+    path = checkpoint.path / files.STATE
+    try:
+        state = _State.model_validate(files.load_state(checkpoint))
+    except ValidationError as error:
+        raise RunError(
+            f"{path}: {first_problem(error)}; restore it, or delete {checkpoint.path} to go on from an older one"
+        ) from None
+    if state.step != checkpoint.step:
+        raise RunError(f"{path}: is of step {state.step}; restore it, or delete {checkpoint.path}")
+    return state
+
+
+def _is_permanent(checkpoint: Checkpoint) -> bool:
+    try:
+        return files.load_state(checkpoint).get("permanent") is True
+    except RunError:  # damaged since it was written: not worth keeping for good
+        return False

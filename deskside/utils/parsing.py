@@ -1,0 +1,138 @@
+"""The one place where JSON and TOML from outside are parsed.
+
+A file may have been damaged, edited or made to do harm. Python's parsers then raise more than their own error: on deep
+nesting a RecursionError, on long integers a ValueError of another kind, on other bytes a UnicodeDecodeError, on size a
+MemoryError; and a value that is parsed can still break whatever walks through it or computes with it. Here all of that
+is one exception, which is a ValueError.
+"""
+
+import contextlib
+import json
+import math
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deskside.utils.errors import RunError, UsageError
+
+MAX_DEPTH = 100  # far below Python's limit of recursion, which every function that walks a value shares
+MAX_DIGITS = 20  # of an integer: all of 64 bits, none that a float or an array cannot hold
+
+
+class Unreadable(ValueError):
+    """Text that is not JSON or TOML, or not of a kind that can be worked with; the message says why, in one line."""
+
+
+def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite: bool = False) -> Any:
+    """Return the value of a JSON text; bytes must be UTF-8.
+
+    Args:
+        big_integers: Take integers of more than 64 bits, as in data, where a number is content.
+        finite: Refuse NaN, infinities, and numbers too large for a float.
+
+    Raises Unreadable.
+    """
+    with _as_unreadable():
+        decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value = json.loads(
+            decoded,
+            parse_int=None if big_integers else _integer,
+            parse_float=_finite if finite else None,
+            parse_constant=_finite if finite else None,
+        )
+    _check_depth(value, decoded)
+    return value
+
+
+def toml_table(text: str | bytes) -> dict[str, Any]:
+    """Return the top-level table of a TOML text; bytes must be UTF-8. Raises Unreadable."""
+    with _as_unreadable():
+        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        table = tomllib.loads(decoded)
+    _check_depth(table)
+    _check_integers(table)
+    return table
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises UsageError naming the file when it does not exist, RunError when it is damaged.
+    """
+    try:
+        content = json_value(path.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    except Unreadable as error:
+        raise RunError(f"{path} is damaged: it is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path} is damaged: it does not hold a JSON object")
+    return content
+
+
+@contextlib.contextmanager
+def _as_unreadable() -> Iterator[None]:
+    """Raise Unreadable for whatever a parser raises about its input."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except RecursionError:
+        raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except MemoryError:
+        raise Unreadable("it needs more memory than there is") from None
+    except ValueError as error:
+        raise Unreadable(_line(error)) from None
+
+
+def _integer(digits: str) -> int:
+    length = len(digits.lstrip("-"))
+    if length > MAX_DIGITS:
+        raise Unreadable(f"it has an integer of {length:,} digits, more than 64 bits hold")
+    return int(digits)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise Unreadable(f"it has a number that is not finite ({number[:40]})")
+    return value
+
+
+def _line(error: ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 (byte {error.start})"
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    if said.startswith("Exceeds the limit"):
+        return "it has an integer of more digits than Python reads"
+    return said[:300]
+
+
+def _check_depth(value: Any, text: str | None = None) -> None:
+    if text is not None and text.count("{") + text.count("[") <= MAX_DEPTH:
+        return
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def _check_integers(value: Any) -> None:
+    """Raises Unreadable for an integer beyond 64 bits. `value` is not nested deeply."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_integers(item)
+    elif isinstance(value, int) and value.bit_length() > 64:
+        raise Unreadable("it has an integer of more than 64 bits")

@@ -1,0 +1,211 @@
+"""Checkpoints: written so that no kill, full disk or flipped bit can lose more than one interval.
+
+A checkpoint is a folder `step-000001000` with the weights and optimizer state (safetensors: nothing executes on load),
+`state.json` and `manifest.json`, which holds size and checksum of every other file. It is written under a temporary
+name, every file and the folder forced to the disk, then renamed: a folder with a final name is complete. Loading
+verifies the manifest; a damaged checkpoint is named and the next older one is used. Where every one is damaged the run
+stops: starting over is for a person to decide.
+
+Sharded runs write one set of safetensors files per rank instead (export/shards.py), in the same folder under the same
+manifest.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deskside.utils.errors import RunError
+from deskside.utils.parsing import json_value
+from deskside.weights.checkpoint_files import (
+    MANIFEST,
+    OPTIMIZER,
+    SCHEMA_VERSION,
+    SHARDED,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    Damaged,
+    files_of,
+    find,
+    fingerprint,
+    folder_name,
+    verify,
+)
+
+SET_ASIDE = "damaged-"
+Tensors = dict[str, Tensor]
+
+
+def save(
+    folder: Path, step: int, model: Tensors, optimizer: Tensors, state: dict[str, Any], sharded: bool = False
+) -> Checkpoint:
+    """Write one checkpoint. Every rank calls this when `sharded`, otherwise rank 0 alone.
+
+    Raises RunError, on every rank that called, when the disk refuses one of them; then nothing stands under the final
+    name and older checkpoints are untouched.
+    """
+    temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)
+    try:
+        _by_writer(sharded, lambda: _prepare(folder, temporary))
+        if sharded:
+            from deskside.weights import sharded_files
+
+            sharded_files.write(temporary / SHARDED, {"model": model, "optimizer": optimizer})
+        else:
+            save_file({k: v.contiguous() for k, v in model.items()}, temporary / WEIGHTS)
+            save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
+        _by_writer(sharded, lambda: _finish(temporary, final, state))
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(folder).free / 2**20
+        if not sharded or dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(temporary)
+        raise RunError(
+            f"checkpoint of step {step} could not be written to {folder} ({error}; {free:.0f} MiB free); "
+            f"older checkpoints are untouched"
+        ) from None
+    return Checkpoint(final, step)
+
+
+def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that verifies. Each damaged one is named through `warn`. None where there is none at all.
+
+    Raises RunError when there are checkpoints and all of them are damaged.
+    """
+    found = find(folder)
+    for checkpoint in found:
+        try:
+            verify(checkpoint)
+        except Damaged as damage:
+            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
+            continue
+        return checkpoint
+    if found:
+        raise RunError(
+            f"no checkpoint in {folder} can be used: {', '.join(c.path.name for c in found)} are damaged; restore one "
+            f"of them, or start a new run"
+        )
+    return None
+
+
+def set_aside(folder: Path, newer_than: int) -> list[Path]:
+    """Rename checkpoints of later steps, so that they neither count as kept nor stand in the way.
+
+    For damaged ones: all those newer than the newest good one. Returns the new paths.
+    """
+    moved = []
+    for checkpoint in find(folder):
+        if checkpoint.step > newer_than:
+            target = folder / f"{SET_ASIDE}{checkpoint.path.name}"
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(checkpoint.path, target)
+            moved.append(target)
+    return moved
+
+
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The JSON part of a checkpoint. Raises RunError when it cannot be read."""
+    path = checkpoint.path / STATE
+    try:
+        state = json_value(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: cannot be read ({error}); restore it, or delete {checkpoint.path}") from None
+    if not isinstance(state, dict):
+        raise RunError(f"{path}: does not hold a JSON object; restore it, or delete {checkpoint.path}")
+    return state
+
+
+def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Tensors:
+    """`name` is WEIGHTS or OPTIMIZER; of a checkpoint that is not sharded."""
+    return load_file(checkpoint.path / name, device=str(device))
+
+
+def load_sharded(checkpoint: Checkpoint, model: Tensors, optimizer: Tensors) -> None:
+    """Fill the given (sharded) tensors in place. Every rank calls this."""
+    from deskside.weights import sharded_files
+
+    try:
+        sharded_files.read(checkpoint, {"model": model, "optimizer": optimizer})
+    except Damaged as damage:
+        raise RunError(f"{damage}; restore it, or delete {checkpoint.path}") from None
+
+
+def prune(folder: Path, keep: int, permanent: Callable[[Checkpoint], bool]) -> None:
+    """Delete checkpoints beyond the newest `keep`, but for those that `permanent` keeps for good."""
+    for checkpoint in find(folder)[keep:]:
+        if not permanent(checkpoint):
+            _delete(checkpoint.path)
+
+
+def clean(folder: Path) -> None:
+    """Remove what an interrupted save or deletion left."""
+    for entry in folder.glob(".tmp-*"):
+        shutil.rmtree(entry)
+
+
+def _by_writer(sharded: bool, work: Callable[[], None]) -> None:
+    """`work` on one process. Its OSError is raised on every rank: none may wait for one that has failed."""
+    if not sharded:
+        work()
+        return
+    error: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as raised:
+            error = [raised]
+    dist.broadcast_object_list(error, src=0)
+    if error[0] is not None:
+        raise error[0]
+
+
+def _prepare(folder: Path, temporary: Path) -> None:
+    clean(folder)
+    temporary.mkdir(parents=True)
+
+
+def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
+    """State and manifest beside the tensors, all forced to the disk, then the final name."""
+    _write(temporary / STATE, json.dumps(state))
+    files = files_of(temporary)
+    listing = {
+        str(p.relative_to(temporary)): dict(zip(("bytes", "xxh3_128"), fingerprint(p), strict=True))
+        for p in files
+    }
+    _write(temporary / MANIFEST, json.dumps({"schema_version": SCHEMA_VERSION, "files": listing}, indent=1))
+    for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
+        _sync(path)
+    if final.exists():
+        _delete(final)
+    os.replace(temporary, final)
+    _sync(final.parent)
+
+
+def _delete(path: Path) -> None:
+    # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint under a final name.
+    doomed = path.with_name(f".tmp-old-{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

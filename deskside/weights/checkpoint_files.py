@@ -1,0 +1,131 @@
+"""Reading checkpoints of a run: which there are, whether they are whole, and their weights.
+
+A checkpoint is a folder `step-000001000` whose manifest.json holds size and checksum (XXH3-128) of every other file.
+`deskside/weights/checkpoint.py` writes them and says why they look as they do.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from deskside.utils.errors import RunError
+from deskside.utils.parsing import json_value
+
+NAME = re.compile(r"step-(\d{9})")
+WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+SHARDED, MANIFEST = "sharded", "manifest.json"
+PICKLED = ".metadata"  # beside the shards of versions before 2026-11-22, in torch.distributed.checkpoint's own format
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the tensors are shards, in a folder of their own (export/shards.py)."""
+        return (self.path / SHARDED).is_dir()
+
+
+class Damaged(Exception):
+    """A checkpoint whose files do not match its manifest; the text says which and how."""
+
+
+def folder_name(step: int) -> str:
+    """step-000001000 for step 1000."""
+    return f"step-{step:09d}"
+
+
+def find(folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints, newest first."""
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = NAME.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found.append(Checkpoint(entry, int(match[1])))
+    return sorted(found, key=lambda c: c.step, reverse=True)
+
+
+def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
+    """Check size and checksum of every file, or of every one that holds weights, against the manifest.
+
+    Raises Damaged when one differs, and RunError for the old sharded format.
+    """
+    refuse_pickle(checkpoint)
+    path = checkpoint.path
+    try:
+        manifest = json_value((path / MANIFEST).read_bytes())
+        version = manifest["schema_version"]
+        listed = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
+    except OSError as error:
+        raise Damaged(f"{path / MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
+    if version != SCHEMA_VERSION:
+        raise Damaged(f"{path / MANIFEST} has schema version {version}; this deskside reads {SCHEMA_VERSION}")
+    if unlisted := {str(p.relative_to(path)) for p in files_of(path)} - listed.keys() - {MANIFEST}:
+        raise Damaged(f"{path / MANIFEST} is damaged: it does not list {min(unlisted)}")
+    if weights_only:
+        listed = {n: v for n, v in listed.items() if n == WEIGHTS or n.startswith(f"{SHARDED}/")}
+        if not listed:
+            raise Damaged(f"{path / MANIFEST} lists no weights")
+    for name, expected in listed.items():
+        try:
+            found = fingerprint(path / name)
+        except (OSError, ValueError) as error:  # a flipped bit may have made a name that no file can have
+            raise Damaged(f"{path / name} cannot be read ({error})") from None
+        for what, is_, should in zip(("bytes", "xxh3_128"), found, expected, strict=True):
+            if is_ != should:
+                raise Damaged(f"{path / name} is damaged: {what} {is_}, expected {should}")
+
+
+def refuse_pickle(checkpoint: Checkpoint) -> None:
+    """Raise RunError for a sharded checkpoint in the old format: its metadata is a pickle, which can run any code."""
+    old = checkpoint.path / SHARDED / PICKLED
+    if old.exists():
+        raise RunError(
+            f"{old}: this checkpoint is in the sharded format of deskside before 2026-11-22, a pickle, which can run "
+            f"code when it is read, so it is not read; if you trust it, export it with the version that wrote it "
+            f"(deskside export RUN --to hf --out DIR) and go on from its weights with: deskside train --init DIR"
+        )
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Every file of a checkpoint, in order of name."""
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def fingerprint(path: Path) -> tuple[int, str]:
+    """Size in bytes and XXH3-128 of a file."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return path.stat().st_size, digest.hexdigest()
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], trained_only: bool = False) -> None:
+    """Copy tensors into a model's parameters by name; trained_only: into those that train, and leave frozen ones.
+
+    Raises RunError when names or shapes differ.
+    """
+    own = {n: p for n, p in model.named_parameters() if p.requires_grad or not trained_only}
+    if own.keys() != tensors.keys():
+        odd = min(own.keys() ^ tensors.keys())
+        raise RunError(f"these weights belong to another architecture: '{odd}' stands on one side only")
+    for name, parameter in own.items():
+        if parameter.shape != tensors[name].shape:
+            raise RunError(
+                f"these weights belong to another architecture: '{name}' is {tuple(tensors[name].shape)}, "
+                f"{tuple(parameter.shape)} is needed"
+            )
+        parameter.copy_(tensors[name])

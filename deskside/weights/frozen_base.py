@@ -1,0 +1,199 @@
+"""The frozen model below an adapter run: made from weights, kept in the run, read again.
+
+A run with adapters keeps its base once, as `base.safetensors`: the codes that it trains beside, so that a resumed run
+finds the same to the last bit, and so that the run is whole without the model that it began from. Checkpoints then
+hold nothing but what trains. `base.json` has size and checksum, and the tokens whose rows train.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import Field, NonNegativeInt, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from deskside.config.adapter import AdapterConfig
+from deskside.config.base import Part, first_problem
+from deskside.config.model import ModelConfig
+from deskside.model.transformer import Transformer
+from deskside.ops.linear import Linear
+from deskside.ops.lora import TrainedRows
+from deskside.optim.groups import clean_name
+from deskside.precision.adapters import attach
+from deskside.precision.frozen import BUFFERS, FrozenLinear, freeze
+from deskside.utils.errors import RunError
+from deskside.weights.checkpoint_files import fingerprint
+
+BASE, FACTS = "base.safetensors", "base.json"
+
+
+class BaseFacts(Part):
+    """base.json: what base.safetensors must be, and the tokens whose rows train."""
+
+    schema_version: int = Field(1, ge=1, le=1)
+    bytes: NonNegativeInt
+    xxh3_128: str
+    trained_tokens: tuple[NonNegativeInt, ...]
+
+
+@torch.no_grad()
+def make(
+    config: ModelConfig,
+    adapter: AdapterConfig,
+    seed: int,
+    weights: Mapping[str, Tensor],
+    device: torch.device | str,
+    trained_tokens: Sequence[int] = (),
+) -> Transformer:
+    """A model with `weights` (by parameter name, anywhere) frozen on `device`, and fresh adapters.
+
+    One block at a time is on the device in full precision. Raises RunError for another architecture's weights, and
+    UsageError as `attach` does.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    own = dict(model.named_parameters())
+    if own.keys() != weights.keys():
+        odd = min(own.keys() ^ weights.keys())
+        raise RunError(f"these weights belong to another architecture: '{odd}' stands on one side only")
+
+    def fill(prefix: str, module: nn.Module, dtype: torch.dtype) -> None:
+        for path, part in module.named_modules():
+            for leaf, parameter in list(part.named_parameters(recurse=False)):
+                name = ".".join(filter(None, (prefix, path, leaf)))
+                given = weights[name]
+                if given.shape != parameter.shape:
+                    raise RunError(
+                        f"these weights belong to another architecture: '{name}' is {tuple(given.shape)}, "
+                        f"{tuple(parameter.shape)} is needed"
+                    )
+                if parameter.is_meta:
+                    kind = dtype if parameter.ndim >= 2 else torch.float32
+                    part.register_parameter(leaf, nn.Parameter(given.detach().to(device, kind, copy=True)))
+
+    # Codes are made from full precision; what stays in 16 bits never needs more.
+    for number, block in enumerate(model.layers):
+        fill(f"layers.{number}", block, torch.bfloat16 if adapter.base == "bf16" else torch.float32)
+        freeze(block, adapter.base)
+    fill("", _without_blocks(model), torch.bfloat16)
+    model.reset_buffers()
+    attach(model, adapter, seed, trained_tokens)
+    return model
+
+
+def keep(model: Transformer, run_dir: Path) -> None:
+    """Write base.safetensors and base.json into a run. Raises RunError when the disk refuses."""
+    tensors = _frozen(model)
+    rows = [module for module in model.modules() if isinstance(module, TrainedRows)]
+    temporary = run_dir / f".tmp-{BASE}"
+    try:
+        save_file(tensors, temporary)
+        size, checksum = fingerprint(temporary)
+        facts = {
+            "schema_version": 1,
+            "bytes": size,
+            "xxh3_128": checksum,
+            "trained_tokens": rows[0].ids.tolist() if rows else [],
+        }
+        _to_disk(temporary)
+        os.replace(temporary, run_dir / BASE)
+        listing = run_dir / f".tmp-{FACTS}"
+        listing.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+        _to_disk(listing)
+        os.replace(listing, run_dir / FACTS)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"{run_dir / BASE}: cannot be written ({error})") from None
+
+
+def reopen(
+    run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, device: torch.device | str
+) -> Transformer:
+    """The model that `keep` was given, with fresh adapters. Raises RunError when it is not there or was changed."""
+    path = run_dir / BASE
+    facts = _verify(run_dir)
+    with torch.device("meta"):
+        model = Transformer(config)
+    tensors = load_file(path, device=str(device))
+    if adapter.base != "bf16":
+        for parent_path, parent in list(model.named_modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, Linear) and child.role == "matrix":
+                    prefix = f"{parent_path}.{name}"
+                    stored = {key: tensors.pop(f"{prefix}.{key}") for key in BUFFERS[adapter.base]}
+                    setattr(parent, name, FrozenLinear(child, adapter.base, stored))
+    for path_, module in model.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                tensor = tensors.pop(f"{path_}.{leaf}")
+                module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    model.reset_buffers()
+    attach(model, adapter, seed, facts.trained_tokens)
+    return model
+
+
+def is_made_from(
+    run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, weights: Mapping[str, Tensor]
+) -> bool:
+    """Return whether freezing `weights` gives the base that a run keeps, bit for bit.
+
+    Raises RunError when the base is damaged, or the weights are of another architecture.
+    """
+    facts = _verify(run_dir)
+    frozen = _frozen(make(config, adapter, seed, weights, "cpu", facts.trained_tokens))
+    with safe_open(run_dir / BASE, "pt") as stored:  # one tensor at a time
+        return set(stored.keys()) == frozen.keys() and all(
+            _same_bits(tensor, stored.get_tensor(name)) for name, tensor in frozen.items()
+        )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _verify(run_dir: Path) -> BaseFacts:
+    """Return what base.json says of base.safetensors. Raises RunError when one of them is missing or was changed."""
+    path = run_dir / BASE
+    try:
+        facts = BaseFacts.model_validate_json((run_dir / FACTS).read_bytes())
+        found = fingerprint(path)
+    except OSError as error:
+        raise RunError(
+            f"{error.filename}: cannot be read ({error.strerror}); adapters are nothing without it: restore it, or "
+            f"start another run"
+        ) from None
+    except ValidationError as error:
+        raise RunError(f"{run_dir / FACTS}: {first_problem(error)}; restore it") from None
+    if found != (facts.bytes, facts.xxh3_128):
+        raise RunError(f"{path}: is damaged: its checksum is not that of {FACTS}; restore it")
+    return facts
+
+
+def _frozen(model: Transformer) -> dict[str, Tensor]:
+    """Return the tensors of a model that do not train, by name."""
+    trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = ((clean_name(name), tensor) for name, tensor in model.state_dict().items())
+    return {name: tensor.contiguous() for name, tensor in named if name not in trained}
+
+
+def _without_blocks(model: Transformer) -> nn.Module:
+    """The modules beside the blocks, under their names."""
+    rest = nn.Module()
+    for name, module in model.named_children():
+        if module is not model.layers:
+            rest.add_module(name, module)
+    return rest
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

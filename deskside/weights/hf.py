@@ -1,0 +1,298 @@
+"""Hugging Face directories: write one that AutoModelForCausalLM and AutoTokenizer load, and read published ones.
+
+What is written lists itself in deskside.json, with checksums. Only a directory that holds nothing but what its list
+says is ever replaced: a file that a person added or changed is theirs.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deskside.config.model import ModelConfig
+from deskside.data.corpus import output_folder as folders
+from deskside.data.tokenizer import end_of_text
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.model.init import allocate
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import LogicalTensor, logical_tensors
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_object
+from deskside.weights.checkpoint_files import fingerprint
+from deskside.weights.hf_config import from_hf_config
+from deskside.weights.hf_families import FAMILIES, Family, family_of, to_hf_config
+
+TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+MARK = "deskside.json"  # where an export came from, and its files
+
+
+def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json's content, and the state under Hugging Face's names (new tensors only where theirs stack ours).
+
+    Raises UsageError naming the options that have no Hugging Face form.
+    """
+    return to_hf_config(config), hf_tensors(model, family_of(config), lambda tensor: tensor.view)
+
+
+def hf_tensors(
+    model: Transformer, family: Family, value_of: Callable[[LogicalTensor], Tensor]
+) -> dict[str, Tensor]:
+    """Any per-parameter values (weights, gradients) under Hugging Face's names and in their layout."""
+    result: dict[str, Tensor] = {}
+    for name, parts in _by_hf_name(model, family).items():
+        values = [value_of(part) for part in parts]
+        tensor = values[0] if len(values) == 1 else torch.cat(values)
+        result[name] = tensor.T if _is_transposed(family, parts[0]) else tensor
+    return result
+
+
+def save_hf(
+    model: Transformer,
+    config: ModelConfig,
+    tokenizer_path: Path | None,
+    out_dir: Path,
+    dtype: torch.dtype = torch.float32,
+    about: Mapping[str, Any] | None = None,
+    card: str | None = None,
+) -> Path:
+    """Write config.json, generation_config.json, model.safetensors, the tokenizer's files and deskside.json.
+
+    tokenizer_path: a tokenizer.json, or a directory with one (its chat template and settings come along); None writes
+    none. `about` goes into deskside.json, `card` is README.md. All or nothing: the directory appears under its name
+    when it is complete, and replaces an earlier export. Returns `out_dir`.
+    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or where `check_out` refuses, and
+    RunError where the disk is too small.
+    """
+    hf_config, state = to_hf(model, config)
+    size = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
+    generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
+    with replaced_when_complete(out_dir, size) as folder:
+        if tokenizer_path is not None:
+            ids = _write_tokenizer(tokenizer_path, folder, config)
+            generation |= ids
+            hf_config |= {name: ids[name] for name in ("bos_token_id", "eos_token_id")}
+        hf_config["dtype"] = hf_config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        _write_json(folder / "config.json", hf_config)
+        _write_json(folder / "generation_config.json", generation)
+        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
+        try:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # what a full disk is to safetensors
+            raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        seal(folder, about)
+    return out_dir
+
+
+def seal(folder: Path, about: Mapping[str, Any] | None) -> None:
+    """Write deskside.json, the last file of an export: `about`, and size and checksum of every other file."""
+    listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
+    _write_json(folder / MARK, {**(about or {}), "files": listing})
+    # safetensors and temporary folders let their owner alone read; all shall be open to whom the others are.
+    mode = (folder / MARK).stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)
+    folder.chmod(mode | (mode & 0o444) >> 2)
+
+
+def check_out(out_dir: Path) -> set[str]:
+    """The names of the files of an earlier export in `out_dir`; none where it is empty or not there.
+
+    Raises UsageError when it is a file, or holds anything else than what an export wrote.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UsageError(f"--out {out_dir}: is a file; choose a directory")
+    if not out_dir.exists():
+        return set()
+    folders.refuse_fixed(out_dir)
+    listed = json_object(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
+    seen = listed if isinstance(listed, dict) else {}
+    own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
+    own |= {MARK} if seen else set()
+    if others := folders.strangers(out_dir, own):
+        raise UsageError(
+            f"--out {out_dir}: holds {others[0]}, which `deskside export` did not write or which was changed since; "
+            "move it away, or choose another directory"
+        )
+    return own
+
+
+def load_hf(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[ModelConfig, Transformer]:
+    """Read a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
+
+    dtype: of weights with two or more dimensions; the others are float32. Raises UsageError when it is not one or has
+    options that are not computed here, RunError when config.json or the weights are damaged.
+    """
+    source = json_object(folder / "config.json")
+    try:
+        config = from_hf_config(source)
+    except UsageError as error:
+        raise UsageError(f"{folder}: {error}") from None
+    except RunError as error:
+        raise RunError(f"{folder}: {error}") from None
+    family = FAMILIES[source["model_type"]]
+    model = allocate(config, device, dtype)
+    with ExitStack() as stack, torch.no_grad():
+        stored = _Stored(folder, family, stack)
+        wanted = _by_hf_name(model, family)
+        for name, parts in wanted.items():
+            tensor = stored.read(name)
+            if _is_transposed(family, parts[0]):
+                tensor = tensor.T
+            rows = [part.view.shape[0] for part in parts]
+            expected = (sum(rows), *parts[0].view.shape[1:])
+            if tuple(tensor.shape) != expected:
+                raise RunError(f"{folder}: {name} is {tuple(tensor.shape)}, its config.json needs {expected}")
+            for part, values in zip(parts, tensor.split(rows), strict=True):
+                part.view.copy_(values)
+        extra = stored.unread(tied=config.tie_word_embeddings)
+    if extra:
+        raise UsageError(
+            f"{folder}: {len(extra)} tensors that this architecture does not have, such as {extra[0]}"
+        )
+    return config, model
+
+
+class _Stored:
+    """The tensors of a directory, in one safetensors file or in shards with an index."""
+
+    def __init__(self, folder: Path, family: Family, stack: ExitStack):
+        self.folder, self.family = folder, family
+        self.seen: set[str] = set()
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.exists():
+            files = json_object(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise RunError(f"{index}: has no weight_map of names to files")
+            names = sorted(set(files.values()))
+        elif single.exists():
+            names = [single.name]
+        else:
+            raise UsageError(f"{folder} has no model.safetensors; save it with safe_serialization first")
+        self.file_of: dict[str, Any] = {}
+        for name in names:
+            try:
+                file = stack.enter_context(safe_open(folder / name, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise RunError(f"{folder / name} cannot be read: {error}") from error
+            self.file_of |= dict.fromkeys(file.keys(), file)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its full name, or by the name without the family's prefix."""
+        for candidate in (name, name.removeprefix(self.family.prefix)):
+            if candidate in self.file_of:
+                self.seen.add(candidate)
+                tensor: Tensor = self.file_of[candidate].get_tensor(candidate)
+                return tensor
+        raise RunError(f"{self.folder} has no tensor {name}; its config.json says it should")
+
+    def unread(self, tied: bool) -> list[str]:
+        """Weights that nobody asked for. A tied model may store its head once more."""
+        known = (*self.family.buffers, *(["lm_head.weight"] if tied else []))
+        return sorted(name for name in self.file_of if name not in self.seen and not name.endswith(known))
+
+
+def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:
+    """Their name -> our tensors, in the order in which theirs stacks them."""
+    result: dict[str, list[LogicalTensor]] = {}
+    for tensor in logical_tensors(model):
+        result.setdefault(hf_name(tensor.name, family), []).append(tensor)
+    return result
+
+
+def hf_name(name: str, family: Family) -> str:
+    """A logical tensor's name as that architecture calls it."""
+    module, _, leaf = name.rpartition(".")
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
+    return f"{family.names[re.sub(r'(?<=[.])[0-9]+(?=[.])', '{}', module)].format(*numbers)}.{leaf}"
+
+
+def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
+    return family.transposed and tensor.kind == "matrix"
+
+
+def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """Copy or write the tokenizer's files; returns the ids of the tokens that begin, end and pad a text.
+
+    Of a tokenizer for conversations several tokens end a text: those of the generation_config.json beside it.
+    """
+    file = source / "tokenizer.json" if source.is_dir() else source
+    content = json_object(file)
+    ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    try:
+        name, end = end_of_text(load_tokenizer(file), file.parent)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+    if max(ids.values(), default=end) >= config.vocab_size:
+        raise UsageError(
+            f"{file} has token {max(ids.values())}, above the model's vocab_size {config.vocab_size}"
+        )
+    shutil.copyfile(file, folder / "tokenizer.json")
+    for extra in TOKENIZER_EXTRAS:
+        if (file.parent / extra).exists():
+            shutil.copyfile(file.parent / extra, folder / extra)
+    if not (folder / "tokenizer_config.json").exists():
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": name,
+            "eos_token": name,
+            "pad_token": name,
+            "model_max_length": config.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+        }
+        _write_json(folder / "tokenizer_config.json", settings)
+    settings, ends = json_object(folder / "tokenizer_config.json"), file.parent / "generation_config.json"
+    begin = settings.get("bos_token")
+    begin = begin.get("content") if isinstance(begin, dict) else begin
+    stops = json_object(ends).get("eos_token_id", end) if ends.is_file() else end
+    return {"bos_token_id": ids.get(begin, end), "eos_token_id": stops, "pad_token_id": end}
+
+
+@contextmanager
+def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
+    """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails.
+
+    size: bytes that it will hold. Raises RunError where the disk has less left, else as `check_out` and
+    `folders.replace` do.
+    """
+    if out_dir.exists():
+        folders.refuse_fixed(out_dir)
+    _enough_room(out_dir, size)
+    out_dir = out_dir.resolve()  # where it is a link, what it leads to is replaced
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
+    try:
+        yield partial
+        folders.replace(out_dir, partial, check_out(out_dir))
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _enough_room(out_dir: Path, needed: int) -> None:
+    """Raises RunError where the disk of `out_dir` has less than `needed` bytes left."""
+    place = out_dir.resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise RunError(
+            f"--out {out_dir}: needs {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free there; "
+            "free some space, or choose another disk"
+        )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,148 @@
+"""config.json of a published checkpoint -> ModelConfig. What we do not compute is refused by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from deskside.config.base import first_problem
+from deskside.config.model import ModelConfig
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf_families import FAMILIES
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "relu2": "relu2",
+}
+
+
+def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration of a published checkpoint.
+
+    Raises UsageError for an architecture, or an option of one, that this package does not compute, and RunError for
+    values that are missing, impossible or of the wrong kind.
+    """
+    model_type = source.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UsageError(f"model_type '{model_type}' is not supported; use one of {', '.join(FAMILIES)}")
+    try:
+        return _gpt2(source) if model_type == "gpt2" else _decoder(source, model_type)
+    except KeyError as error:
+        raise RunError(f"config.json of a {model_type} model lacks {error}; is it complete?") from error
+    except ValidationError as error:
+        raise RunError(f"config.json describes an impossible model: {first_problem(error)}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RunError(f"config.json holds a value of the wrong kind ({error}); is it damaged?") from error
+
+
+def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
+    heads, layers = source["num_attention_heads"], source["num_hidden_layers"]
+    if not isinstance(layers, int) or layers > 10_000:
+        raise ValueError(f"num_hidden_layers: {layers!r}")
+    default_head_dim = 128 if model_type == "qwen3" else source["hidden_size"] // heads
+    values: dict[str, Any] = {
+        "hidden_size": source["hidden_size"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": source.get("num_key_value_heads") or heads,
+        "head_dim": source.get("head_dim") or default_head_dim,
+        "intermediate_size": source["intermediate_size"],
+        "max_position_embeddings": source["max_position_embeddings"],
+        "rope_theta": _rope_theta(source),
+        "hidden_act": _activation(source.get("hidden_act", "silu")),
+        "norm_eps": source.get("rms_norm_eps", 1e-6),
+        "attention_bias": source.get("attention_bias", False),
+        "mlp_bias": source.get("mlp_bias", False),
+        "qk_norm": model_type != "llama",
+        "tie_word_embeddings": source.get("tie_word_embeddings", False),
+        "initializer_range": source.get("initializer_range", 0.02),
+        "vocab_size": source["vocab_size"],
+    }
+    windows = _windows(source, model_type, layers)
+    if any(windows):
+        values["sliding_window"] = source["sliding_window"]
+        values["window_pattern"] = _shortest_pattern("".join("S" if window else "L" for window in windows))
+    if model_type == "qwen3_moe":
+        if source.get("mlp_only_layers") or source.get("decoder_sparse_step", 1) != 1:
+            raise UsageError(
+                "mlp_only_layers, decoder_sparse_step: a mix of dense and expert layers is not supported"
+            )
+        values |= {
+            "num_experts": source.get("num_experts") or source["num_local_experts"],
+            "num_experts_per_tok": source["num_experts_per_tok"],
+            "moe_intermediate_size": source["moe_intermediate_size"],
+            "norm_topk_prob": source.get("norm_topk_prob", False),
+            "router_aux_loss_coef": source.get("router_aux_loss_coef", 0.001),
+        }
+    return ModelConfig(**values)
+
+
+def _gpt2(source: Mapping[str, Any]) -> ModelConfig:
+    for name, needed in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        if source.get(name, needed) != needed:
+            raise UsageError(f"{name}: only {str(needed).lower()} is supported")
+    hidden, heads = source["n_embd"], source["n_head"]
+    return ModelConfig(
+        vocab_size=source["vocab_size"],
+        hidden_size=hidden,
+        num_hidden_layers=source["n_layer"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=source.get("n_inner") or 4 * hidden,
+        max_position_embeddings=source["n_positions"],
+        position_embedding="learned",
+        hidden_act=_activation(source.get("activation_function", "gelu_new")),
+        gated_mlp=False,
+        mlp_bias=True,
+        attention_bias=True,
+        norm="layernorm",
+        norm_bias=True,
+        norm_eps=source.get("layer_norm_epsilon", 1e-5),
+        qk_norm=False,
+        tie_word_embeddings=source.get("tie_word_embeddings", True),
+        initializer_range=source.get("initializer_range", 0.02),
+    )
+
+
+def _rope_theta(source: Mapping[str, Any]) -> float:
+    rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UsageError(f"rope_parameters: rope_type '{kind}' is not supported; only default is")
+    return float(rope.get("rope_theta", source.get("rope_theta", 10000.0)))
+
+
+def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bool]:
+    """Which layers have a sliding window."""
+    if model_type == "llama" or not source.get("use_sliding_window") or not source.get("sliding_window"):
+        return [False] * layers
+    if model_type == "qwen3_moe":
+        return [True] * layers
+    types = source.get("layer_types")
+    if types is None:
+        return [layer >= source.get("max_window_layers", 28) for layer in range(layers)]
+    return [kind == "sliding_attention" for kind in types]
+
+
+def _shortest_pattern(pattern: str) -> str:
+    """SLSLS -> SL: the shortest string that, repeated and cut, gives the pattern."""
+    for length in range(1, len(pattern)):
+        unit = pattern[:length]
+        if (unit * len(pattern))[: len(pattern)] == pattern:
+            return unit
+    return pattern
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise UsageError(f"hidden_act '{name}' is not supported; use one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]

@@ -1,0 +1,268 @@
+"""A path -> a model that is ready to be used: a run, one checkpoint of it, or a Hugging Face directory.
+
+Of a run the newest checkpoint is taken whose weights match the checksum in its manifest; a damaged one is named and the
+next older one is used. A run without checkpoints may still have the exported model that it ended with.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from deskside.config.base import first_problem
+from deskside.config.model import ModelConfig
+from deskside.config.run import SCHEMA_VERSION, RunConfig
+from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
+from deskside.data.tokenizer import load as load_tokenizer
+from deskside.model.init import allocate
+from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_object
+from deskside.weights.checkpoint_files import (
+    MANIFEST,
+    NAME,
+    WEIGHTS,
+    Checkpoint,
+    Damaged,
+    find,
+    load_weights,
+    verify,
+)
+from deskside.weights.hf import load_hf
+from deskside.weights.merge import merged, read_adapted
+
+Kind = Literal["run", "checkpoint", "hf"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with all that belongs to it.
+
+    start_token stands before a text; eos_tokens end one. `tokenizer_dir` holds tokenizer.json (and a chat template,
+    where there is one). run_dir, run and step are of a run or checkpoint, `run` being run.json; else None and empty.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    config: ModelConfig
+    kind: Kind
+    tokenizer_dir: Path
+    start_token: int
+    eos_tokens: frozenset[int]
+    run_dir: Path | None
+    run: dict[str, Any]
+    step: int | None
+
+    @property
+    def name(self) -> str:
+        """What to call it: the run's name, or the directory's."""
+        return str(self.run.get("name") or self.tokenizer_dir.resolve().name)
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def load_model(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    warn: Callable[[str], None] = _to_standard_error,
+) -> Loaded:
+    """Load a run, a checkpoint or a Hugging Face directory.
+
+    dtype: of weights with two or more dimensions, and so of the activations; norms keep float32. With bfloat16 the
+    numbers are those of BF16 training, which casts the same weights where it uses them. `warn` gets a sentence for
+    each damaged checkpoint that was passed over.
+    Raises UsageError when there is no such model, RunError when it is damaged: run.json, config.json, the tokenizer,
+    the weights of a Hugging Face directory, or every checkpoint of a run.
+    """
+    path = Path(path)
+    if not path.exists():
+        near = Path("runs") / path
+        hint = (
+            f"did you mean {near}?" if near.is_dir() else "give a run (runs/NAME) or a Hugging Face directory"
+        )
+        raise UsageError(f"{path}: no such directory; {hint}")
+    if not path.is_dir():
+        raise UsageError(f"{path}: is a file; give a run (runs/NAME) or a Hugging Face directory")
+    if (path / "run.json").is_file():
+        loaded = _from_run(path, device, dtype, warn)
+    elif NAME.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
+        loaded = _from_checkpoint(path, device, dtype)
+    elif (path / "config.json").is_file():
+        config, model = load_hf(path, device, dtype)
+        loaded = _complete(model, config, "hf", path, None, {}, None)
+    else:
+        raise UsageError(
+            f"{path}: holds neither a run (run.json) nor a Hugging Face model (config.json); "
+            "runs are made by: deskside train PRESET"
+        )
+    _cast(loaded.model, dtype)
+    loaded.model.eval()
+    return loaded
+
+
+def _from_run(
+    run_dir: Path, device: torch.device | str, dtype: torch.dtype, warn: Callable[[str], None]
+) -> Loaded:
+    run, config = _read_run(run_dir)
+    found = find(run_dir / "checkpoints")
+    for checkpoint in found:
+        try:
+            model = _read_weights(checkpoint, config, device, dtype, run_dir, run)
+        except Damaged as damage:
+            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
+            continue
+        return _complete(model, config, "run", run_dir, run_dir, run, checkpoint.step)
+    exported = run_dir / "model"
+    if (exported / "config.json").is_file():
+        config, model = load_hf(exported, device, dtype)
+        return _complete(model, config, "run", exported, run_dir, run, None)
+    if found:
+        raise RunError(
+            f"{run_dir}: all {len(found)} checkpoints are damaged; train again, or restore one of them"
+        )
+    raise UsageError(f"{run_dir}: has no checkpoint yet; make one with: deskside train --resume {run_dir}")
+
+
+def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype) -> Loaded:
+    run_dir = path.resolve().parent.parent
+    if not (run_dir / "run.json").is_file():
+        raise UsageError(
+            f"{path}: this checkpoint is not inside a run (runs/NAME/checkpoints/{path.name}), "
+            "so its configuration is unknown; put it back there"
+        )
+    run, config = _read_run(run_dir)
+    match = NAME.fullmatch(path.resolve().name)
+    assert match is not None  # the caller has seen that it does
+    checkpoint = Checkpoint(path, int(match[1]))
+    try:
+        model = _read_weights(checkpoint, config, device, dtype, run_dir, run)
+    except Damaged as damage:
+        raise RunError(f"{damage}; use the run itself ({run_dir}), which takes the newest good one") from None
+    return _complete(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
+
+
+def _complete(
+    model: Transformer,
+    config: ModelConfig,
+    kind: Kind,
+    tokenizer_dir: Path,
+    run_dir: Path | None,
+    run: dict[str, Any],
+    step: int | None,
+) -> Loaded:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if highest >= config.vocab_size:
+        raise RunError(
+            f"{tokenizer_dir / 'tokenizer.json'}: has token {highest}, above the model's vocabulary of "
+            f"{config.vocab_size}; put the model's own tokenizer there"
+        )
+    end = end_of_text(tokenizer, tokenizer_dir)[1]
+    eos = {end, *_eos_of_generation_config(tokenizer_dir)}
+    turn = tokenizer.token_to_id(CHAT_TOKENS[1])
+    eos |= {turn} if turn is not None else set()
+    begin = named_token(tokenizer, tokenizer_dir, "bos_token")
+    return Loaded(
+        model,
+        tokenizer,
+        config,
+        kind,
+        tokenizer_dir,
+        end if begin is None else begin,
+        frozenset(eos),
+        run_dir,
+        run,
+        step,
+    )
+
+
+def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
+    path = run_dir / "run.json"
+    run = json_object(path)
+    config = run.get("config")
+    shape = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(shape, dict):
+        raise RunError(f"{path}: has no model configuration; restore it, or use another run")
+    if run.get("schema_version") != SCHEMA_VERSION:
+        raise RunError(
+            f"{path}: has schema version {run.get('schema_version')}; this deskside reads {SCHEMA_VERSION}"
+        )
+    try:
+        return run, ModelConfig.model_validate(shape)
+    except ValidationError as error:
+        raise RunError(f"{path}: config.model.{first_problem(error)}; restore the file") from None
+
+
+def _read_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    run_dir: Path,
+    run: dict[str, Any],
+) -> Transformer:
+    """A model with a checkpoint's weights, adapters merged. They are read on the host: a card may have room for one of
+    them in `dtype` and for no more. Raises Damaged, or RunError for another architecture's."""
+    if run["config"].get("adapter") is not None:
+        return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), "cpu"), device, dtype)
+    verify(checkpoint, weights_only=True)
+    model = allocate(config, device, dtype)
+    if checkpoint.sharded:
+        from deskside.weights import sharded_files  # importing torch.distributed.checkpoint takes a while
+
+        whole = allocate(config, "cpu", torch.float32)
+        own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+        sharded_files.read(checkpoint, {"model": own}, no_dist=True)
+        load_weights(model, own)
+        return model
+    try:
+        stored = load_file(checkpoint.path / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"{checkpoint.path / WEIGHTS} cannot be read ({error})") from None
+    try:
+        load_weights(model, stored)
+    except RunError as error:
+        raise RunError(f"{checkpoint.path}: {error}") from None
+    return model
+
+
+def _whole_config(run_dir: Path, run: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(run["config"])
+    except ValidationError as error:
+        raise RunError(f"{run_dir / 'run.json'}: config.{first_problem(error)}; restore the file") from None
+
+
+@torch.no_grad()
+def _cast(model: Transformer, dtype: torch.dtype) -> None:
+    """Store what is cast at every use anyway in the dtype of its use, unless it is read so already."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _eos_of_generation_config(folder: Path) -> set[int]:
+    path = folder / "generation_config.json"
+    ids = json_object(path).get("eos_token_id") if path.is_file() else None
+    return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+
+
+def named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
+    """The id of the token that tokenizer_config.json names under `key`."""
+    path = folder / "tokenizer_config.json"
+    named = json_object(path).get(key) if path.is_file() else None
+    named = named.get("content") if isinstance(named, dict) else named
+    token = tokenizer.token_to_id(named) if isinstance(named, str) else None
+    return int(token) if token is not None else None

@@ -1,0 +1,104 @@
+"""Sharded tensors of a checkpoint: torch.distributed.checkpoint over safetensors files.
+
+Every rank writes its own shards. A file names its tensors and the offset of each shard in its header, so nothing
+executes on load, and any number of processes can read what another number wrote.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from deskside.utils.errors import RunError
+from deskside.weights.checkpoint_files import SHARDED, Checkpoint, Damaged, refuse_pickle
+
+FILE_BYTES = 2**29  # a file is put together in host memory before it is written, so files must be small
+
+Groups = Mapping[str, Mapping[str, Tensor]]
+
+
+def write(folder: Path, groups: Groups) -> None:
+    """Write the shards of this rank. Every rank calls this.
+
+    Raises OSError, on every rank, with the reason of the first rank that failed.
+    """
+    files = _files({f"{group}.{name}": t for group, tensors in groups.items() for name, t in tensors.items()})
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+    try:
+        dcp.save(dict(groups), storage_writer=writer, no_dist=False)
+    except CheckpointException as error:
+        raise OSError(str(_first(error))) from None
+
+
+def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
+    """Fill the given tensors, sharded or whole, in place. Every rank calls this; with `no_dist` one process alone.
+
+    Raises Damaged when the files cannot be read or hold less than these tensors, and RunError when the tensors have
+    other shapes, or when the checkpoint is in the old format, which was a pickle.
+    """
+    refuse_pickle(checkpoint)
+    folder = checkpoint.path / SHARDED
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,  # torch parses the headers of shards by itself
+    ) as error:
+        raise Damaged(f"{folder} cannot be read ({type(error).__name__}: {error})") from None
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            _check(folder, f"{group}.{name}", tensor, stored)
+    try:
+        with warnings.catch_warnings():  # one process reading what many wrote is intended
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(dict(groups), storage_reader=reader, no_dist=no_dist)
+    except CheckpointException as error:
+        raise Damaged(f"{folder} cannot be read ({_first(error)})") from None
+
+
+def _check(folder: Path, name: str, tensor: Tensor, stored: Mapping[str, Any]) -> None:
+    found = stored.get(name)
+    if not isinstance(found, TensorStorageMetadata):
+        raise RunError(f"{folder}: these weights belong to another architecture: '{name}' is missing")
+    if found.size != tensor.shape:
+        raise RunError(
+            f"{folder}: these weights belong to another architecture: '{name}' is {tuple(found.size)}, "
+            f"{tuple(tensor.shape)} is needed"
+        )
+    elements = sum(chunk.sizes.numel() for chunk in found.chunks)
+    if elements != found.size.numel():
+        raise Damaged(f"{folder} holds {elements:,} of the {found.size.numel():,} elements of '{name}'")
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Number the file of every tensor from 1, so that no rank writes much more than FILE_BYTES into one."""
+    result, number, size = {}, 1, 0
+    for name, tensor in tensors.items():
+        if size >= FILE_BYTES:
+            number, size = number + 1, 0
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        size += local.numel() * local.element_size()
+        result[name] = number
+    return result
+
+
+def _first(error: CheckpointException) -> Exception:
+    """Return the exception of the lowest rank that failed. Raises it when it is no `Exception`."""
+    _, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    if not isinstance(first, Exception):
+        raise first from None  # a second Ctrl-C is not a failure of the disk
+    return first

@@ -1,0 +1,129 @@
+"""`deskside dashboard`: its options, its errors, and that it starts without torch."""
+
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from deskside.cli import dashboard as dashboard_command
+from deskside.cli.main import main
+from deskside.dashboard import cached
+from deskside.utils.errors import UsageError
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, int]]:
+    """What would be served."""
+    calls: list[tuple[Path, str, int]] = []
+    monkeypatch.setattr(
+        dashboard_command, "_serve", lambda root, host, port: calls.append((root, host, port))
+    )
+    return calls
+
+
+def test_this_machine_alone_by_default(
+    tmp_path: Path, served: list[tuple[Path, str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dashboard", str(tmp_path)]) == 0
+    root, host, port = served[0]
+    assert (root, host) == (tmp_path, "localhost")
+    out, err = capsys.readouterr()
+    assert f"http://localhost:{port}" in out and err == ""
+
+
+def test_another_address_is_warned_about(
+    tmp_path: Path, served: list[tuple[Path, str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dashboard", str(tmp_path), "--host", "0.0.0.0"]) == 0
+    assert "no password" in capsys.readouterr().err
+    assert main(["dashboard", str(tmp_path), "--host", "127.0.0.1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_port_that_is_taken_is_stepped_over_unless_it_was_asked_for(
+    tmp_path: Path, served: list[tuple[Path, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(dashboard_command, "FIRST_PORT", taken)
+        dashboard_command.run([str(tmp_path), "--host", "127.0.0.1"])
+        assert served[0][2] != taken
+        with pytest.raises(UsageError, match=f"--port: {taken} of 127.0.0.1 cannot be listened on"):
+            dashboard_command.run([str(tmp_path), "--host", "127.0.0.1", "--port", str(taken)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere: no such directory"),
+        ([__file__], "is a file"),
+        ([".", "--port", "0"], "0 is no port"),
+        ([".", "--port", "many"], "--port"),
+        ([".", "--host", "203.0.113.7"], "not an address of this machine"),
+        ([".", "--prot", "9"], "--port"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], message: str, served: list[object]) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        dashboard_command.run(words)
+    assert "\n" not in str(error.value) and not served
+
+
+def test_nothing_is_read_ahead_before_the_server_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(cached, "ahead", read.append)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        thread = threading.Thread(target=dashboard_command._ahead, args=(tmp_path, "127.0.0.1", port))
+        thread.start()
+        thread.join(4 * dashboard_command.WAIT_SECONDS)
+        assert thread.is_alive() and not read
+        server.listen()
+        thread.join(30)
+    assert not thread.is_alive() and read == [tmp_path]
+
+
+def test_without_streamlit_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'deskside\[dashboard\]'"):
+        dashboard_command.run([str(tmp_path)])
+
+
+def test_nothing_is_sent_anywhere() -> None:
+    settings = dashboard_command.settings("localhost", 1)
+    assert settings["browser.gatherUsageStats"] == "false"
+    assert settings["server.headless"] == "true" and settings["client.toolbarMode"] == "minimal"
+    assert settings["server.address"] == "localhost"
+
+
+def test_the_settings_exist_in_this_streamlit() -> None:
+    from streamlit import config
+
+    assert set(dashboard_command.settings("localhost", 1)) <= set(config.get_config_options())
+
+
+def test_neither_the_command_nor_any_tab_imports_torch() -> None:
+    code = (
+        "import sys, pkgutil, importlib, deskside.dashboard as d\n"
+        "names = [m.name for m in pkgutil.iter_modules(d.__path__)]\n"
+        "[importlib.import_module(f'deskside.dashboard.{n}') for n in names]\n"
+        "assert len(names) > 15 and 'deskside.dashboard.tabs.tab_planner' in sys.modules\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+def test_the_page_starts_without_what_only_tabs_need() -> None:
+    code = "import sys, deskside.dashboard.app; print(*[m for m in ('scipy', 'pandas', 'torch') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == ""

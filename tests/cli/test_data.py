@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deskside.cli.data import run
+from deskside.utils.errors import RunError, UsageError
+from tests.data.data_corpus import make_corpus
+
+
+def test_prepare_verify_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_corpus(tmp_path / "a.jsonl", 60)
+    out = str(tmp_path / "out")
+    command = ["prepare", str(tmp_path / "a.jsonl"), "--out", out, "--vocab-size", "300", "--workers", "1"]
+    assert run([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["documents"]["train"] + report["documents"]["val"] == 60 and report["made"] == 2
+    assert run([*command[:4], "--vocab_size", "300", "--workers", "1"]) == 0
+    assert "2 kept" in capsys.readouterr().out
+    assert run(["verify", out]) == 0
+    assert "every checksum is right" in capsys.readouterr().out
+    assert run(["show", out]) == 0
+    shown = capsys.readouterr().out
+    assert "rows of 2048 filled" in shown and "src-hi" in shown
+    assert run(["show", out, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["vocab_size"] == 300 and 0 < facts["splits"]["train"]["utilisation"]["512"] <= 1
+    assert run([*command[:4], "--vocab-size", "310", "--workers", "1", "--no-resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["vocab_size"] == 310
+
+
+def test_damage_exits_with_one(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    (copy / "val-00000.bin").write_bytes(b"")
+    assert run(["verify", str(copy), "--json"]) == 1
+    assert "val-00000.bin" in json.loads(capsys.readouterr().out)["damaged"]
+    with pytest.raises(RunError, match=r"val-00000\.bin"):
+        run(["verify", str(copy)])
+
+
+def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="did you mean --seed"):
+        run(["prepare", "--sead", "1"])
+    with pytest.raises(SystemExit) as error:
+        run(["prepare", "--help"])
+    assert error.value.code == 0
+    assert "Example: deskside data prepare" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"SOURCE\.\.\. is missing"):
+        run(["prepare", "--out", str(tmp_path / "x")])
+    with pytest.raises(UsageError, match="not a prepared data set"):
+        run(["show", str(tmp_path)])

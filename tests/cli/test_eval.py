@@ -1,0 +1,185 @@
+"""`deskside eval --tasks` as a person and a program see it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deskside.cli.eval import run as run_eval
+from deskside.utils.errors import UsageError
+from tests.evaluate.made_model import Made, make, sentence
+from tests.serve.made_run import MadeRun
+from tests.serve.made_run import make as make_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    choices = [
+        {"query": sentence(rng, 3, 9), "choices": [sentence(rng, 1, 4) for _ in range(4)], "gold": int(n % 4)}
+        for n in range(30)
+    ]
+    schema = [
+        {"context_options": ["the sea", "the ships"], "continuation": sentence(rng, 1, 4), "gold": n % 2}
+        for n in range(12)
+    ]
+    lines = [json.dumps(row) for row in choices]
+    (folder / "arc_easy.jsonl").write_text("\n".join(["{broken", *lines]))
+    (folder / "winograd_wsc.jsonl").write_text("\n".join(map(json.dumps, schema)))
+    (folder / "svamp.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{n} and 1", "answer": n}) for n in range(9))
+    )
+    return folder
+
+
+def test_json(made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    items = tmp_path / "items.jsonl"
+    arguments = [
+        str(made.folder),
+        "--tasks",
+        "core,svamp",
+        "--tasks-dir",
+        str(data),
+        "--items",
+        str(items),
+        "--json",
+    ]
+    assert run_eval(arguments) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["bpb"] is None  # this model brings no text
+    assert list(found["tasks"]) == ["arc_easy", "winograd", "svamp"]
+    arc = found["tasks"]["arc_easy"]
+    assert (arc["n"], arc["shots"], arc["damaged"], arc["kind"]) == (30, 10, 1, "choice")
+    assert arc["accuracy"] == arc[arc["score"]] == arc["acc_norm"]
+    assert arc["low"] < arc["accuracy"] < arc["high"]
+    assert arc["centred"] == pytest.approx((arc["accuracy"] - 0.25) / 0.75)
+    parts = [found["tasks"][name]["centred"] for name in ("arc_easy", "winograd")]
+    assert found["core_tasks"] == ["arc_easy", "winograd"]
+    assert found["core"] == pytest.approx(np.mean(parts))
+    assert found["core_interval"][0] < found["core"] < found["core_interval"][1]
+    assert "hellaswag" in found["left_out"] and "no data in" in err
+    assert "arc_easy: 1 damaged record is left out (JSON that does not parse" in err
+    records = [json.loads(line) for line in items.read_text().splitlines()]
+    assert len(records) == 30 + 12 + 9
+    right = sum(record["right"] for record in records if record["task"] == "arc_easy")
+    assert right / 30 == pytest.approx(arc["accuracy"])
+    with pytest.raises(UsageError, match="is there already"):
+        run_eval(arguments)
+
+
+def test_batches_change_nothing(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for size in ("1", "300", "100000"):
+        run_eval(
+            [str(made.folder), "--tasks", "all", "--tasks-dir", str(data), "--batch-tokens", size, "--json"]
+        )
+        tasks = json.loads(capsys.readouterr().out)["tasks"]
+        for task in tasks.values():
+            del task["seconds"]
+        found.append(tasks)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_run_has_both(run: MadeRun, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        str(run.path),
+        "--tasks",
+        "arc_easy",
+        "--tasks-dir",
+        str(data),
+        "--limit",
+        "5",
+        "--shots",
+        "1",
+    ]
+    assert run_eval([*arguments, "--start", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["bpb"] < 20
+    assert (found["tasks"]["arc_easy"]["n"], found["tasks"]["arc_easy"]["shots"]) == (5, 1)
+    assert found["core"] is None and found["limit"] == 5 and found["start"] is True
+
+
+def test_the_table_fits_a_terminal(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_eval([str(made.folder), "--tasks", "core", "--tasks-dir", str(data)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["task", "arc_easy", "winograd"]
+    assert lines[3].startswith("CORE-like: ") and "2 of the 22 tasks" in lines[3]
+    assert max(map(len, lines)) <= 80
+
+
+def test_chat_and_start_change_the_prompt(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = [str(made.folder), "--tasks", "arc_easy,svamp", "--tasks-dir", str(data), "--json", "--items"]
+    texts = []
+    for number, more in enumerate(([], ["--chat"], ["--start"])):
+        items = data / f"items-{number}.json"
+        assert run_eval([*base, str(items), *more]) == 0
+        texts.append(items.read_text())
+        items.unlink()
+    assert len(set(texts)) == 3
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "arc_esy"], "did you mean arc_easy"),
+        (["--tasks", ","], "names no task"),
+        (["--tasks", "arc_easy"], "where is the data"),
+        (["--tasks", "arc_easy", "--limit", "0"], "--limit 0: must be at least 1"),
+        (["--tasks", "arc_easy", "--shots", "-1"], "--shots -1: must be at least 0"),
+        (["--tasks", "winograd", "--chat", "--tasks-dir", "DATA"], "--chat: winograd compares beginnings"),
+        (["--limit", "3"], "--limit: has no effect without --tasks"),
+        (["--chat"], "--chat: has no effect without --tasks"),
+        (["--tasks-dir", "x"], "--tasks-dir: has no effect without --tasks"),
+    ],
+)
+def test_refused(made: Made, data: Path, arguments: list[str], message: str) -> None:
+    given = [str(data) if argument == "DATA" else argument for argument in arguments]
+    with pytest.raises(UsageError, match=message):
+        run_eval([str(made.folder), *given])
+
+
+def test_chat_needs_a_template(run: MadeRun, data: Path) -> None:
+    with pytest.raises(UsageError, match="has no chat template"):
+        run_eval(
+            [str(run.path), "--tasks", "arc_easy", "--tasks-dir", str(data), "--chat", "--text", "a.txt"]
+        )
+
+
+def test_a_task_that_fails_leaves_the_others(
+    made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "winograd_wsc.jsonl").write_bytes((data / "winograd_wsc.jsonl").read_bytes())
+    (tmp_path / "lambada_openai.jsonl").write_text(json.dumps({"context": "a", "continuation": "sea " * 500}))
+    arguments = [str(made.folder), "--tasks", "core", "--tasks-dir", str(tmp_path), "--json"]
+    assert run_eval(arguments) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["tasks"]) == ["winograd"]
+    assert "does not fit the model's 160 positions" in found["failed"]["lambada"]
+    assert found["core"] is None  # one of its tasks is missing
+    arguments[2] = "lambada"
+    with pytest.raises(UsageError, match="does not fit"):
+        run_eval(arguments)
+
+
+def test_items_that_cannot_be_written_are_said_before_the_work(
+    made: Made, data: Path, tmp_path: Path
+) -> None:
+    arguments = ["no-such-model", "--tasks", "arc_easy", "--tasks-dir", str(data)]
+    with pytest.raises(UsageError, match="its folder is not there"):
+        run_eval([*arguments, "--items", str(tmp_path / "nowhere" / "items.jsonl")])
+    with pytest.raises(UsageError, match=r"has 29 examples .* and 30 are wanted; give --shots 29"):
+        run_eval([*arguments, "--shots", "30"])

@@ -1,0 +1,609 @@
+"""`deskside go` as a whole: what it refuses, the road to its end, kills in every phase, another band, a target."""
+
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deskside
+from deskside.cli import go as go_command
+from deskside.cli.main import main
+from deskside.pipeline import phases
+from deskside.pipeline import pipeline_journal as journals
+from deskside.pipeline.pipeline_journal import PHASES, Journal
+from deskside.train import training_run
+from deskside.utils import child_process
+from deskside.utils.errors import UsageError
+from tests.train import tiny_run
+from tests.train.tiny_run import rows
+
+PRESET = """
+[model]
+vocab_size = 300
+num_hidden_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 64
+max_position_embeddings = 128
+[batch]
+sequence_length = 32
+tokens = 256
+[compute]
+device = "cpu"
+attention = "reference"
+[checkpoint]
+every = "10 steps"
+[evaluate]
+every = "1h"
+"""
+LIMIT, STEP = 60.0, 0.25  # seconds of the virtual clock
+TAIL = 6.0 + 0.005 * LIMIT  # on a machine that is not busy
+HOURS = 0.004  # 14.4 s of a real one
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(PRESET, "utf-8")
+    monkeypatch.setattr(journals, "contention", lambda: 1.0)  # other work on this machine changes no test
+    deskside.STARTED = time.perf_counter()
+    return tmp_path
+
+
+def go(words: list[str]) -> None:
+    """`deskside go` in a child, in which a step takes `STEP` seconds of the clock."""
+    journals.BEAT = 0.02
+    journals.contention = lambda: 1.0
+    virtual(pytest.MonkeyPatch())
+    sys.exit(main(words))
+
+
+def virtual(
+    patch: pytest.MonkeyPatch, seconds_of: Callable[[int], float] = lambda step: STEP
+) -> tiny_run.VirtualTime:
+    time_ = tiny_run.VirtualTime(patch, seconds_of)
+    deskside.STARTED = time.perf_counter()
+    return time_
+
+
+def argv(data: Path, *more: str, hours: float = LIMIT / 3600) -> list[str]:
+    return ["go", "--hours", str(hours), "--preset", "tiny.toml", "--data", str(data), "--yes", *more]
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    assert main(words) == code
+    shown = capsys.readouterr()
+    assert shown.out == "", shown
+    return shown.err.strip().splitlines()[-1].removeprefix("deskside: ")
+
+
+def state(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "go.json").read_text("utf-8")))
+
+
+# What is refused before anything is made
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "how long may it take? give --hours"),
+        (
+            ["--hours", "two"],
+            "--hours: input should be a number of hours, or a time such as 2h or 1h30m, not 'two'",
+        ),
+        (["--hours", "-1"], "--hours: must be a number above zero, not -1"),
+        (["--hours", "nan"], "--hours: input should be a finite number"),
+        (["--hours", "1e308"], "--hours: must be at most 1,000,000, not 1e+308"),
+        (["--hours", "1e-9", "--preset", "demo", "--yes"], "--hours: 1e-09 h is too short: starting took "),
+        (["--hours", "1", "--gpu-budget", "1e308"], "--gpu_budget: must be at most 1,000,000, not 1e+308"),
+        (["--hours", "1"], "what shall it learn from? give --data DIR"),
+        (["--hours", "1", "--preset", "124m"], "data.path: no data was given"),
+        (["--hours", "1", "--preset", "125m", "--yes"], "125m: no such preset"),
+        (["--hours", "1", "--data", "nowhere"], "nowhere"),
+        (
+            ["--hours", "1", "--preset", "demo", "--target-loss", "0"],
+            "--target_loss: must be a number above zero",
+        ),
+        (
+            ["--hours", "1", "--preset", "demo", "--gpu-budget", "-4"],
+            "--gpu_budget: must be a number above zero",
+        ),
+        (["--hours", "1", "--preset", "demo", "--gpu-budget", "4"], "--gpu_budget: there is no GPU here"),
+        (
+            ["--hours", "1", "--preset", "demo", "--schedule.steps", "5"],
+            "--schedule.steps: the length of the run is",
+        ),
+        (
+            ["--hours", "1", "--preset", "demo", "--data.path", "x"],
+            "--data.path, --data.sources: give prepared data",
+        ),
+        (
+            ["--hours", "1", "--preset", "demo"],
+            "nobody can be asked here, standard input is no terminal; give --yes",
+        ),
+        (
+            ["--hours", "1", "--preset", "demo", "--name", "a/b", "--yes"],
+            "--name 'a/b': must be a plain folder name",
+        ),
+        (
+            ["--hours", "1", "--preset", "demo", "--adapter.rank", "8", "--optim.name", "adamw", "--yes"],
+            "adapter: deskside go pretrains a model",
+        ),
+        (["--resume", "nowhere"], "nowhere: holds no road to go on with (no go.json)"),
+        (["--resume", "x", "--hours", "1"], "--resume takes everything from the road that is resumed"),
+        (
+            ["--hours", "1", "--preset", "demo", "--model.num_key_value_heads", "3"],
+            "model.num_key_value_heads: 4 heads",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_refused(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", (tmp_path / "in").open("w+"))
+    (tmp_path / "in").unlink()
+    assert refused(["go", *words], capsys).startswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_taken(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs" / "mine").mkdir(parents=True)
+    line = refused(argv(data, "--name", "mine"), capsys)
+    assert line == "runs/mine exists; choose another --name"
+    (here / "runs" / "mine" / "go.json").touch()
+    line = refused(argv(data, "--name", "mine"), capsys)
+    assert line == "runs/mine exists; choose another --name, or go on with: deskside go --resume runs/mine"
+
+
+def test_what_fails_before_training_leaves_no_run(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unfit(*_: Any) -> dict[str, Any]:
+        return {"status": "unfit", "reason": "the sums are wrong"}
+
+    monkeypatch.setattr(phases, "doctor", unfit)
+    line = refused(argv(data), capsys, code=1)
+    assert line == "training cannot work here: the sums are wrong; see deskside doctor"
+    assert list((here / "runs").iterdir()) == []
+
+
+def test_hours_in_which_no_step_fits(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by the option that was typed, and without a folder that nothing came of."""
+    virtual(monkeypatch)
+    original = training_run.first_plan
+
+    def slow(length: Any, stages: Any, elapsed: float, reserve: float, dry: Any) -> Any:
+        return original(length, stages, LIMIT, reserve, dry)
+
+    monkeypatch.setattr(training_run, "first_plan", slow)
+    line = refused(argv(data), capsys)
+    assert line.startswith(
+        "--hours: 0.0166667 h is too short: setting up took 60 s, evaluation and saving need "
+    )
+    assert list((here / "runs").iterdir()) == []
+
+
+def test_it_asks_once(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer() -> str:
+        asked.append("?")
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    words = [word for word in argv(data) if word != "--yes"]
+    assert refused(words, capsys) == "go? [Y/n] deskside: not begun" and asked == ["?"]
+    assert list((here / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(20.0, marks=pytest.mark.full)])
+def test_a_long_wait_for_the_answer_is_planned_for(
+    seconds: float,
+    here: Path,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[float] = []
+    original, clock = phases.plan, virtual(monkeypatch)
+
+    def plan(wish: phases.Wish, available: float) -> Any:
+        planned.append(available)
+        return original(wish, available)
+
+    def answer() -> str:
+        clock.now += seconds
+        return "y"
+
+    monkeypatch.setattr(phases, "plan", plan)
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main([word for word in argv(data) if word != "--yes"]) == 0
+    told = "the answer took 20 s of the hours: planned again for what is left" in capsys.readouterr().err
+    assert told == (seconds > 0.02 * LIMIT) and len(planned) == 1 + told
+    assert planned[0] - planned[-1] == pytest.approx(20.0 * told, abs=0.1)
+    kept = state(here / "runs/tiny")
+    assert kept["results"]["plan"]["pretrain_seconds"] == planned[-1] and kept["spent_seconds"] <= LIMIT
+
+
+def test_a_wait_that_took_all_the_hours(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = virtual(monkeypatch)
+
+    def answer() -> str:
+        clock.now += LIMIT
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    line = refused([word for word in argv(data) if word != "--yes"], capsys, code=1)
+    assert line.startswith("these hours are over: 60 of 60 s are spent, and 6 s are kept for ")
+    assert line.endswith("; begin again with more hours")
+    assert list((here / "runs").iterdir()) == []
+
+
+# The whole road
+
+
+def test_to_the_end(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert main(argv(data, "--json", "--seed", "3", hours=HOURS)) == 0
+    took = time.monotonic() - began
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    run = here / "runs" / "tiny"
+    assert result["run"] == "runs/tiny" and result["status"] == "finished"
+    assert took <= HOURS * 3600 and result["spent_seconds"] <= result["budget_seconds"] == HOURS * 3600
+    assert result["spent_seconds"] == pytest.approx(took, abs=1.0)
+    for name in ("report.html", "pilot.json", "model/model.safetensors", "summary.json", "plots"):
+        assert (run / name).exists(), name
+    kept = state(run)
+    assert kept["phase"] == "done" and kept["results"]["doctor"]["status"] == "skipped"
+    assert kept["results"]["probe"]["status"] == "skipped" and "needs" in kept["results"]["probe"]["reason"]
+    configuration = json.loads((run / "run.json").read_text("utf-8"))["config"]
+    assert configuration["seed"] == 3 and configuration["schedule"]["length"] == "14.4s"
+    assert configuration["schedule"]["clock"] == "wall" and configuration["model"]["hidden_size"] == 32
+    assert (
+        refused(["go", "--resume", "runs/tiny"], capsys)
+        == "runs/tiny is done; its report is runs/tiny/report.html"
+    )
+
+
+@pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.full), 2.0])
+def test_on_time_when_the_throughput_drops_in_the_middle(
+    slower: float, here: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = virtual(monkeypatch, lambda step: STEP * (slower if clock.now > LIMIT / 2 else 1.0))
+    assert main(argv(data, "--checkpoint.every", "200 steps")) == 0
+    summary = json.loads((here / "runs/tiny/summary.json").read_text("utf-8"))
+    assert 0.97 * (LIMIT - TAIL) <= summary["seconds"] <= LIMIT - TAIL
+    lrs = [row["lr"] for row in rows(here / "runs/tiny")]
+    assert lrs[-1] <= 0.08 * max(lrs)  # it ends at 0.05
+    assert state(here / "runs/tiny")["spent_seconds"] <= LIMIT
+
+
+# Kills
+
+
+def paused(phase: str, words: list[str], mark: str) -> None:
+    """`deskside go` that stops for ever when it comes to `phase`."""
+
+    def wait(*_: Any) -> None:
+        Path(mark).touch()
+        time.sleep(600)
+
+    setattr(go_command.Road, phase, wait)
+    go(words)
+
+
+def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end and child.alive(), child.text()
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("doctor", marks=pytest.mark.full),
+        pytest.param("probe", marks=pytest.mark.full),
+        pytest.param("plan", marks=pytest.mark.full),
+        pytest.param("train", marks=pytest.mark.full),
+        "report",
+    ],
+)
+def test_a_kill_in_every_phase(phase: str, here: Path, data: Path) -> None:
+    """The road goes on where it was, with the hours that were left; the time in between does not count."""
+    run, mark = here / "runs" / "tiny", here / "mark"
+    child = tiny_run.call(paused, phase, argv(data), str(mark), log=here / "first.log")
+    wait_for(mark.exists, child)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    before = state(run)
+    assert before["phase"] in (phase, "train") and set(before["results"]) == set(
+        PHASES[: PHASES.index(phase)]
+    ) - {"train", "report"}
+    again = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "second.log")
+    assert again.wait() == 0, again.text()
+    after = state(run)
+    assert after["phase"] == "done" and (run / "report.html").exists()
+    assert before["spent_seconds"] <= after["spent_seconds"] <= LIMIT
+    for name, result in before["results"].items():
+        assert after["results"][name] == result
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_kills_during_training(
+    seed: int,
+    here: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Killed twice at some step: what was spent on lost steps is spent, and it ends inside its hours. It goes on from
+    another directory, in which its relative paths lead nowhere."""
+    run = here / "runs" / "tiny"
+    (here / "data").symlink_to(data)
+    child = tiny_run.call(go, argv(Path("data")), log=here / "log")
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    for number in (30 * seed, 30 * seed + 70):
+        wait_for(lambda number=number: bool(rows(run)) and rows(run)[-1]["step"] >= number, child)  # type: ignore[misc]
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        spent = state(run)["spent_seconds"]
+        assert state(run)["phase"] == "train" and spent > 0
+        child = tiny_run.call(go, ["go", "--resume", str(run)], log=here / "log")
+    assert child.wait() == 0, child.text()
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert state(run)["phase"] == "done" and spent < state(run)["spent_seconds"] <= LIMIT
+    # Steps of a lost stretch were paid for: fewer of them fit than into a road without kills.
+    assert len(steps) < (LIMIT - TAIL) / STEP - 10
+    lrs = [row["lr"] for row in rows(run)]
+    assert lrs[-1] <= 0.1 * max(lrs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_moments(seed: int, here: Path, data: Path) -> None:
+    """Ten kills, whatever it is doing: it always goes on, and comes to its end inside its hours."""
+    rng, run = random.Random(seed), here / "runs" / "tiny"
+    child = tiny_run.call(go, argv(data), log=here / "log")
+    kills = 0
+    while kills < 10:
+        wait_for((run / "go.json").exists, child)
+        time.sleep(rng.uniform(0.0, 1.2))
+        if not child.alive():
+            break
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        kills += 1
+        if state(run)["phase"] == "done":
+            break
+        child = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "log")
+    assert child.wait() in (0, -signal.SIGKILL) and "Traceback" not in child.text(), child.text()
+    steps = [row["step"] for row in rows(run)]
+    assert kills >= 3 and steps == list(range(1, len(steps) + 1))
+    assert state(run)["phase"] == "done" and state(run)["spent_seconds"] <= 1.02 * LIMIT
+    assert (run / "report.html").exists() and (run / "model" / "model.safetensors").exists()
+
+
+def measuring(words: list[str], mark: str) -> None:
+    """`deskside go` whose doctor has a child that would run for ever."""
+
+    def doctor(*_: Any) -> dict[str, Any]:
+        lasting = ["sh", "-c", f"echo $$ > '{mark}'; exec sleep 600"]
+        child_process.run("subprocess:call", {"args": lasting}, 600)
+        return {}
+
+    phases.doctor = doctor  # type: ignore[assignment]
+    go(words)
+
+
+def test_a_stop_before_training_leaves_no_child_behind(here: Path, data: Path) -> None:
+    run, mark = here / "runs" / "tiny", here / "mark"
+    child = tiny_run.call(measuring, argv(data), str(mark), log=here / "log")
+    wait_for(lambda: mark.exists() and mark.read_text("utf-8") != "", child)
+    child.kill(signal.SIGTERM)
+    assert child.wait() == 143, child.text()
+    assert "stopped; go on with: deskside go --resume runs/tiny" in child.text()
+    stat = Path("/proc", mark.read_text("utf-8").strip(), "stat")
+    assert (
+        not stat.exists() or stat.read_text("utf-8").rsplit(")")[1].split()[0] == "Z"
+    )  # nobody reaps it here
+    assert state(run)["phase"] == "doctor"
+    again = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "log")
+    assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def test_a_stop_by_a_signal_shows_in_the_exit_code(number: int, here: Path, data: Path) -> None:
+    run = here / "runs" / "tiny"
+    child = tiny_run.call(go, argv(data), log=here / "log")
+    wait_for(lambda: len(rows(run)) >= 20, child)
+    child.kill(number)
+    assert child.wait() == 128 + number, child.text()
+    assert "go on with: deskside go --resume runs/tiny" in child.text()
+    again = tiny_run.call(go, ["go", "--resume", str(run)], log=here / "log")
+    assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
+
+
+def without_a_terminal(words: list[str]) -> None:
+    """As nohup starts it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    go(words)
+
+
+@pytest.mark.full
+def test_nohup_outlives_its_terminal(here: Path, data: Path) -> None:
+    run = here / "runs" / "tiny"
+    child = tiny_run.call(without_a_terminal, argv(data), log=here / "log")
+    wait_for(run.exists, child)
+    child.kill(signal.SIGHUP)
+    wait_for(lambda: len(rows(run)) >= 20, child)
+    child.kill(signal.SIGHUP)
+    assert child.wait() == 0 and state(run)["phase"] == "done", child.text()
+
+
+# Decisions of the pilot
+
+
+def test_a_target_out_of_reach(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = here / "runs" / "tiny"
+    virtual(monkeypatch)
+    line = refused(argv(data, "--target-loss", "0.01"), capsys, code=1)
+    assert line.startswith("0.01 bits per byte is out of reach: its pilot leads to ")
+    assert line.endswith("to go on all the same: deskside go --resume runs/tiny")
+    assert not (run / "summary.json").exists() and json.loads((run / "pilot.json").read_text())["decision"]
+    deskside.STARTED = time.perf_counter()
+    assert main(["go", "--resume", str(run)]) == 0
+    assert state(run)["phase"] == "done"
+
+
+def two_bands(patch: pytest.MonkeyPatch) -> None:
+    """A plan whose speed was wrong by far, beside a model that would be better."""
+    original = phases.plan
+
+    def wrong(wish: phases.Wish, seconds: float) -> tuple[dict[str, Any], None]:
+        found, _ = original(wish, seconds)
+        band = {
+            "name": "target", "preset": "tiny", "params": 40000, "weights": 30000.0, "tokens": [1e9, 1e9, 1e9],
+            "tokens_per_second": [1e8, 1e8, 1e8], "bpb": [1.0, 2.0, 9.0], "fits": "fits",
+            "config": found["config"],
+        }  # fmt: skip
+        small = {**found["config"], "model": {**found["config"]["model"], "num_hidden_layers": 1}}
+        other = {
+            **band,
+            "name": "safe",
+            "preset": "small",
+            "weights": 3e6,
+            "tokens": [1e14] * 3,
+            "config": small,
+        }
+        return {"status": "made", "reasons": [], "source": "a test", **band, "bands": [other, band]}, None
+
+    patch.setattr(phases, "plan", wrong)
+
+
+def test_another_band_is_trained_with_what_is_left(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run, the same hours, and its own journal is kept: the clock in it runs, and its lock is held."""
+    two_bands(monkeypatch)
+    virtual(monkeypatch)
+    monkeypatch.setattr(journals, "BEAT", 0.02)
+    first, second = here / "runs/tiny", here / "runs/tiny-small"
+    original, seen = go_command.Road.report, []
+
+    def report(road: go_command.Road) -> None:
+        time.sleep(0.2)  # some beats
+        seen.append(state(second)["spent_seconds"])
+        with pytest.raises(UsageError, match="another process is on this road"), Journal.open(second).kept():
+            pass
+        with Journal.open(first).kept():  # which nobody is on any more
+            pass
+        original(road)
+
+    monkeypatch.setattr(go_command.Road, "report", report)
+    assert main(argv(data, "--json")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["run"] == "runs/tiny-small" and state(first)["continued_in"] == "tiny-small"
+    assert not (first / "summary.json").exists() and (second / "report.html").exists()
+    assert json.loads((second / "run.json").read_text())["config"]["model"]["num_hidden_layers"] == 1
+    assert result["spent_seconds"] <= LIMIT and state(second)["phase"] == "done"
+    # The clock went on: the second run began with what the first had spent.
+    assert rows(second)[0]["seconds"] > rows(first)[-1]["seconds"]
+    assert seen[0] == pytest.approx(rows(second)[-1]["seconds"], abs=1.0)
+    assert refused(["go", "--resume", str(first)], capsys).startswith(f"{second} is done")
+
+
+@pytest.mark.parametrize("stopped", ["before", pytest.param("between", marks=pytest.mark.full)])
+def test_a_decision_for_another_band_outlives_a_kill(
+    stopped: str, here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the other run had its directory, or before it had its journal. Resumed from another folder."""
+    two_bands(monkeypatch)
+    virtual(monkeypatch)
+    first, second = here / "runs/tiny", here / "runs/tiny-small"
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if stopped == "before":
+            patch.setattr(go_command.Road, "_start_anew", killed)
+        else:
+            patch.setattr(go_command, "_begun", keeping(patch, killed))
+        assert main(argv(data)) == 130
+    steps = len(rows(first))
+    spent = state(first)["spent_seconds"]
+    assert not (second / "go.json").exists() and second.exists() == (stopped == "between")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    deskside.STARTED = time.perf_counter()
+    capsys.readouterr()
+    assert main(["go", "--resume", "../runs/tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "../runs/tiny-small"
+    assert len(rows(first)) == steps and not (first / "summary.json").exists()
+    assert state(second)["phase"] == "done" and spent < rows(second)[0]["seconds"]
+    assert sorted(path.name for path in (here / "runs").iterdir()) == ["tiny", "tiny-small"]
+
+
+def keeping(patch: pytest.MonkeyPatch, killed: Callable[..., Any]) -> Callable[..., Any]:
+    """`_begun`, after which no journal can be begun."""
+    original = go_command._begun
+
+    def begun(*arguments: Any) -> Journal:
+        journal = original(*arguments)
+        patch.setattr(Journal, "begin", killed)
+        return journal
+
+    return begun
+
+
+@pytest.mark.full
+def test_a_target_found_out_of_reach_before_a_kill(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who resumes is told first, without a step more; who resumes again goes on."""
+    run = here / "runs" / "tiny"
+    virtual(monkeypatch)
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "drop_target", killed)
+        assert main(argv(data, "--target-loss", "0.01")) == 130
+    steps = len(rows(run))
+    deskside.STARTED = time.perf_counter()
+    capsys.readouterr()
+    line = refused(["go", "--resume", str(run)], capsys, code=1)
+    assert line.startswith("0.01 bits per byte is out of reach: its pilot leads to ")
+    assert len(rows(run)) == steps
+    deskside.STARTED = time.perf_counter()
+    assert main(["go", "--resume", str(run)]) == 0 and state(run)["phase"] == "done"

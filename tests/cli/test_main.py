@@ -1,0 +1,283 @@
+"""The command line as a person meets it: help that fits, mistakes as one line, exit codes, --debug."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deskside import __version__
+from deskside.cli import main as cli
+from deskside.cli.main import main
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.signals import Interrupted
+
+HELPED = [[name] for name in cli.COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "show"]]
+
+
+def call(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    try:
+        code = main(argv)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_the_start_page_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(argv, capsys)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    for name, (_, _, what) in cli.COMMANDS.items():
+        assert f"  {name} " in out and what in out
+    assert "deskside go --preset demo" in out
+
+
+@pytest.mark.parametrize("argv", HELPED, ids=" ".join)
+def test_help_has_an_example_and_fits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call([*argv, "--help"], capsys)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.startswith(f"usage: deskside {' '.join(argv)} ")
+    if argv != ["data"]:  # it lists its own commands, which have examples
+        assert "Example" in out and f"deskside {' '.join(argv)} " in out.split("Example", 1)[1]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["--version"], capsys) == (0, __version__ + "\n", "")
+
+
+WRONG = [
+    (["trian"], "trian: there is no such command; did you mean train?"),
+    (["zzz"], "zzz: there is no such command; commands are doctor, probe, plan, go, train, data"),
+    (["--verbose"], "--verbose: there is no such command"),
+    (["data"], "data: which command? one of prepare, verify, show"),
+    (["data", "shwo"], "data shwo: there is no such command; did you mean show?"),
+    (["data", "prepare", "a.txt"], "--out is missing"),
+    (["train", "124m", "--optim.lr"], "--optim.lr: its value is missing"),
+    (["train", "124m", "--depth", "x"], "--depth: input should be a valid integer"),
+    (["train", "124m", "--modl.hidden_size", "3"], "did you mean --model.hidden_size?"),
+    (["eval"], "RUN|HF_DIR is missing"),
+    (["chat", "x", "--temperature", "hot"], "--temperature: input should be a valid number"),
+    (["export", "x", "--out", "y", "--to", "pdf"], "--to: input should be 'hf'"),
+    (["report"], "RUN|STUDY is missing"),
+    (["report", "no-such-run"], "no-such-run"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
+def test_wrong_usage_is_one_line_and_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(argv, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("deskside: ") and err.count("\n") == 1 and message in err
+
+
+BUG = "deskside: this is a bug; deskside --debug ... shows where"
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RecursionError
+
+
+class Fails:
+    """A command that raises what it was given."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (UsageError("no good"), 2, ["deskside: no good"]),
+        (RunError("disk full"), 1, ["deskside: disk full"]),
+        (
+            KeyError("x"),
+            1,
+            ["deskside: unexpected KeyError: 'x'", BUG],
+        ),
+        (KeyboardInterrupt(), 130, ["interrupted"]),
+        (MemoryError(), 1, ["deskside: out of memory"]),
+        (RuntimeError("CUDA out of memory.\nTried"), 1, ["deskside: out of memory: CUDA out of memory."]),
+        (ZeroDivisionError(), 1, ["deskside: unexpected ZeroDivisionError", BUG]),
+        (ValueError("one\ntwo"), 1, ["deskside: unexpected ValueError: one", BUG]),
+        (Panic("at the core"), 1, ["deskside: unexpected Panic: at the core", BUG]),
+        (Mute(), 1, ["deskside: unexpected Mute: its message cannot be shown (RecursionError)", BUG]),
+        (Interrupted(signal.SIGTERM), 143, ["interrupted by SIGTERM"]),
+        (Interrupted(signal.SIGHUP), 129, ["interrupted by SIGHUP"]),
+    ],
+)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    lines: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = type(sys)("made_up_command")
+    module.run = Fails(error)
+    monkeypatch.setitem(sys.modules, "made_up_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "fail", ("made_up_command", "run", "fail"))
+    assert call(["fail"], capsys) == (code, "", "\n".join(lines) + "\n")
+    shown = isinstance(error, (Exception, Panic))
+    with pytest.raises(type(error)) if shown else pytest.raises(AssertionError):
+        assert main(["--debug", "fail"]) == 0
+
+
+def waiting(argv: Sequence[str]) -> int:
+    """A command that a signal reaches while it works."""
+    number = int(argv[0])
+    os.kill(os.getpid(), number)
+    return 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_any_command_with_its_own_code(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setitem(cli.COMMANDS, "wait", (__name__, "waiting", "wait"))
+    assert call(["wait", str(int(number))], capsys)[0] == 128 + number
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_as_a_process() -> None:
+    """python -m deskside: the code reaches the shell, and a traceback shows with --debug only."""
+    plain = subprocess.run(
+        [sys.executable, "-m", "deskside", "train", "nope"], capture_output=True, text=True
+    )
+    assert plain.returncode == 2 and plain.stdout == ""
+    assert (
+        plain.stderr.startswith("deskside: nope: no such preset; use one of 1.5b, 124m")
+        and plain.stderr.count("\n") == 1
+    )
+    debug = subprocess.run(
+        [sys.executable, "-m", "deskside", "--debug", "train", "nope"], capture_output=True, text=True
+    )
+    assert debug.returncode != 0 and "Traceback" in debug.stderr and "presets.py" in debug.stderr
+
+
+def test_a_reader_that_goes_away() -> None:
+    """`deskside train --help | head -1` ends quietly."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deskside", "train", "124m", "--dry-run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    process.wait(60)
+    assert "Traceback" not in err and "Exception ignored" not in err, err
+
+
+def shell(line: str) -> tuple[int, str]:
+    """The exit code of `python -m deskside LINE` in a shell, and what came out of it."""
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m deskside {line}'], capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("--version > /dev/full", 1, "deskside: standard output: No space left on device\n"),
+        ("train --help > /dev/full", 1, "deskside: standard output: No space left on device\n"),
+        ("train nope 2> /dev/full", 2, ""),
+        ("train nope 2>&-", 2, ""),
+        ("train 124m --dry-run >&-", 0, ""),
+        (
+            "chat x --prompt $'\\xff'",
+            2,
+            "deskside: '\\udcff': is not UTF-8; if it is a file's name, rename the file\n",
+        ),
+    ],
+)
+def test_streams_that_are_full_closed_or_not_text(line: str, code: int, said: str) -> None:
+    assert shell(line) == (code, said)
+
+
+def test_what_cannot_be_encoded_is_written_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak(argv: Sequence[str]) -> int:
+        print("東", sys.stdin.readline(), end="")
+        return 0
+
+    monkeypatch.setattr(cli, "_command", lambda name: speak)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\x00a\n"), encoding="utf-8"))
+    assert main(["chat"]) == 0
+    assert out.buffer.getvalue() == b"\\u6771 \\ufffd\x00a\n"  # type: ignore[attr-defined]
+    assert sys.stdout is out
+
+
+def test_help_ends_in_a_terminal_of_one_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert call(["train", "--help"], capsys)[0] == 0
+
+
+def refused(argv: Sequence[str]) -> int:
+    return len(Path("/proc/1/none").read_text("utf-8"))
+
+
+def full_copy(argv: Sequence[str]) -> int:
+    raise OSError(28, "No space left on device", "data/tokenizer.json", None, "runs/a/tokenizer.json")
+
+
+def nameless(argv: Sequence[str]) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def short_of_memory(argv: Sequence[str]) -> int:
+    raise MemoryError("Unable to allocate 233. GiB")
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (refused, "/proc/1/none: No such file or directory"),
+        (full_copy, "runs/a/tokenizer.json: No space left on device"),
+        (nameless, "Input/output error"),
+        (short_of_memory, "out of memory: Unable to allocate"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    command: Callable[[Sequence[str]], int],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "_command", lambda name: command)
+    code, out, err = call(["eval"], capsys)
+    assert (code, out) == (1, "") and err.startswith(f"deskside: {said}") and err.count("\n") == 1

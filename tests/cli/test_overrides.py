@@ -1,0 +1,271 @@
+"""Every configuration key can be given on the command line, and comes back as it was meant."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+import tyro
+from pydantic.fields import FieldInfo
+
+from deskside.cli import overrides
+from deskside.config.align import SftConfig
+from deskside.config.duration import Duration
+from deskside.config.merge import LENGTH_ALIASES, build, keys, option_keys
+from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.config.run import RunConfig
+from deskside.utils.errors import UsageError
+
+
+@dataclass
+class Own:
+    """Options of a made-up command."""
+
+    what: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="WHAT")] = None
+    loud: bool = False
+    times: int = 1
+
+
+def parse(*argv: str) -> tuple[Own, dict[str, Any]]:
+    return overrides.parse(Own, argv, "deskside made-up", "A command.")
+
+
+# What else a key needs before it has an effect.
+MOE = {"model": {"num_experts": 16}}
+FP8 = {"precision": {"name": "fp8-tensorwise"}}
+NEEDS: dict[str, dict[str, Any]] = {
+    "model.norm_bias": {"model": {"norm": "layernorm"}},
+    "model.num_experts_per_tok": MOE,
+    "model.moe_intermediate_size": MOE,
+    "model.norm_topk_prob": MOE,
+    "model.router_aux_loss_coef": MOE,
+    "model.sliding_window": {"model": {"window_pattern": "SL"}},
+    "model.window_pattern": {"model": {"sliding_window": 512}},
+    "data.val_fraction": {"data": {"sources": ["a.txt"]}},
+    "schedule.clock": {"schedule": {"length": "3h"}},
+    "precision.keep_first": FP8,
+    "precision.keep_last": FP8,
+    "precision.keep": FP8,
+    "precision.head": FP8,
+    "precision.warmup_steps": FP8,
+    "precision.bf16_from": FP8,
+    "precision.native": FP8,
+    "precision.backend": FP8,
+    **{".".join(path): {"optim": {"name": "adamw"}} for path, _ in keys() if path[0] == "adapter"},
+}
+# Values where "another one of its kind" would not be valid.
+VALUES: dict[str, str] = {
+    "model.num_attention_heads": "6",
+    "model.num_key_value_heads": "4",
+    "model.head_dim": "128",
+    "model.window_pattern": "SL",
+    "model.num_experts": "16",
+    "batch.sequence_length": "1024",
+    "batch.tokens": "40960",
+    "batch.micro_tokens": "2048",
+    "data.sources": '["a.txt", "b.jsonl"]',
+    "data.weights": "{en = 0.5, de = 2.0}",
+    "precision.keep": '["o_proj"]',
+    "optim.betas": "[0.7, 0.8]",
+    "optim.name": "adamw",
+    "optim.ns_steps": "6",
+    "optim.weight_decay_schedule": "constant",
+    "schedule.name": "cosine",
+    "schedule.warmup": "40 steps",
+    "schedule.stages": "[{until = 0.5, sequence_length = 512}, {until = 1.0, sequence_length = 1024}]",
+    "guard.spike_factor": "20",
+    "adapter.targets": '["q_proj", "down_proj"]',
+}
+
+
+def another(key: str, field: FieldInfo) -> str:
+    """A valid value of a key that is not its default, as text."""
+    if key in VALUES:
+        return VALUES[key]
+    choices = [c for part in (field.annotation, *get_args(field.annotation)) for c in literal(part)]
+    kinds = {field.annotation, *get_args(field.annotation)}
+    if choices:
+        return str(next(choice for choice in choices if choice != field.default))
+    if field.annotation is bool:
+        return "false" if field.default else "true"
+    if Duration in kinds or any(Duration in get_args(kind) for kind in kinds):
+        return "77 steps"
+    if int in kinds or any(int in get_args(kind) for kind in kinds):
+        return str(2 * field.default if field.default else 7)
+    if float in kinds or any(float in get_args(kind) for kind in kinds):
+        return repr(field.default / 2 if field.default else 0.25)
+    assert str in kinds, (key, field)
+    return "some"
+
+
+def literal(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    """One command line with every key there is; nothing is validated yet."""
+    return parse(
+        *(word for path, field in keys() for word in (f"--{'.'.join(path)}", another(".".join(path), field)))
+    )[1]
+
+
+@pytest.mark.parametrize("path", [path for path, _ in keys()], ids=".".join)
+def test_every_key_can_be_given(path: tuple[str, ...], everything: dict[str, Any]) -> None:
+    key = ".".join(path)
+    field = next(field for other, field in keys() if other == path)
+    text, given = another(key, field), everything
+    for part in path:
+        given = given[part]
+    layer: Any = given
+    for part in reversed(path):
+        layer = {part: layer}
+    config = build([NEEDS.get(key, {}), layer])
+    value: Any = config
+    for part in path:
+        value = getattr(value, part)
+    assert value != field.default
+    # The same as the same text read by pydantic from the file: nothing is lost between the line and the value.
+    stored = config.model_dump(mode="json")
+    for part in path:
+        stored = stored[part]
+    if isinstance(value, bool):
+        assert text == str(value).lower()
+    elif isinstance(value, (int, float)):
+        assert float(text) == value == stored
+    elif isinstance(value, (str, Duration)):
+        assert text == str(value) == stored
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_both_ways_to_write_a_key_and_its_value() -> None:
+    for argv in (
+        ("--model.hidden_size", "512"),
+        ("--model.hidden-size", "512"),
+        ("--model.hidden_size=512",),
+        ("--model.hidden-size=512",),
+    ):
+        assert parse(*argv)[1] == {"model": {"hidden_size": "512"}}
+
+
+def test_own_options_stay_apart() -> None:
+    own, given = parse("thing", "--seed", "4", "--loud", "--times", "3")
+    assert own == Own(what="thing", loud=True, times=3)
+    assert given == {"seed": "4"}
+    assert parse() == (Own(), {})
+
+
+@pytest.mark.parametrize(("alias", "text"), [("steps", "12"), ("hours", "0.5"), ("tokens", "1_000_000")])
+def test_length_aliases(alias: str, text: str) -> None:
+    config = build([parse(f"--schedule.{alias}", text)[1]])
+    assert config.schedule.length == Duration.parse(LENGTH_ALIASES[alias].format(text))
+
+
+LISTS = {
+    "data.sources": (["a.txt", "b c.txt"], ["a.txt"]),
+    "precision.keep": (["q_proj", "v_proj"], ["o_proj"]),
+    "optim.betas": ([0.9, 0.95],),
+    "adapter.targets": (["q_proj", "v_proj"], ["q_proj"], "all"),
+}
+
+
+def test_lists_are_written_with_commas_or_in_brackets() -> None:
+    """Every option that is a list of plain values; one value needs no brackets either."""
+    of_words = {".".join(path) for path, field in keys() if overrides._takes_words(field.annotation)}
+    assert of_words == set(LISTS)
+    for key, values in LISTS.items():
+        part, leaf = key.split(".")
+        for value in values:
+            words = value if isinstance(value, str) else ",".join(map(str, value))
+            for text in (words, words.replace(",", ", "), json.dumps(value) if words != value else value):
+                fp8 = {"precision": {"name": "fp8"}} if part == "precision" else {}
+                config = build([{"optim": {"name": "adamw"}, **fp8}, parse(f"--{key}", text)[1]])
+                found = getattr(getattr(config, part), leaf)
+                assert (found if isinstance(found, str) else list(found)) == value
+
+
+def test_none_unsets() -> None:
+    config = build([{"evaluate": {"every": "5m"}}, parse("--evaluate.every", "none")[1]])
+    assert config.evaluate.every is None
+
+
+def test_negative_numbers_are_values() -> None:
+    with pytest.raises(UsageError, match=r"optim.lr: .*greater than 0, not '-1'"):
+        build([parse("--optim.lr", "-1")[1]])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--optim.lr"], "--optim.lr: its value is missing; see deskside made-up --help"),
+        (["--optim.lr", "--seed", "1"], "--optim.lr: its value is missing; see deskside made-up --help"),
+        (["--times"], "--times: its value is missing; see deskside made-up --help"),
+        (["--times", "x"], "--times: input should be a valid integer, unable to parse string as an integer, not 'x'"),
+        (["--tims", "1"], "--tims: there is no such option; did you mean --times?"),
+        (["--optim.lrr", "1"], "--optim.lrr: there is no such option; did you mean --optim.lr?"),
+        (["--model.hiden-size=3"], "--model.hiden-size: there is no such option; did you mean --model.hidden_size?"),
+        (["--zzzzzzzzzz"], "--zzzzzzzzzz: there is no such option; see deskside made-up --help"),
+        (["one", "two"], "'two': unexpected argument; options are written --key value"),
+        (["--data.sources", "[a"], "data.sources: '[a' is not a TOML list or table, such as [0.9, 0.95]"),
+        (["--schedule.stages", "512"],
+         "schedule.stages: is a list, written in brackets like [\"a\", \"b\"], not '512'"),
+        (["--optim.betas", "0.9,x"],
+         "optim.betas.1: input should be a valid number, unable to parse string as a number, not 'x'"),
+        (["--optim.lr="], "optim.lr: input should be a valid number, unable to parse string as a number, not ''"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        build([parse(*argv)[1]])
+    assert str(error.value) == message
+    assert capfd.readouterr() == ("", "")
+
+
+def test_options_of_an_objective_are_its_command_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--align.KEY` where the command has that objective, and nowhere else; what the command has itself is left out."""
+    with pytest.raises(UsageError, match=r"--align\.turns: there is no such option"):
+        parse("--align.turns", "last")
+    given = overrides.parse(Own, ["--align.turns", "last"], "deskside x", "x", align=SftConfig)[1]
+    assert given == {"align": {"turns": "last"}}
+    with pytest.raises(UsageError, match=r"did you mean --align\.turns"):
+        overrides.parse(Own, ["--align.turn", "last"], "deskside x", "x", align=SftConfig)
+    with pytest.raises(UsageError, match="no such option"):
+        overrides.parse(Own, ["--align.data", "a"], "deskside x", "x", align=SftConfig)
+    config = build([{"align": {"name": "sft"}, "data": {"document_mask": True}}, given])
+    assert isinstance(config.align, SftConfig) and config.align.turns == "last"
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        ({"align": {"name": "sft"}}, "data.document_mask: conversations in one row never see each other"),
+        ({"align": {"name": "sft", "turns": "some"}}, "align.turns: input should be 'all' or 'last'"),
+        ({"align": {"name": "sft", "turn": "all"}}, "align.turn: there is no such option"),
+        ({"align": {"turns": "all"}}, "align"),
+    ],
+)
+def test_an_objective_is_checked_in_one_line(layer: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        build([layer])
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_help_has_every_key_within_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    for key in option_keys():
+        assert f"--{key} " in text, key
+    for undocumented in ("default: None", "default: ()", "default: {}", "PydanticUndefined"):
+        assert undocumented not in text
+    joined = " ".join(text.replace("│", " ").split())
+    muon, adamw = MuonConfig().lr, AdamWConfig().lr
+    assert f"(default: {muon}; adamw: {adamw})" in joined  # whose default it is, where alternatives differ
+    assert "--optim.name {muon,adamw}" in joined
+    assert "Newton-Schulz iterations (muon only; default: 5)" in joined

@@ -1,0 +1,271 @@
+"""`deskside train`: what it refuses before anything is made, the dry run, and --init."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from deskside.budget.shape import flops_per_token
+from deskside.cli import train as train_command
+from deskside.cli.main import main
+from deskside.config.run import RunConfig
+from tests.serve.made_run import MadeRun, make
+
+CUT = (
+    "--schedule.stages=[{until = 0.5, sequence_length = 512, batch_tokens = 65536}, "
+    "{until = 1.0, sequence_length = 2048}]"
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
+    return make(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a command that exits with 2 and prints nothing else."""
+    assert main(["train", *argv]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    return shown.err.removeprefix("deskside: ").strip()
+
+
+def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["train", *argv, "--dry-run", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    result = json.loads(shown.out)
+    assert isinstance(result, dict)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "which preset? one of 1.5b, 124m"),
+        (["125m"], "125m: no such preset; use one of 1.5b, 124m"),
+        (["gone.toml"], "gone.toml: no such file"),
+        (["124m", "--depth", "12"], "--depth and a preset both give a shape"),
+        (["--depth", "13"], "depth 13: hidden size 832 is no multiple of head_dim 128; use an even depth"),
+        (["124m", "--data.path", "x"], "schedule.length: the run has no length; give --hours 2"),
+        (["124m", "--hours", "2"], "data.path: no data was given; make some with: deskside data prepare"),
+        (["124m", "--hours", "2", "--data.path", "x"], "data.path: x is not prepared data (no index.json)"),
+        (["124m", "--hours", "2", "--schedule.hours", "3"], "--hours and --schedule.hours: give one of them"),
+        (
+            ["124m", "--hours", "2", "--schedule.steps", "3"],
+            "schedule.steps and schedule.hours: the run can have one",
+        ),
+        (["124m", "--hours", "2", "--data.path", ""], "data.path: string should have at least 1 character"),
+        (["124m", "--hours", "2", "--runs", ""], "--runs '': is empty; give a value, or leave it out"),
+        (["--resume", ""], "--resume '': is empty"),
+        (["124m", "--hours", "two"], "schedule.hours: 'two' is not a time"),
+        (["124m", "--hours", "0"], "schedule.length: a duration must be above zero"),
+        (["demo", "--model.num_key_value_heads", "3"], "model.num_key_value_heads: 4 heads cannot be shared"),
+        (
+            ["demo", "--batch.sequence_length", "512", "--batch.tokens", "1024"],
+            "batch.sequence_length: 512 is longer",
+        ),
+        (["--resume", "nothing-there"], "nothing-there: is not a run (no run.json)"),
+        (["demo", "--resume", "x"], "--resume takes the configuration of the run"),
+        (["--resume", "x", "--optim.lr", "1"], "--resume takes the configuration of the run"),
+        (["--init", "nothing-there", "--hours", "1"], "nothing-there"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_refused_before_anything_is_made(
+    argv: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(argv, capsys).startswith(message)
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "table", "which"),
+    [
+        (["train", "mine.toml"], "name = 'dpo'", "dpo"),
+        (["train", "mine.toml", "--dry-run"], "name = 'sft'\nepochs = 1", "sft"),
+        (["train", "mine.toml"], "beta = 0.1", "sft|dpo|grpo"),
+        (["go", "--preset", "mine.toml", "--hours", "1", "--yes"], "name = 'sft'", "sft"),
+        (["probe", "--preset", "mine.toml"], "name = 'sft'", "sft"),
+        (["study", "study.toml"], "name = 'sft'", "sft"),
+    ],
+)
+def test_a_file_for_fine_tuning_is_not_pretrained(
+    command: list[str], table: str, which: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine.toml").write_text(f"base = 'demo'\n[align]\n{table}\n")
+    (here / "study.toml").write_text(
+        "name = 'one'\nbase = 'mine.toml'\n[budget]\nsteps = 2\n"
+        "[[factor]]\nname = 'rate'\n[[factor.level]]\nname = 'low'\n[factor.level.set]\noptim.lr = 0.01\n"
+    )
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert "mine.toml: its table [align] is for fine-tuning" in shown.err
+    assert f"use deskside {which} RUN|HF_DIR --data SOURCE" in shown.err
+    assert sorted(path.name for path in here.iterdir()) == ["mine.toml", "study.toml"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "."])
+def test_a_name_that_is_no_folder(
+    name: str, made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["demo", "--data.path", made.config.data.path or "", f"--name={name}"]
+    what = "must be a plain folder name" if name else "is empty; give a value, or leave it out"
+    assert refused(argv, capsys).startswith(f"--name {name!r}: {what}")
+    assert list(here.iterdir()) == []
+
+
+def test_a_name_that_is_taken(made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs" / "mine").mkdir(parents=True)
+    line = refused(["demo", "--data.path", made.config.data.path or "", "--name", "mine"], capsys)
+    assert line == "runs/mine exists; choose another --name, or go on with: deskside train --resume runs/mine"
+
+
+def test_resume_of_a_damaged_run(made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run.json").write_text("{")
+    assert main(["train", "--resume", "."]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and "run.json: is damaged" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({}, "schedule.length: the run has no length"),
+        (
+            {"schedule": {"name": "wsd", "length": "2 steps"}, "data": {"path": "gone"}},
+            "data.path: gone is not prepared",
+        ),
+    ],
+)
+def test_resume_of_a_run_without_length_or_data(
+    config: dict[str, Any], line: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run.json").write_text(json.dumps({"schema_version": 1, "config": config}))
+    assert refused(["--resume", "."], capsys).startswith(line)
+    (here / "run.json").write_text("{}")
+    assert main(["train", "--resume", "."]) == 1
+    assert (
+        capsys.readouterr().err == "deskside: run.json: holds no configuration of a run (it has no config)\n"
+    )
+
+
+@pytest.mark.parametrize("runs", ["file", "file/runs"])
+def test_runs_that_are_no_folder(
+    runs: str, made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "file").write_text("")
+    line = refused(["demo", "--data.path", made.config.data.path or "", "--runs", runs], capsys)
+    assert line == f"--runs {runs}: is a file, or lies below one; give a folder"
+
+
+def test_dry_run_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = dry(
+        ["124m", "--schedule.steps", "200", "--schedule.warmup", "50 steps", "--schedule.decay", "0.25"],
+        capsys,
+    )
+    config = RunConfig.model_validate(result["config"])
+    theirs = Qwen3Config(
+        vocab_size=32768, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=3,
+        head_dim=64, intermediate_size=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    counted = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
+    groups = result["parameters"]
+    assert groups.pop("total") == sum(groups.values()) == counted
+    assert result["flops_per_token"] == flops_per_token(config.model, config.batch.sequence_length)
+    assert (result["steps"], result["tokens"]) == (200, 200 * config.batch.tokens)
+    assert [(row["step"], row["lr_factor"]) for row in result["schedule"][1:]] == [
+        (50, 1.0), (150, 1.0), (200, pytest.approx(config.schedule.model_dump()["final_lr_fraction"])),
+    ]  # fmt: skip
+
+
+def test_dry_run_in_tokens_counts_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the steps have 65536 tokens, half 131072: 100M tokens are 1018 steps."""
+    result = dry(["124m", "--schedule.tokens", "1e8", "--batch.tokens", "131072", CUT], capsys)
+    steps = -(-100_000_000 // ((65536 + 131072) // 2))
+    assert (result["steps"], result["tokens"]) == (steps, steps * (65536 + 131072) // 2)
+
+
+def test_dry_run_in_hours_invents_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    result = dry(["124m", "--hours", "2", "--schedule.warmup", "50 steps"], capsys)
+    assert result["steps"] is None and result["tokens"] is None
+    assert [row["step"] for row in result["schedule"]] == [None] * 4
+    assert result["schedule"][1] == {"what": "warm-up ends", "progress": None, "step": None, "lr_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "argv", [["demo"], ["gpt2"], ["d20", "--schedule.steps", "9000"], ["1.5b", "--hours", "24"]]
+)
+def test_dry_run_for_people(argv: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *argv, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and list(here.iterdir()) == []
+    lines = shown.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for part in (
+        "model.hidden_size = ",
+        "optim.name = muon",
+        "embedding",
+        "training FLOPs per token: ",
+        "decay starts",
+    ):
+        assert part in shown.out
+    last = {
+        "demo": "length 3m: ",
+        "gpt2": "no length is set yet",
+        "d20": "9,000 steps of ",
+        "1.5b": "length 24h: ",
+    }
+    assert lines[-1].startswith(last[argv[0]])
+
+
+def test_init_takes_the_shape_of_the_weights(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also over a preset of another kind; nothing of the preset's shape is left."""
+    for preset in ([], ["gpt2"]):
+        result = dry([*preset, "--init", str(made.path)], capsys)
+        assert RunConfig.model_validate(result["config"]).model == made.config.model
+
+
+def test_init_refuses_another_shape(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for key, value in (("rope_theta", "5.0"), ("num_hidden_layers", "1")):
+        line = refused(["--init", str(made.path), "--dry-run", f"--model.{key}", value], capsys)
+        assert line.startswith(f"model.{key}: the weights of {made.path} ") and f"not {value};" in line
+
+
+def test_dry_run_of_a_resume_shows_the_recorded_run(
+    made: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert RunConfig.model_validate(dry(["--resume", str(made.path)], capsys)["config"]) == made.config
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        (
+            515.0,
+            "515 tokens/s in training steps; 357 with set-up, evaluation and checkpoints (bf16, emulated)",
+        ),
+        (357.5, "358 tokens/s in training steps (bf16, emulated)"),
+        (None, "not known, in bf16, emulated"),
+    ],
+)
+def test_two_speeds_say_what_they_are_of(rate: float | None, said: str) -> None:
+    """515 tokens/s stood beside numbers whose quotient is 357."""
+    summary = {
+        "tokens": 35_700,
+        "seconds": 100.0,
+        "tokens_per_second": rate,
+        "precision": "bf16",
+        "emulated": True,
+    }
+    assert train_command.speed(summary) == said

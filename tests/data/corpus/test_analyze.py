@@ -1,0 +1,23 @@
+"""The tokenizer's sample: the training text, whatever becomes validation."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deskside.data.corpus.analyze import Sampler, Splitter
+from deskside.data.corpus.heldout import HoldoutPlanner, few_cut, long_cut, text_hash
+
+DOCUMENT = st.text("ab \nहि", min_size=30, max_size=300).map(lambda text: ("word " + text) * 60)
+
+
+@settings(max_examples=20)
+@given(st.lists(DOCUMENT, min_size=1, max_size=14, unique=True))
+def test_a_sample_without_limit_is_the_text_that_is_trained_on(documents: list[str]) -> None:
+    planner, sampler = HoldoutPlanner(seed=0, fraction=None), Sampler(1 << 30, seed=0)
+    for text in (document.encode() for document in documents):
+        key = text_hash(text)
+        planner.add(text, key, [])
+        sampler.add(text, key, few_cut(text, None) if planner.few else len(text), long_cut(text))
+    splitter = Splitter(holdout := planner.plan())
+    trained = b"".join(splitter.divide(document.encode())[0] for document in documents)
+    sample = "".join(sampler.texts(holdout)).encode()
+    assert sorted(sample) == sorted(trained)

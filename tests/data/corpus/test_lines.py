@@ -1,0 +1,89 @@
+"""Long JSON lines parsed without their long strings, against Python's own parser."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deskside.data.corpus import lines
+from deskside.data.corpus.lines import parse_long, utf8_error
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings are long from a few bytes on, and unescaped in pieces of 16 bytes."""
+    monkeypatch.setattr(lines, "_LONG_STRING", 8)
+    monkeypatch.setattr(lines, "CHUNK", 16)
+
+
+TEXT = st.text(alphabet='ab"\\/\n\t é🎉\u2028{}:,u', max_size=120)
+VALUES = st.recursive(
+    TEXT | st.integers() | st.none(), lambda inner: st.lists(inner, max_size=3), max_leaves=5
+)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_as_json_loads(ascii_only: bool) -> None:
+    @given(st.dictionaries(st.sampled_from(["text", "source", 'a "long" key \\']), VALUES, max_size=3))
+    @settings(max_examples=300, deadline=None)
+    def check(record: dict[str, Any]) -> None:
+        line = json.dumps(record, ensure_ascii=ascii_only).encode()
+        found = parse_long(line, "text")
+        assert isinstance(found, dict)
+        text = found.get("text")
+        assert (text.decode() if isinstance(text, bytes) else text) == record.get("text") or isinstance(
+            text, list
+        )
+        if isinstance(record.get("text"), str) and len(json.dumps(record["text"])) > 80:
+            assert isinstance(text, bytes)
+
+    check()
+
+
+@pytest.mark.usefixtures("short")
+@given(st.binary(max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_what_json_refuses_is_refused(raw: bytes) -> None:
+    line = b'{"text": "abcdefghijklmnop' + raw + b'"}'
+    try:
+        wanted = json.loads(line)["text"].encode() if isinstance(json.loads(line), dict) else None
+    except (ValueError, RecursionError):
+        with pytest.raises((ValueError, RecursionError)):
+            parse_long(line, "text")
+        return
+    found = parse_long(line, "text")
+    assert isinstance(found, dict) and found["text"] in (wanted, wanted.decode() if wanted else None)
+
+
+@pytest.mark.usefixtures("short")
+def test_pairs_of_surrogates_and_backslashes_are_not_divided() -> None:
+    for padding in range(40):
+        text = "x" * padding + "🎉" * 9 + "\\" * 33 + '"' + "é" * 9
+        found = parse_long(json.dumps({"text": text}).encode(), "text")
+        assert found == {"text": text.encode()}
+    with pytest.raises(UnicodeEncodeError):
+        parse_long(b'{"text": "' + b"x" * 60 + b'\\ud83c"}', "text")
+
+
+def test_structure_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_STRUCTURE_LIMIT", 1000)
+    with pytest.raises(ValueError, match="besides long strings"):
+        parse_long(b"[" + b"{}," * 1000 + b"{}]", "text")
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=200, deadline=None)
+def test_utf8_error_is_where_python_finds_it(data: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "CHUNK", 7)
+        found = utf8_error(data)
+    try:
+        data.decode("utf-8")
+        assert found is None
+    except UnicodeDecodeError as error:
+        assert found == error.start

@@ -1,0 +1,144 @@
+"""Processes that share work: the same as one does, in order, and nothing is left of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from functools import partial
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+
+from deskside.data.chat.prepare_chat import ChatSpec, prepare_chat
+from deskside.data.corpus import process_pool
+from deskside.utils.errors import RunError
+from tests.data import chat_tokenizer
+from tests.data.chat.test_prepare_chat import conversations, write
+from tests.train.tiny_run import descendants
+
+
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, for little work already."""
+    monkeypatch.setattr(process_pool, "cpu_cores", lambda: 2)
+    monkeypatch.setattr(process_pool, "FEW", 8)
+    monkeypatch.setattr(process_pool, "CHUNK", 4)
+
+
+def tool(name: str) -> tuple[str, int]:
+    return name, os.getpid()
+
+
+def squared(tool: tuple[str, int], item: int) -> tuple[int, str, int]:
+    if item < 0:
+        os._exit(1)
+    return item * item, *tool
+
+
+@pytest.mark.usefixtures("several")
+def test_results_are_in_order_with_what_stayed_here() -> None:
+    items = [(lambda n=n: n, n) for n in range(50)]  # a context need not travel
+    with closing(process_pool.in_order(items, squared, ("own", 0), partial(tool, "built"))) as made:
+        found = [(context(), result) for context, result in made]
+    assert [(n, result[0]) for n, result in found] == [(n, n * n) for n in range(50)]
+    assert {result[1] for _, result in found} == {"built"}
+    assert os.getpid() not in {result[2] for _, result in found} and not active_children()
+
+
+@pytest.mark.usefixtures("several")
+def test_little_is_done_here() -> None:
+    items = [(n, n) for n in range(7)]
+    made = list(process_pool.in_order(items, squared, ("own", 0), partial(tool, "built")))
+    assert made == [(n, (n * n, "own", 0)) for n in range(7)]
+
+
+@pytest.mark.usefixtures("several")
+@pytest.mark.full
+def test_what_was_not_read_to_its_end_leaves_no_process() -> None:
+    with closing(
+        process_pool.in_order([(n, n) for n in range(99)], squared, ("", 0), partial(tool, ""))
+    ) as made:
+        next(made)
+        assert len(active_children()) >= 1
+    assert not active_children()
+
+
+@pytest.mark.usefixtures("several")
+def test_a_process_that_dies_is_one_line() -> None:
+    items = [(n, n if n < 20 else -1) for n in range(30)]
+    with pytest.raises(RunError, match="a process that prepares data was killed, most likely for memory"):
+        list(process_pool.in_order(items, squared, ("", 0), partial(tool, "")))
+    assert not active_children()
+
+
+def made(folder: Path) -> dict[str, bytes]:
+    """Every file, but for .verified.json, which holds the times of the others."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".verified.json"}
+
+
+@pytest.mark.full  # preference pairs, which take the same path, are compared in tests/align/test_prepared.py
+def test_conversations_are_the_same_from_one_process_and_from_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last byte, with copies, what a template refuses, and lines that hold no conversation."""
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
+    found = conversations(150)
+    found[20], found[70] = found[10], [{"role": "user", "content": "hello"}]
+    train, val = write(tmp_path / "a.jsonl", found), write(tmp_path / "b.jsonl", found[5:15])
+    with open(train, "a") as file:
+        file.write('{"messages": 3}\nnot JSON\n')
+    for spec in (ChatSpec((train,)), ChatSpec((train,), (val,), turns="last")):
+        results = []
+        for count in (1, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(process_pool, "cpu_cores", lambda count=count: count)
+                patch.setattr(process_pool, "FEW", 8)
+                out = tmp_path / f"{count}-{spec.turns}"
+                index = prepare_chat(spec, tokenizer, out, quiet=True, shard_tokens=1500)
+            results.append(made(out))
+            assert {"the chat template cannot render it", "no conversation"} <= index.bad_input[
+                "train"
+            ].keys()
+        assert results[0] == results[1] and len(results[0]) > 8
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from deskside.data import pool
+from deskside.data.chat.prepare_chat import ChatSpec, prepare_chat
+process_pool.cpu_cores = lambda: 2
+prepare_chat(ChatSpec((sys.argv[1],)), Path(sys.argv[2]), Path(sys.argv[3]), quiet=True)
+"""
+
+
+def running(pid: int) -> bool:
+    """Whether it is there, and not only its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
+    source = write(tmp_path / "a.jsonl", conversations(300) * 20)
+    arguments = [source, str(tokenizer), str(tmp_path / "out" / "data")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREPARE, *arguments], stderr=subprocess.PIPE, start_new_session=True, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(descendants(process.pid)) < 4:  # itself, two workers and the resource tracker
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    started = descendants(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 130, 1) and said.rstrip().endswith("KeyboardInterrupt")
+    assert list((tmp_path / "out").iterdir()) == []
+    while any(map(running, started)):  # the resource tracker goes last, when nobody is left
+        assert time.monotonic() < deadline + 30
+        time.sleep(0.05)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deskside.data import tokenizer as bpe
+from deskside.data.reading import shards
+from deskside.data.reading.rows import IGNORE, PackedDataset
+from deskside.utils.errors import UsageError
+
+T = 64
+
+
+@pytest.fixture(scope="module")
+def dataset(prepared: Path) -> PackedDataset:
+    return PackedDataset.open(prepared, "train", T)
+
+
+def stream(dataset: PackedDataset) -> list[np.ndarray]:
+    """Documents as token arrays, each with the end-of-text before and after it, straight from the files."""
+    found = []
+    for shard in dataset.index.splits[dataset.split].shards:
+        tokens = np.fromfile(dataset.directory / shard.file, dtype=dataset.index.dtype)
+        ends = np.append(shards.open_table(dataset.directory, shard)["start"], len(tokens) - 1)
+        found += [tokens[a : b + 1] for a, b in pairwise(ends.tolist())]
+    return found
+
+
+def test_one_epoch_holds_every_token_pair_once(dataset: PackedDataset) -> None:
+    """The multiset of pieces (inputs, targets) equals the documents cut at multiples of T."""
+    wanted = []
+    for document in stream(dataset):
+        for a in range(0, len(document) - 1, T):
+            piece = document[a : a + T + 1]
+            wanted.append((tuple(piece[:-1].tolist()), tuple(piece[1:].tolist())))
+    rows = dataset.rows(3, np.arange(dataset.num_rows))
+    got = []
+    for r in range(dataset.num_rows):
+        bounds = rows.boundaries[rows.row_boundaries[r] : rows.row_boundaries[r + 1]] - r * T
+        assert bounds[0] == 0
+        for a, b in zip(bounds, np.append(bounds[1:], T), strict=True):
+            inputs, targets = rows.inputs[r, a:b], rows.targets[r, a:b]
+            assert rows.positions[r, a:b].tolist() == list(range(b - a))
+            if targets[0] == IGNORE:
+                assert (targets == IGNORE).all() and (inputs == 0).all() and b == T
+            else:
+                got.append((tuple(inputs.tolist()), tuple(targets.tolist())))
+    assert sorted(got) == sorted(wanted)
+    assert sum(len(d) - 1 for d in stream(dataset)) == dataset.num_tokens == (rows.targets != IGNORE).sum()
+    assert rows.valid.tolist() == (rows.targets != IGNORE).sum(axis=1).tolist()
+    assert (
+        dataset.utilisation == pytest.approx((rows.targets != IGNORE).mean()) and dataset.utilisation > 0.95
+    )
+
+
+def test_order_is_a_pure_function_of_position(dataset: PackedDataset) -> None:
+    n = dataset.num_rows
+    whole = dataset.rows(5, np.arange(3 * n)).inputs
+    some = np.array([2 * n + 1, 7, n, n - 1])
+    assert np.array_equal(dataset.rows(5, some).inputs, whole[some])
+    for a, b in ((0, 1), (1, 2)):
+        first, second = whole[a * n : (a + 1) * n], whole[b * n : (b + 1) * n]
+        assert not np.array_equal(first, second)
+        assert sorted(map(tuple, first)) == sorted(map(tuple, second))
+    assert not np.array_equal(dataset.rows(6, np.arange(n)).inputs, whole[:n])
+    assert np.array_equal(dataset.valid_at(5, some), dataset.rows(5, some).valid)
+
+
+def test_validation_bytes_are_exact(prepared: Path) -> None:
+    val = PackedDataset.open(prepared, "val", T)
+    targets = val.plain_rows(np.arange(val.num_rows)).targets
+    assert val.token_bytes is val.token_bytes  # read once
+    counted = val.token_bytes[targets[targets != IGNORE]].sum(dtype=np.int64)
+    assert counted == val.index.splits["val"].text_bytes
+
+
+def test_mixture_takes_from_each_language_in_proportion(prepared: Path) -> None:
+    mixed = PackedDataset.open(prepared, "train", T, weights={"en": 3, "hi": 1})
+    component, _ = mixed.locate(0, np.arange(4096))
+    assert np.bincount(component).tolist() == [3072, 1024]
+    coder = bpe.load(prepared)
+    rows = mixed.rows(0, np.arange(200)).inputs
+    for tokens, number in zip(rows, component.tolist(), strict=False):
+        is_hindi = any("ऀ" <= c <= "ॿ" for c in coder.decode(tokens.tolist()))
+        assert is_hindi == (number == 1)
+    smallest = mixed.packings[1].num_rows
+    seen = mixed.locate(0, np.arange(4096))[1][component == 1][:smallest]
+    assert sorted(seen.tolist()) == list(range(smallest)), (
+        "one epoch of a component holds each of its rows once"
+    )
+    only = PackedDataset.open(prepared, "train", T, weights={"en": 0, "hi": 1})
+    everything = PackedDataset.open(prepared, "train", T)
+    assert (
+        only.num_tokens + PackedDataset.open(prepared, "train", T, {"en": 1, "hi": 0}).num_tokens
+        == everything.num_tokens
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 1000])
+def test_boundaries_never_exceed_their_bound(dataset: PackedDataset, rows: int) -> None:
+    bound = dataset.max_boundaries(rows)
+    for start in range(0, 2 * dataset.num_rows, 13):
+        assert len(dataset.rows(1, np.arange(start, start + rows)).boundaries) <= bound
+        if rows == 1000:
+            break
+
+
+def test_wrong_openings(prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a prepared data set"):
+        PackedDataset.open(tmp_path, "train", T)
+    with pytest.raises(UsageError, match=r"no split 'test'. It has: train, val"):
+        PackedDataset.open(prepared, "test", T)
+    with pytest.raises(UsageError, match="at least 2"):
+        PackedDataset.open(prepared, "train", 1)
+    with pytest.raises(UsageError, match="weight fr"):
+        PackedDataset.open(prepared, "train", T, {"fr": 1})

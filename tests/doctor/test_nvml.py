@@ -1,0 +1,81 @@
+"""What is asked of NVML, with a driver made up for it: units, unknowns, and a driver that says nothing at all."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from deskside.doctor import nvml
+from deskside.doctor.nvml import Card
+
+CARD = Card("handle")
+
+
+def silent(*_: Any) -> Any:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver that answers what it is told to answer, and nothing else."""
+    for name in dir(pynvml):
+        if name.startswith(("nvmlDevice", "nvmlSystem", "nvmlInit")):
+            monkeypatch.setattr(pynvml, name, silent)
+
+    def answer(**values: Any) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(pynvml, name, lambda *_, value=value: value)
+
+    return answer
+
+
+def test_units(answers: Any) -> None:
+    answers(
+        nvmlDeviceGetEnforcedPowerLimit=450_000,
+        nvmlDeviceGetPowerManagementDefaultLimit=575_000,
+        nvmlDeviceGetPowerManagementLimitConstraints=(400_000, 600_000),
+        nvmlDeviceGetPowerUsage=31_250,
+        nvmlDeviceGetCurrPcieLinkGeneration=4,
+        nvmlDeviceGetCurrPcieLinkWidth=8,
+        nvmlDeviceGetMaxPcieLinkGeneration=5,
+        nvmlDeviceGetMaxPcieLinkWidth=16,
+    )
+    assert CARD.power() == {
+        "limit_watts": 450.0,
+        "default_watts": 575.0,
+        "lowest_watts": 400.0,
+        "highest_watts": 600.0,
+        "drawn_watts": 31.25,
+    }
+    assert CARD.pcie() == {"generation": 4, "lanes": 8, "highest_generation": 5, "highest_lanes": 16}
+
+
+def test_who_holds_memory(answers: Any) -> None:
+    small = SimpleNamespace(pid=1, usedGpuMemory=5)
+    large = SimpleNamespace(pid=2, usedGpuMemory=2**30)
+    hidden = SimpleNamespace(pid=3, usedGpuMemory=None)
+    answers(
+        nvmlDeviceGetComputeRunningProcesses=[small, large, hidden],
+        nvmlDeviceGetGraphicsRunningProcesses=[small],
+        nvmlSystemGetProcessName="python",
+    )
+    assert [p["pid"] for p in CARD.processes()] == [2, 1, 3]
+    assert CARD.processes()[0] == {"pid": 2, "name": "python", "bytes": 2**30}
+
+
+def test_a_card_that_tells_nothing(answers: Any) -> None:
+    assert set(CARD.power().values()) == {None} and set(CARD.pcie().values()) == {None}
+    assert set(CARD.memory().values()) == {None} and CARD.processes() == []
+    assert Card.numbered(0) is None
+
+
+def test_driver(answers: Any) -> None:
+    assert nvml.driver()["driver"] is None and nvml.driver()["error"]
+    answers(
+        nvmlInit=None,
+        nvmlSystemGetCudaDriverVersion_v2=12040,
+        nvmlSystemGetDriverVersion="550.54",
+        nvmlDeviceGetCount=2,
+    )
+    assert nvml.driver() == {"driver": "550.54", "driver_cuda": "12.4", "cards": 2, "error": ""}

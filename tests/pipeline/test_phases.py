@@ -1,0 +1,279 @@
+"""Doctor, probe and plan as the road uses them: what is skipped and why, what is reused, what a plan becomes."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deskside.config import merge, presets
+from deskside.measurements.identity import Machine
+from deskside.measurements.store import Store, make_key, make_row, open_store
+from deskside.pipeline import phases
+from deskside.pipeline.phases import Wish
+from deskside.plan import request as planner
+from deskside.probe.grid import calibration_points
+from deskside.probe.sweep import Surveyor
+from deskside.utils import child_process
+from deskside.utils.errors import RunError, UsageError
+
+CARD = Machine(
+    "NVIDIA GeForce RTX 4090",
+    "cuda",
+    int(23.5 * 2**30),
+    0,
+    "580.95",
+    450,
+    "2.13.0",
+    "13.0",
+    "3.6.0",
+    "0.1.0+x",
+)
+CPU = Machine("Some CPU", "cpu", 16 * 2**30, 2, None, None, "2.13.0", None, None, "0.1.0+x")
+RESULT = {
+    "tokens_per_second": 1e5,
+    "step_seconds": {"median": 0.1, "p10": 0.1, "p90": 0.1},
+    "mfu": 0.5,
+    "matmul_peak_tflops": 160.0,
+    "peak_allocated_bytes": 2**30,
+    "peak_reserved_bytes": 2**30,
+    "device_used_bytes": 2**31,
+    "accumulation": 1,
+    "watts": 400.0,
+    "precision": "bf16",
+}
+CARD_RESULT = {"matmul_peak": 1e14, "copy_bandwidth": 1e12}
+
+
+def result_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A point's result, with one row in each forward pass."""
+    return {**RESULT, "micro_tokens": spec["sequence_length"]}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This machine has an RTX 4090 and the data a billion tokens, as far as the planner can tell."""
+    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
+    monkeypatch.setattr(
+        phases, "unique_tokens", lambda data: 10**9
+    )  # of a few thousand nothing can be learnt
+    return CARD
+
+
+def wish(data: Path | None, tmp_path: Path, **changes: Any) -> Wish:
+    values: dict[str, Any] = {
+        "hours": 2.0,
+        "preset": None,
+        "data": None if data is None else str(data),
+        "given": {},
+        "memory_gib": None,
+        "probes": str(tmp_path / "probes"),
+    }
+    return Wish(**{**values, **changes})
+
+
+# Doctor
+
+
+def diagnosis(trains: bool) -> dict[str, Any]:
+    fix = [{"severity": "slows", "problem": "the disk is full", "remedy": "free some"}]
+    checks = [{"verdict": "works"}, {"verdict": "wrong numbers"}]
+    return {
+        "trains": trains,
+        "why": "" if trains else "no sums",
+        "checks": checks,
+        "fix": fix,
+        "seconds": 3.0,
+    }
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_doctor(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: diagnosis(trains))
+    result = phases.doctor(CPU, 100.0, print)
+    assert result["status"] == ("fit" if trains else "unfit")
+    told = "1 of 2 checks work; first to fix: the disk is full (free some)"
+    assert result["reason"] == (told if trains else "no sums")
+
+
+def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: pytest.fail("it was examined"))
+    assert phases.doctor(CARD, 5.0, print) == {
+        "status": "skipped",
+        "reason": "it takes about 20 s, and 5 s are left of what doctor and probe may take of these hours",
+    }
+
+
+# Probe
+
+
+def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child_process.Outcome) -> list[str]:
+    """The probe's children give this outcome, with results where it is ok; returns the list of what they were asked."""
+    asked: list[str] = []
+
+    def run(target: str, arguments: dict[str, Any], timeout: float) -> child_process.Outcome:
+        asked.append(target.split(":")[1])
+        if outcome.status != "ok":
+            return outcome
+        return replace(outcome, value=result_of(arguments["spec"]) if "spec" in arguments else CARD_RESULT)
+
+    monkeypatch.setattr(phases, "Surveyor", functools.partial(Surveyor, run=run))
+    return asked
+
+
+def filled(folder: Path, machine: Machine) -> Store:
+    """A store that has everything of this machine."""
+    store = open_store(folder)
+    store.add(make_row("card", make_key(machine, {}), "ok", CARD_RESULT))
+    for point in calibration_points(machine.memory_bytes, machine.device):
+        store.add(make_row("point", make_key(machine, point.spec), "ok", result_of(point.spec)))
+    return store
+
+
+def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
+    said: list[str] = []
+    points = len(calibration_points(CARD.memory_bytes, "cuda"))
+    result = phases.probe(CARD, open_store(tmp_path), 1e6, said.append)
+    assert result["status"] == "measured" and result["measured"] == points and result["stored"] == 0
+    assert asked == ["measure_card", *["measure_point"] * points]
+    assert any("100,000 tokens/s" in line for line in said)
+    again = phases.probe(CARD, open_store(tmp_path), 1e6, said.append)
+    assert again["status"] == "stored" and again["stored"] == points and again["measured"] == 0
+    assert len(asked) == 1 + points
+
+
+def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
+    result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
+    assert result["status"] == "skipped" and "10 s are left" in result["reason"]
+    assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].count(" 0 s are left")
+    assert phases.probe(CARD, filled(tmp_path / "full", CARD), 10.0, print)["status"] == "stored"
+    assert asked == []
+
+
+def test_probe_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
+    with open_store(tmp_path).measuring(CARD.card):
+        result = phases.probe(CARD, open_store(tmp_path), 1e6, print)
+    assert result == {"status": "skipped", "reason": "another probe is measuring"} and asked == []
+
+
+def test_failed_points_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    surveying(monkeypatch, child_process.Outcome("failed", None, "it broke", 3.0))
+    result = phases.probe(CARD, open_store(tmp_path), 1e6, print)
+    assert result["status"] == "nothing" and result["failed"] and "it broke" in result["failed"][0]
+
+
+# Plan
+
+
+def test_the_plan_chooses_a_model(card: Machine, data: Path, tmp_path: Path) -> None:
+    result, whole = phases.plan(wish(data, tmp_path, given={"seed": "5"}), 6900.0)
+    assert whole is not None and result["status"] == "made" and whole.best is not None
+    assert [band["name"] for band in result["bands"]] == [band.name for band in whole.bands]
+    assert result["name"] == whole.recommended and result["weights"] == whole.best.candidate.weights
+    low, expected, high = result["memory_gib"]
+    assert low < expected < high < 23.5
+    config = phases.final_config(result["config"], 7200.0)
+    assert config.seed == 5 and config.data.path == str(data) and config.schedule.clock == "wall"
+    assert config.schedule.length is not None and config.schedule.length.value == 7200
+    assert config.model.vocab_size == 320  # the tokenizer's 300, rounded up
+    # The numbers are of the run that would be trained.
+    assert config.model == whole.best.candidate.setting.model
+    lines = phases.lines(result)
+    assert lines[0].startswith("plan, modelled from what was published")
+    assert sum(line.startswith("->") for line in lines) == 1
+
+
+def test_a_preset_that_fits_is_trained_as_it_is(card: Machine, data: Path, tmp_path: Path) -> None:
+    result, _ = phases.plan(wish(data, tmp_path, preset="124m", given={"optim": {"lr": "0.03"}}), 6900.0)
+    assert result["bands"] == [] and result["preset"] == "124m"
+    own = merge.build(
+        [*presets.layers("124m"), {"data": {"path": str(data), "sources": []}, "optim": {"lr": "0.03"}}]
+    )
+    built = merge.build([result["config"]])
+    assert built == own and built.model.vocab_size == 32768
+
+
+def test_less_memory_than_the_card_has(card: Machine, data: Path, tmp_path: Path) -> None:
+    whole, _ = phases.plan(wish(data, tmp_path), 6900.0)
+    part, _ = phases.plan(wish(data, tmp_path, memory_gib=2.0), 6900.0)
+    assert part["memory_gib"][1] < 2.0 < whole["memory_gib"][1]
+
+
+def test_a_plan_that_says_no(card: Machine, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the plan says no: "):
+        phases.plan(wish(data, tmp_path, preset="1.5b", memory_gib=2.0), 6900.0)
+
+
+def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset is trained without a plan, with the reason; without a preset there is nothing to choose from."""
+    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CPU)
+    result, whole = phases.plan(wish(data, tmp_path, preset="124m"), 6900.0)
+    assert whole is None and result["status"] == "skipped" and "this is the CPU" in result["reason"]
+    assert merge.build([result["config"]]).data.path == str(data)
+    skipped, trains = phases.lines(result)
+    assert skipped.startswith("plan: skipped: Some CPU: this is the CPU")
+    assert trains.startswith(
+        "trains the preset as it is, without a plan: 125M parameters, sequence length 2048;"
+    )
+    with pytest.raises(UsageError, match="this is the CPU"):
+        phases.plan(wish(data, tmp_path), 6900.0)
+
+
+def test_a_vocabulary_that_is_too_small_for_the_data(data: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small.toml"
+    small.write_text('base = "demo"\n[model]\nvocab_size = 100\n', "utf-8")
+    assert phases.by_hand(wish(data, tmp_path, preset=str(small)))["model"] == {"vocab_size": 320}
+    assert "model" not in phases.by_hand(wish(data, tmp_path, preset="demo"))
+    by_hand = phases.by_hand(wish(data, tmp_path, given={"model": {"vocab_size": "512"}}))
+    assert by_hand["model"] == {"vocab_size": "512"}
+
+
+def test_too_little_data_is_said_before_anything_is_trained(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
+    assert phases.unique_tokens(str(data)) < 100_000
+    with pytest.raises(RunError, match="nothing would be learned from so few tokens"):
+        phases.plan(wish(data, tmp_path), 6900.0)
+
+
+@pytest.mark.parametrize("machine", [CPU, CARD])
+def test_three_minutes_have_room_for_a_doctor_and_a_point(machine: Machine) -> None:
+    """The README's first command goes from doctor to report, without anything stored."""
+    device, started = machine.device, 2.0
+    doctor = phases.doctor_allowance(0.05, machine)
+    assert doctor - started >= phases.DOCTOR_SECONDS[device]
+    first = phases.calibration_points(machine.memory_bytes, device)[0]
+    probe = phases.estimate_seconds(first, [], device, None) + phases.CARD_SECONDS[device]
+    assert doctor + probe <= phases.allowance(0.05, device) <= 90
+    assert phases.allowance(24, device) == pytest.approx(2.4 * 3600)
+
+
+def test_a_doctor_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine(quick: bool, say: object, seconds: float) -> object:
+        raise TimeoutError
+
+    monkeypatch.setattr(phases, "examine", examine)
+    found = phases.doctor(CPU, 30.0, lambda text: None)
+    assert found["status"] == "skipped" and "30 s" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "unigram", "wanted"),
+    [
+        ((1.0, 1.1, 1.2), 3.0, [1.0, 1.1, 1.2]),
+        ((1.837, 4.097, 6.357), 3.0, [1.837, (1.837 * 3.0) ** 0.5, 3.0]),
+        ((1.8, 2.0, 3.5), 3.0, [1.8, 2.0, 3.0]),
+        ((3.5, 4.0, 5.0), 3.0, [3.0, 3.0, 3.0]),
+        ((1.8, 4.0, 6.0), None, [1.8, 4.0, 6.0]),
+    ],
+)
+def test_no_model_is_expected_above_the_unigram_baseline(
+    loss: tuple[float, float, float], unigram: float | None, wanted: list[float]
+) -> None:
+    assert phases.bounded_loss(loss, unigram) == pytest.approx(wanted)

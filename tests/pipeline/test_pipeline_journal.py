@@ -1,0 +1,207 @@
+"""The clock of hours: over processes, not while nothing runs, and a kill loses no more than a beat."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import deskside
+from deskside.pipeline import pipeline_journal as journals
+from deskside.pipeline.pipeline_journal import PHASES, Journal, tail_seconds
+from deskside.run.directory import RunDirectory
+from deskside.utils.errors import RunError, UsageError
+from tests.train import tiny_run
+
+OPTIONS: dict[str, object] = {
+    "preset": "demo",
+    "data": None,
+    "given": {},
+    "gpu_budget": None,
+    "target_loss": None,
+    "probes": "probes",
+}
+
+
+def begun(folder: Path, hours: float = 1.0, spent: float = 0.0) -> Journal:
+    deskside.STARTED = time.perf_counter()
+    run = RunDirectory.create(folder, "run", "run")
+    return Journal.begin(run, hours, dict(OPTIONS), "a test", spent)
+
+
+def planned(journal: Journal) -> Journal:
+    """The same road with what training needs."""
+    journal.keep("doctor", {"status": "fit"})
+    journal.keep("probe", {"status": "stored"})
+    journal.keep("plan", {"status": "skipped", "reason": "a test", "pretrain_seconds": 9.0, "config": {}})
+    journal.enter("train")
+    return journal
+
+
+def again(folder: Path) -> Journal:
+    deskside.STARTED = time.perf_counter()
+    return Journal.open(folder / "run")
+
+
+def test_a_road_that_goes_on_has_what_was_left(tmp_path: Path) -> None:
+    first = begun(tmp_path, hours=1.0, spent=100.0)
+    deskside.STARTED -= 50.0  # this process began 50 s ago
+    first.keep("doctor", {"status": "fit"})
+    first.enter("probe")
+    assert first.left() == pytest.approx(3600 - 150, abs=0.5)
+    # Whatever lies between the two processes does not count.
+    second = again(tmp_path)
+    assert second.phase == "probe" and second.result("doctor") == {"status": "fit"}
+    assert second.result("probe") == {} and second.state["options"] == OPTIONS
+    assert second.seconds() == pytest.approx(150, abs=0.5)
+    deskside.STARTED -= 20.0
+    assert second.left() == pytest.approx(3600 - 170, abs=0.5)
+
+
+def wait_to_be_killed(folder: Path) -> None:
+    journals.BEAT = 0.05
+    journal = begun(folder)
+    with journal.kept():
+        time.sleep(60)
+
+
+def test_a_kill_loses_no_more_than_a_beat(tmp_path: Path) -> None:
+    child = tiny_run.call(wait_to_be_killed, tmp_path, log=tmp_path / "log")
+    file = tmp_path / "run" / "go.json"
+    while not file.exists():
+        time.sleep(0.01)
+    began = time.monotonic()
+    time.sleep(1.0)
+    assert child.alive(), child.text()
+    child.kill(signal.SIGKILL)
+    lived = time.monotonic() - began
+    assert child.wait() == -signal.SIGKILL
+    spent = json.loads(file.read_text("utf-8"))["spent_seconds"]
+    assert lived - 0.6 < spent < lived + 0.6
+
+
+def hold(folder: Path) -> None:
+    with begun(folder).kept():
+        (folder / "held").touch()
+        time.sleep(60)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    child = tiny_run.call(hold, tmp_path, log=tmp_path / "log")
+    while not (tmp_path / "held").exists():
+        assert child.alive(), child.text()
+        time.sleep(0.01)
+    with pytest.raises(UsageError, match="another process is on this road"), again(tmp_path).kept():
+        pass
+    child.kill()
+    child.wait()
+    with again(tmp_path).kept():
+        pass
+
+
+def test_a_full_disk_stops_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "BEAT", 0.01)
+    journal = begun(tmp_path)
+    failed: list[str] = []
+    original = journal.run.write_json
+
+    def refuse(name: str, value: dict[str, object]) -> None:
+        if len(failed) < 3:
+            failed.append(name)
+            raise RunError("the disk is full")
+        original(name, value)
+
+    monkeypatch.setattr(journal.run, "write_json", refuse)
+    with journal.kept():
+        deadline = time.monotonic() + 10
+        while len(failed) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert again(tmp_path).seconds() > 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        json.dumps({"schema_version": 1, "hours": "two"}),
+        json.dumps(
+            {
+                "schema_version": 2,
+                "hours": 1,
+                "spent_seconds": 0,
+                "phase": "plan",
+                "options": {},
+                "results": {},
+                "command": "x",
+            }
+        ),
+    ],
+)
+def test_a_damaged_journal(content: str, tmp_path: Path) -> None:
+    (tmp_path / "go.json").write_text(content, "utf-8")
+    with pytest.raises(RunError, match=r"go\.json: is damaged"):
+        Journal.open(tmp_path)
+
+
+def test_what_was_stopped_before_it_began(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, "run", "run")
+    with pytest.raises(UsageError, match=r"run: its road was stopped before it began; delete the folder"):
+        Journal.open(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no road"):
+        Journal.open(tmp_path / "run")
+
+
+def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -> None:
+    """The beat copies the state in its own thread, which must not change meanwhile."""
+    journal = begun(tmp_path)
+    keeps = [
+        threading.Thread(target=journal.keep, args=("doctor", {"status": "fit"})),
+        threading.Thread(target=journal.enter, args=("probe",)),
+    ]
+    with journal._lock:
+        for thread in keeps:
+            thread.start()
+        time.sleep(0.1)
+        assert journal.result("doctor") == {} and journal.phase == "doctor"
+    for thread in keeps:
+        thread.join(10)
+    assert journal.result("doctor") == {"status": "fit"} and again(tmp_path).phase == "probe"
+
+
+def test_the_other_run_lies_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From wherever it is asked, and after both were moved."""
+    monkeypatch.chdir(tmp_path)
+    journal = planned(begun(Path("runs")))
+    assert journal.continued_in is None
+    journal.continue_in(RunDirectory.create(Path("runs"), "other", "other"))
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved" / "run")
+    assert again(tmp_path / "moved").continued_in == tmp_path / "moved" / "other"
+
+
+def test_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds no road to go on with \(no go\.json\)"):
+        Journal.open(tmp_path)
+
+
+def test_phases_are_in_order_and_the_file_is_whole_at_any_moment(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    for phase in PHASES:
+        journal.enter(phase)
+        assert json.loads((tmp_path / "run" / "go.json").read_text("utf-8"))["phase"] == phase
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+
+
+def test_a_busy_machine_keeps_more_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    for load, factor in ((0.1, 1.0), (2.5, 2.5), (50.0, 4.0)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load * cores, 0.0, 0.0))
+        assert tail_seconds(0.05) == pytest.approx(6.0 * factor + 0.9)

@@ -1,0 +1,145 @@
+"""FP8 is offered by name where it is faster, emulation is called by its name, and neither is ever chosen silently."""
+
+from typing import Any
+
+import pytest
+
+from deskside.config import merge
+from deskside.plan.fp8 import Gain, measured_gain
+from deskside.plan.planner import make_plan
+from deskside.plan.render import show
+from tests.plan import made
+
+
+def planned(preset: str = "355m", **options: Any) -> Any:
+    given = made.given(preset, **options.pop("overrides", {}))
+    return make_plan(made.request("tokens", 1e9, given=given, **options))
+
+
+def test_bf16_stays_the_default_and_fp8_is_offered_with_its_gain() -> None:
+    plan = planned()
+    assert plan.best.candidate.setting.precision == "bf16"
+    (offer,) = plan.alternatives
+    assert (offer["precision"], offer["option"], offer["source"]) == ("fp8", "--precision fp8", "modelled")
+    told = f"--precision fp8 is offered: {offer['speed']:.2f} times the speed of BF16 (modelled"
+    (reason,) = [reason for reason in plan.reasons if "offered" in reason]
+    assert reason.startswith(told) and reason.endswith("docs/precision.md")
+    assert "llmq" in reason  # the published pairs stand beside it
+    # What was offered is what choosing it plans.
+    fp8 = planned(precision="fp8").best.estimate
+    assert fp8.tokens_per_second[1] == pytest.approx(offer["tokens_per_second"], rel=0.02)
+
+
+def test_a_measured_gain_goes_before_the_model() -> None:
+    plan = planned(measured_fp8=Gain(1.61, "measured: one pair of points on this card with deskside probe"))
+    (offer,) = plan.alternatives
+    assert offer["speed"] == 1.61 and offer["modelled_speed"] != 1.61
+    assert any("1.61 times the speed of BF16 (measured: one pair" in reason for reason in plan.reasons)
+    assert planned(measured_fp8=Gain(0.97, "measured: one pair")).alternatives == ()
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("a card without FP8", {"card": made.card(24, "rtx3090")}),
+        ("sizes that do not divide", {"overrides": {"model": {"intermediate_size": 2818}}}),
+        ("FP8 already", {"precision": "fp8"}),
+        ("FP32", {"precision": "fp32"}),
+    ],
+)
+def test_where_it_is_not_offered(what: str, options: dict[str, Any]) -> None:
+    given = made.given("355m", **options.pop("overrides", {}))
+    request = made.request("tokens", 1e9, given=given)
+    plan = make_plan(type(request)(**{**vars(request), **options}))
+    assert plan.alternatives == () and not any("offered" in reason for reason in plan.reasons), what
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "nvfp4", "nvfp4-eden", "fp8-nvfp4"])
+def test_what_is_planned_can_be_carried_out(precision: str) -> None:
+    plan = make_plan(made.request("hours", 10.0, precision=precision))
+    for band in plan.bands:
+        assert f"--precision.name {precision}" in band.command
+        built = merge.build([band.config])
+        assert built.precision.name == precision
+        assert built.parallel.mode != "shard"
+
+
+def test_quantised_runs_are_never_sharded() -> None:
+    plan = make_plan(made.request("tokens", 1e9, gpus=4, precision="fp8"))
+    assert plan.bands and not any(band.candidate.setting.sharded for band in plan.bands)
+    tight = make_plan(
+        made.request("tokens", 1e9, memory_gib=8, gpus=4, given=made.given("d30"), precision="fp8")
+    )
+    assert not any("shard" in remedy.what for remedy in tight.remedies)
+
+
+def test_emulated_is_said_wherever_speed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(precision="nvfp4")
+    assert any("nvfp4 is emulated" in reason and "of BF16's speed" in reason for reason in plan.reasons)
+    assert plan.to_json()["speed"]["emulated"] is True
+    show(plan)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nvfp4, emulated" in out and "(modelled, emulated)" in out
+    slower = plan.best.estimate.tokens_per_second[1] / planned().best.estimate.tokens_per_second[1]
+    assert 0.5 < slower < 1
+
+    native = planned(precision="fp8")
+    assert native.to_json()["speed"]["emulated"] is False
+    assert not any("emulated" in reason for reason in native.reasons)
+    never = planned(precision="fp8", overrides={"precision": {"name": "fp8", "native": "never"}})
+    assert never.best.estimate.setting.emulated
+
+
+def test_native_nvfp4_would_be_priced_and_said_to_be_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = made.card(32, "rtx5090")
+    calibration = made.calibration()
+    rates = type(calibration.rates)(160e12, 1e12, 320e12, 640e12)
+    request = made.request(
+        "tokens", 1e9, given=made.given("774m"), precision="nvfp4",
+        calibration=type(calibration)(**{**vars(calibration), "rates": rates}),
+    )  # fmt: skip
+    request = type(request)(**{**vars(request), "card": card})
+    planned_ = make_plan(request)
+    assert any("nvfp4 is planned as emulated" in why and "has FP4 units" in why for why in planned_.reasons)
+    emulated = planned_.best
+    monkeypatch.setattr("deskside.plan.request.TRAINED_NATIVELY", ("fp8", "nvfp4"))
+    plan = make_plan(request)
+    assert any("has not run them on such a card" in reason for reason in plan.reasons)
+    assert any("how close nvfp4 comes to it is in docs/precision.md" in reason for reason in plan.reasons)
+    assert plan.best is not None and emulated is not None
+    assert emulated.estimate.setting.emulated and not plan.best.estimate.setting.emulated
+    assert plan.best.estimate.tokens_per_second[1] > emulated.estimate.tokens_per_second[1]
+
+
+def test_cached_weights_are_given_up_where_memory_is_short() -> None:
+    """BF16 copies of d30's blocks are 2.4 GB; converting at each use, the change is named and can be carried out."""
+    roomy_, short = (
+        made.request("tokens", 1e9, memory_gib=gib, given=made.given("d26")) for gib in (80.0, 17.0)
+    )
+    plenty, plan = make_plan(roomy_), make_plan(short)
+    assert plenty.best is not None and plenty.best.candidate.setting.copies == "step"
+    assert plenty.best.estimate.memory.items["copies"] > 0
+    assert plan.best is not None and plan.best.candidate.setting.copies == "use"
+    assert any("--precision.weight_cache false" in reason for reason in plan.reasons)
+    assert any("weights converted at each use" in remedy.what for remedy in plan.remedies)
+    assert "--precision.weight_cache false" in plan.best.command
+    assert merge.build([plan.best.config]).precision.weight_cache is False
+
+
+def point(precision: str, seconds: float, tokens: int = 65536) -> dict[str, Any]:
+    return {
+        "kind": "point",
+        "status": "ok",
+        "key": {"spec": {"tokens": tokens, "precision": "auto" if precision == "bf16" else precision}},
+        "result": {"precision": precision, "micro_tokens": tokens, "step_seconds": {"median": seconds}},
+    }
+
+
+def test_pairs_of_probe_points() -> None:
+    rows = [point("bf16", 0.12), point("fp8-delayed", 0.08), point("bf16", 0.2, 131072), point("fp32", 0.9)]
+    found = measured_gain(rows)
+    assert found is not None
+    assert found.speed == pytest.approx(1.5) and found.source.startswith("measured: one pair of points")
+    assert measured_gain(rows[2:]) is None
+    failed = {**point("fp8-delayed", 0.1, 131072), "status": "oom"}
+    assert measured_gain([rows[2], failed]) is None

@@ -1,0 +1,169 @@
+"""Measuring one after another: what is stored is reused, deadlines hold, too large points are concluded."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deskside.measurements.store import Row, open_store
+from deskside.probe.grid import Point, needs_more_memory, order
+from deskside.probe.sweep import MEASURE_CARD, Finding, Surveyor
+from deskside.utils.child_process import Outcome
+from tests.measurements.test_store import MACHINE
+from tests.probe import fakes
+from tests.probe.test_grid import grid
+
+POINTS = order(grid([4, 8, 10, 12, 16], [512, 2048, 8192], ["muon"], ["none"]))
+
+
+@dataclass
+class World:
+    """A clock that stands still but for measurements, and measurements that only take time of that clock."""
+
+    setup: float = 20.0
+    slower: float = 1.0
+    now: float = 1000.0
+    called: list[dict[str, Any]] = field(default_factory=list)
+    begun: list[float] = field(default_factory=list)
+    interrupt_at: int | None = None
+    fail: bool = False
+
+    def run(self, target: str, arguments: Mapping[str, Any], timeout: float) -> Outcome:
+        self.begun.append(self.now)
+        if target == MEASURE_CARD:
+            return self._answer(fakes.measure_card(arguments["device"]), 15.0, timeout)
+        self.called.append(dict(arguments["spec"]))
+        if len(self.called) == self.interrupt_at:
+            raise KeyboardInterrupt
+        if self.fail:
+            return Outcome("failed", None, "RuntimeError: illegal access", 3.0)
+        try:
+            result = fakes.answer(arguments["spec"])
+        except MemoryError as error:
+            self.now += 6.0
+            return Outcome("oom", None, str(error), 6.0)
+        step = self.slower * result["step_seconds"]["median"]
+        return self._answer(result, self.setup + max(2.0, 2 * step) + max(4.0, 5 * step) + 2 * step, timeout)
+
+    def _answer(self, result: dict[str, Any], seconds: float, timeout: float) -> Outcome:
+        self.now += min(seconds, timeout)
+        if seconds > timeout:
+            return Outcome("timeout", None, f"no answer within {timeout:.0f} s", timeout)
+        return Outcome("ok", result, "", seconds)
+
+    # Watcher
+    def begin(self, title: str, seconds: float) -> None: ...
+    def end(self, finding: Finding) -> None: ...
+    def card(self, row: Row) -> None: ...
+
+
+def surveyor(folder: str | Path, world: World, seconds: float | None = None, again: bool = False) -> Surveyor:
+    deadline = None if seconds is None else world.now + seconds
+    return Surveyor(
+        open_store(folder), MACHINE, world, deadline, again, run=world.run, clock=lambda: world.now
+    )
+
+
+def by_status(findings: list[Finding], status: str) -> list[Point]:
+    return [finding.point for finding in findings if finding.status == status]
+
+
+def test_everything_is_measured_or_concluded(tmp_path: Path) -> None:
+    world = World()
+    survey = surveyor(tmp_path, world).survey(POINTS)
+    assert survey.card is not None and survey.card["result"]["matmul_peak"] == 2e13
+    assert {id(f.point) for f in survey.findings} == {id(p) for p in POINTS}
+    assert len(survey.findings) == len(POINTS)
+    full, skipped = by_status(survey.findings, "oom"), by_status(survey.findings, "skipped")
+    assert full and skipped
+    for point in skipped:  # what was concluded is so: the made-up card has no room for it either
+        assert any(needs_more_memory(point, other) for other in full)
+        with pytest.raises(MemoryError):
+            fakes.answer(dict(point.spec))
+    assert len(world.called) == len(POINTS) - len(skipped)
+    assert {spec["device"] for spec in world.called} == {"cuda"}
+
+
+def test_what_is_stored_is_not_measured_again(tmp_path: Path) -> None:
+    surveyor(tmp_path, World()).survey(POINTS)
+    before = open_store(tmp_path).path(MACHINE.card).read_bytes()
+    world = World()
+    survey = surveyor(tmp_path, world).survey(POINTS)
+    assert world.called == [] and world.begun == []
+    assert {f.origin for f in survey.findings} == {"stored", "concluded"}
+    assert survey.card is not None
+    assert open_store(tmp_path).path(MACHINE.card).read_bytes() == before
+    world = World()
+    surveyor(tmp_path, world, again=True).survey(POINTS[:1])
+    assert len(world.called) == 1 and len(world.begun) == 2
+
+
+def test_an_interrupted_survey_goes_on(tmp_path: Path) -> None:
+    world = World(interrupt_at=4)
+    survey = surveyor(tmp_path, world).survey(POINTS)
+    assert survey.interrupted
+    measured = [f for f in survey.findings if f.origin == "measured"]
+    assert len(measured) == 3
+    assert len(survey.findings) == len(POINTS)
+    again = World()
+    rest = surveyor(tmp_path, again).survey(POINTS)
+    assert not rest.interrupted
+    assert not {repr(s["model"]) + str(s["sequence_length"]) for s in again.called} & {
+        repr(f.point.spec["model"]) + str(f.point.sequence_length) for f in measured
+    }
+
+
+def test_failures_are_kept_and_tried_again(tmp_path: Path) -> None:
+    survey = surveyor(tmp_path, World(fail=True)).survey(POINTS[:2])
+    assert {f.status for f in survey.findings} == {"failed"}
+    assert survey.findings[0].row is not None
+    assert survey.findings[0].row["error"] == "RuntimeError: illegal access"
+    world = World()
+    survey = surveyor(tmp_path, world).survey(POINTS[:1])
+    assert len(world.called) == 1 and survey.findings[0].status == "ok"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.1, 600), st.floats(0, 60), st.floats(0.05, 200), st.permutations(POINTS), st.booleans())
+def test_deadlines_hold(
+    seconds: float, setup: float, slower: float, points: list[Point], known: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if known:
+            surveyor(folder, World(setup, slower)).survey(points[:2])
+        world = World(setup, slower)
+        began = world.now
+        survey = surveyor(folder, world, seconds).survey(points)
+        assert world.now <= began + seconds + 1e-6 + 6.0  # an out-of-memory of the made-up card takes its 6 s
+        assert all(start <= began + seconds for start in world.begun)
+        assert len(survey.findings) == len(points)
+        assert not any(f.status == "timeout" for f in survey.findings), (
+            "the deadline is no property of a point"
+        )
+        # A point that there was no time for is one that was estimated to end too late, or cut off.
+        stored = {
+            row["hash"] for row in open_store(folder).rows(MACHINE, "point") if row["status"] != "skipped"
+        }
+        measured = [f.row["hash"] for f in survey.findings if f.row is not None and f.status != "skipped"]
+        assert set(measured) <= stored and len(measured) == len(set(measured))
+
+
+def test_a_point_that_would_end_too_late_is_not_begun(tmp_path: Path) -> None:
+    world = World()
+    survey = surveyor(tmp_path, world, 15 + 30 + 28 * 2 + 5).survey(POINTS)
+    assert by_status(survey.findings, "ok") and by_status(survey.findings, "no time")
+    assert world.now <= 1000 + 15 + 30 + 28 * 2 + 5
+    assert len(open_store(tmp_path).rows(MACHINE, "point")) < len(POINTS)
+
+
+def test_a_point_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    world = World(slower=1e6)
+    survey = surveyor(tmp_path, world).survey(POINTS[:1])
+    assert survey.findings[0].status == "timeout"
+    assert world.now < 1000 + 900
+    assert len(open_store(tmp_path).rows(MACHINE, "point")) == 1

@@ -1,0 +1,230 @@
+"""Names of runs, whole files or none, lines whole or not at all."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.config.run import RunConfig
+from deskside.run import directory
+from deskside.run.directory import RunDirectory, append_line, write_atomically
+from deskside.train.prepare.step_planning import recorded_plan
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights import checkpoint
+from tests.train import tiny_run
+
+ROWS = st.lists(
+    st.dictionaries(
+        st.text(max_size=5),
+        st.floats() | st.integers(-(2**64) + 1, 2**64 - 1) | st.none() | st.booleans(),
+        max_size=4,
+    ),
+    max_size=20,
+)
+
+
+def test_a_given_name_must_be_free_and_a_default_gets_a_number(tmp_path: Path) -> None:
+    assert RunDirectory.create(tmp_path, "mine", "demo").path.name == "mine"
+    with pytest.raises(UsageError, match=r"mine exists; choose another --name, or go on with.*--resume"):
+        RunDirectory.create(tmp_path, "mine", "demo")
+    names = [RunDirectory.create(tmp_path, None, "demo").path.name for _ in range(3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b"])
+def test_names_that_are_no_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="plain folder name"):
+        RunDirectory.create(tmp_path, name, "demo")
+
+
+def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"^--runs .*file: is a file"):
+        RunDirectory.create(tmp_path / "file", None, "demo")
+    with pytest.raises(RunError, match=r"cannot be made: File name too long"):
+        RunDirectory.create(tmp_path, "n" * 300, "demo")
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is not a run \(no run\.json\)"):
+        RunDirectory.open(tmp_path)
+
+
+@given(rows=ROWS)
+def test_rows_come_back_and_are_strict_json(
+    rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = RunDirectory(tmp_path_factory.mktemp("run"))
+    rows = [{**row, "step": step} for step, row in enumerate(rows)]
+    for row in rows:
+        run.append_metrics(row)
+
+    def expected(value: object) -> object:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    assert list(run.read_metrics()) == [{k: expected(v) for k, v in row.items()} for row in rows]
+    if rows:
+        for line in run.metrics.read_text("utf-8").splitlines():
+            json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "3", "{}", '{"step": "2"}', '{"step": 2.5}', '{"step": true}', "[" * 9000]
+)
+def test_a_row_that_is_none_is_named(line: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.append_metrics({"step": 1})
+    append_line(run.metrics, line)
+    before = run.metrics.read_bytes()
+    with pytest.raises(RunError, match=r"metrics\.jsonl: line 2 is damaged .*; delete that line and resume"):
+        run.cut_metrics(1)
+    assert run.metrics.read_bytes() == before
+
+
+def test_cutting_drops_later_and_half_written_rows(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.cut_metrics(3) == 0
+    for step in range(1, 8):
+        run.append_metrics({"step": step})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 8')
+    assert run.cut_metrics(5) == 2
+    assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5]
+    run.append_metrics({"step": 6})
+    assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_metrics_are_on_the_disk_before_a_checkpoint_is_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of what a run asks of the disk, with how long the metrics were at that moment."""
+    synced, saved = 0, []
+    original_sync, original_save = os.fsync, checkpoint.save
+
+    def fsync(descriptor: int) -> None:
+        nonlocal synced
+        original_sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == "metrics.jsonl":
+            synced = path.stat().st_size
+
+    def save(folder: Path, step: int, *args: Any) -> Any:
+        metrics = folder.parent / "metrics.jsonl"
+        saved.append((step, synced == (metrics.stat().st_size if metrics.exists() else 0)))
+        return original_save(folder, step, *args)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoint, "save", save)
+    tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "20 steps"}))
+    assert saved == [(0, True), (10, True), (20, True)]
+
+
+def test_metrics_that_cannot_be_forced_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    run.sync_metrics()  # nothing there yet
+    run.append_metrics({"step": 1})
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written: Input/output error"):
+        run.sync_metrics()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    write_atomically(path, "old")
+
+    def refuse(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            with pytest.raises(RunError, match=r"plan\.json: cannot be written: No space left on device"):
+                write_atomically(path, "new")
+        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, "one")
+
+    class Short:
+        """A file on a disk with room for three more bytes."""
+
+        def __init__(self) -> None:
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in __exit__
+
+        def __enter__(self) -> "Short":
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> int | None:
+            return self.file.write(data[:3])
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *a, **k: Short())
+        with pytest.raises(RunError, match="the disk is full; free space and resume"):
+            append_line(path, "two and more")
+    assert path.read_text() == "one\n"
+    with pytest.raises(RunError, match="cannot be written: Is a directory"):
+        append_line(tmp_path, "one")
+
+
+@pytest.mark.parametrize("content", ["", "{", "\xff"])
+def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with pytest.raises(RunError, match=r"plan\.json: is missing"):
+        run.read_json("plan.json")
+    (tmp_path / "plan.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match=r"plan\.json: is damaged"):
+        run.read_json("plan.json")
+    run.write_json("plan.json", {"a": 1})
+    assert run.read_json("plan.json") == {"a": 1}
+    assert directory.RunDirectory(tmp_path).metrics == tmp_path / "metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "damage", ['{"revisions": 3}', "[]", "{}", '{"revisions": [{"step": "x"}]}', "[" * 5000]
+)
+def test_a_plan_that_is_none_is_named(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "plan.json").write_text(damage)
+    with pytest.raises(RunError, match=r"plan\.json: is damaged"):
+        recorded_plan(RunDirectory(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["{}", '{"config": 3}', '{"config": {"seed": -1}}'])
+def test_a_run_without_configuration_is_named(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "run.json").write_text(damage)
+    with pytest.raises(RunError, match=r"run\.json: holds no configuration of a run"):
+        RunDirectory.open(tmp_path).config()
+
+
+@pytest.mark.parametrize("version", [None, 2, "1"])
+def test_a_run_of_another_version_is_named(tmp_path: Path, version: object) -> None:
+    run = {"config": RunConfig().model_dump(mode="json"), "schema_version": version}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    with pytest.raises(RunError, match=r"run\.json: has schema version"):
+        RunDirectory.open(tmp_path).config()
+
+
+def test_a_summary_that_is_not_finite_is_json_all_the_same(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.write_json("summary.json", {"val_bpb": math.nan, "best": {"at": [math.inf, 1.5]}})
+    text = (tmp_path / "summary.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert run.read_json("summary.json") == {"val_bpb": None, "best": {"at": [None, 1.5]}}

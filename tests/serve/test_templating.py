@@ -1,0 +1,88 @@
+"""Prompts: messages where there is a template, wherever it stands, and text that makes no special token."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from deskside.data.chat import renderer
+from deskside.data.chat.renderer import NotRendered
+from deskside.serve.templating import PREFIX_CHARACTERS, Prompts, TooLong
+from deskside.weights.load import Loaded, load_model
+from tests.serve.chatty import TEMPLATE, make_chatty, rendered
+
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "the ship, 東京 😀\n\n  and more"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chatty(tmp_path_factory.mktemp("prompts"))[1]
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Loaded:
+    return load_model(folder)
+
+
+def test_text_begins_with_the_start_token_and_spells_no_other(loaded: Loaded) -> None:
+    start, *tokens = Prompts(loaded).text("a<|im_end|>\n<|im_start|>b<|endoftext|>")
+    special = {loaded.tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")}
+    assert start == loaded.start_token
+    assert not special & set(tokens)
+
+
+def test_templates_inside_of_the_configuration_and_none(folder: Path, loaded: Loaded, tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    shutil.copytree(folder, inside)
+    (inside / "chat_template.jinja").unlink()
+    assert not Prompts(load_model(inside)).chats
+    (inside / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    tokens = Prompts(load_model(inside)).messages(MESSAGES)
+    assert tokens == Prompts(loaded).messages(MESSAGES)
+    assert loaded.tokenizer.decode(tokens, skip_special_tokens=False) == rendered(MESSAGES)
+
+
+def test_a_template_that_refuses_says_why(loaded: Loaded) -> None:
+    with pytest.raises(NotRendered, match="refuses these messages: no wizards"):
+        Prompts(loaded).messages([{"role": "wizard", "content": "a"}])
+
+
+LONG = {
+    "one word": "<" * 1_000_000,
+    "words": "the sea " * 125_000,
+    "numbers": "q1 " * 330_000,
+    "Devanagari": "क्" * 160_000,
+    "special tokens": "<|im_end|>" * 100_000,
+    "emoji": "😀" * 250_000,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_texts_that_are_far_too_long_are_never_encoded_whole(
+    loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, room = Prompts(loaded, 4095), 4095 * PREFIX_CHARACTERS
+    encoded: list[int] = []
+    real = renderer.encode
+
+    def counting(coder: Tokenizer, text: str, plain: bool) -> list[int]:
+        encoded.append(len(text))
+        return real(coder, text, plain)
+
+    monkeypatch.setattr(renderer, "encode", counting)
+    for attempt in (prompts.text, lambda text: prompts.messages([{"role": "user", "content": text}])):
+        encoded.clear()
+        with pytest.raises(TooLong, match="4095 at most"):
+            attempt(LONG[name])
+        assert sum(encoded) <= 10 * room  # a special token is written with two characters while it is escaped
+    # What is not far too long is counted to the token.
+    for text in ("the sea " * 2500, "q1 " * 2700):
+        tokens = Prompts(loaded).text(text)
+        assert Prompts(loaded, len(tokens)).text(text) == tokens
+        with pytest.raises(TooLong, match=f"has {len(tokens)} tokens"):
+            Prompts(loaded, len(tokens) - 1).text(text)

@@ -1,0 +1,164 @@
+"""How long a step took, whenever the host comes to read it: the loop on a made-up device with a clock of its own."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.train.loop import trainer
+from deskside.train.loop.clock import Clock, Revision, StepPlan
+from deskside.train.loop.device_timer import Moment
+from deskside.train.loop.guard import Guard
+from deskside.train.loop.stop import StopSignal
+from deskside.train.loop.trainer import Progress, StageWork, Trainer
+from deskside.train.parallel import World
+from tests.train import tiny_run
+
+STEPS, TOKENS, EVALUATION = 11, 256, 3.0
+
+
+class Device:
+    """Work that is done in the order in which it was launched, at the pace of the device, seen by one host.
+
+    Launching a step costs the host `launch` seconds, then its work costs the device `work`. Where `waits`, the host
+    is held inside of the launch until that is done, as by a step that copies something to the host. `held_up`: seconds
+    for which a busy machine keeps the host from running, by the step after whose launch it does.
+    """
+
+    def __init__(self, launch: float, work: float, waits: bool, held_up: dict[int, float] | None = None):
+        self.launch, self.work, self.waits, self.held_up = launch, work, waits, held_up or {}
+        self.now = self.free_at = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-9
+        return self.now
+
+    def step(self, _: Any, number: int) -> "Finished":
+        self.now += self.launch
+        self.free_at = max(self.free_at, self.now) + self.work
+        if self.waits:
+            self.now = self.free_at
+        finished = Finished(self)
+        self.now += self.held_up.get(number, 0.0)
+        return finished
+
+    def evaluate(self) -> dict[str, float]:
+        self.now += EVALUATION
+        return {"val_bpb": 1.0}
+
+
+class At:
+    """A `Moment` of that device."""
+
+    def __init__(self, device: Device):
+        self.seconds = max(device.now, device.free_at)
+
+    def seconds_since(self, earlier: "At") -> float:
+        return self.seconds - earlier.seconds
+
+
+class Finished:
+    """`Numbers` of that device."""
+
+    count = 1
+
+    def __init__(self, device: Device):
+        self.device, self.end = device, At(device)
+
+    def read(self) -> tuple[float, float, bool]:
+        self.device.now = max(self.device.now, self.end.seconds)
+        return 1.0, 1.0, False
+
+    def extra(self) -> dict[str, float]:
+        return {}
+
+
+class Loader:
+    def __iter__(self) -> Iterator[list[Any]]:
+        return itertools.repeat([])
+
+    def close(self) -> None:
+        pass
+
+
+class Rows(list[dict[str, Any]]):
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        self.append(row)
+
+    def close(self) -> None:
+        pass
+
+
+def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """Evaluated after every fifth step."""
+    monkeypatch.setattr(trainer, "Moment", lambda _: At(device), raising=False)
+    monkeypatch.setattr(time, "perf_counter", device.perf_counter)
+    config = tiny_run.config("nothing", evaluate={"every": "5 steps"}, schedule={"length": f"{STEPS} steps"})
+    stepper: Any = SimpleNamespace(
+        world=World(torch.device("cuda")),
+        guard=Guard(config.guard),
+        optimizer=SimpleNamespace(lr_groups=lambda: {"all": 0.1}),
+        objective=SimpleNamespace(loader=lambda *_: Loader(), row=lambda *_: {}),
+        set_progress=lambda *_: None,
+        set_window=lambda _: None,
+        run=device.step,
+    )
+    stage: Any = StageWork(1.0, 32, TOKENS, 8, None, SimpleNamespace(), device.work, 6.0)  # type: ignore[arg-type]
+    keeper: Any = SimpleNamespace(save=lambda *_: None)
+    trained = Trainer(
+        config,
+        stepper,
+        StepPlan([Revision(0, 0.0, STEPS, 0.0, None, "planned")]),
+        Clock("wall", 0.0),
+        Progress(),
+        [stage],
+        keeper,
+        [rows],
+        evaluate=device.evaluate,
+        measure=lambda row, _: row,
+        event=lambda _: None,
+        journal=lambda _: None,
+        limit_seconds=None,
+        reserve=lambda: 0.0,
+    )
+    with StopSignal() as stop:
+        assert trained.run(stop) == "finished"
+    return trained
+
+
+@pytest.mark.parametrize(
+    "device, first, others",
+    [
+        (Device(0.01, 0.05, waits=False), 0.06, 0.05),  # the device holds up the host
+        (Device(0.08, 0.05, waits=False), 0.13, 0.08),  # the host holds up the device
+        (Device(0.01, 0.05, waits=True), 0.06, 0.06),  # they take turns
+        # The host reads the last two rows before a pause long after their steps, one right after the other.
+        (Device(0.01, 0.05, waits=False, held_up={5: 2.0, STEPS: 2.0}), 0.06, 0.05),
+        (Device(0.01, 0.05, waits=True, held_up={5: 2.0, STEPS: 2.0}), 0.06, 0.06),
+    ],
+    ids=["asynchronous", "slow launches", "launches that wait", "host held up", "host held up, waits"],
+)
+def test_every_step_has_its_own_time(
+    device: Device, first: float, others: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`first`: seconds of a step that follows a pause."""
+    rows = Rows()
+    trained = run(device, rows, monkeypatch)
+    expected = [first if step in (1, 6, 11) else others for step in range(1, STEPS + 1)]
+    assert [TOKENS / row["tokens_per_second"] for row in rows] == pytest.approx(expected, rel=1e-4)
+    assert [row["step"] for row in rows if "val_bpb" in row] == [5, 10]
+    assert trained.tokens_per_second() == pytest.approx(STEPS * TOKENS / sum(expected), rel=1e-4)
+    assert trained.flops_per_second() == pytest.approx(6 * STEPS * TOKENS / sum(expected), rel=1e-4)
+
+
+def test_moments_of_a_cpu_are_a_stopwatch() -> None:
+    before = time.perf_counter()
+    begin = Moment(torch.device("cpu"))
+    time.sleep(0.02)
+    end = Moment(torch.device("cpu"))
+    end.wait()
+    assert 0.02 <= end.seconds_since(begin) <= time.perf_counter() - before

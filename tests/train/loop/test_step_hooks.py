@@ -1,0 +1,130 @@
+"""The terminal's plain lines, and trackers that are off unless asked for."""
+
+import importlib.util
+import re
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from deskside.config.sections import TrackConfig
+from deskside.run.directory import RunDirectory
+from deskside.train.loop.step_hooks import MetricsFile, Terminal, check_trackers, trackers
+from deskside.utils.errors import UsageError
+
+
+def row(step: int, **given: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 2.5, "tokens_per_second": 1234.0, **given}
+
+
+def test_plain_lines_come_now_and_then_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal(0, 500)
+    for step in range(1, 501):
+        terminal.on_step(row(step, **({"val_bpb": 1.25} if step == 200 else {})), 500)
+    terminal.close()
+    lines = capsys.readouterr().err.splitlines()
+    time = r"  \d:\d\d:\d\d elapsed, \d:\d\d:\d\d left"
+    assert re.fullmatch(r"step 1/500 \(0%\)  loss 2.500  1,234 tok/s" + time, lines[0])
+    last = r"step 500/500 \(100%\)  loss 2.500  val 1.250 bpb  1,234 tok/s"
+    assert (
+        re.fullmatch(last + time.replace(r"\d:\d\d:\d\d left", "0:00:00 left"), lines[-1]) and len(lines) < 5
+    )
+
+
+ASKED = {"tensorboard": True, "wandb": "project", "trackio": "project"}
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """A package that looks installed."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None, origin="fake")
+    for key, value in content.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_trackers_are_off() -> None:
+    check_trackers(TrackConfig())
+    assert trackers(TrackConfig(), RunDirectory(Path("none")), {}) == []
+
+
+@pytest.mark.parametrize("name", list(ASKED))
+def test_a_missing_package_is_named_before_anything_is_set_up(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrackConfig(**{name: ASKED[name]})  # type: ignore[arg-type]
+    wanted = rf"track\.{name}: needs its package: pip install 'deskside\[{name}\]'"
+    monkeypatch.setitem(sys.modules, name, None)
+    for call in (check_trackers, lambda config: trackers(config, RunDirectory(tmp_path), {})):
+        with pytest.raises(UsageError, match=wanted):
+            call(config)
+    fake(monkeypatch, name)
+    check_trackers(config)
+    monkeypatch.delitem(sys.modules, name)
+    if importlib.util.find_spec(name) is None:
+        # A folder with what a tracker wrote here before is no package.
+        (tmp_path / name).mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert importlib.util.find_spec(name) is not None
+        with pytest.raises(UsageError, match=wanted):
+            check_trackers(config)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_numbers_of_each_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    fake(
+        monkeypatch,
+        name,
+        init=lambda **given: said.append(given),
+        log=lambda numbers, step: said.append((numbers, step)),
+        finish=lambda: said.append("finish"),
+    )
+    run = RunDirectory(tmp_path / "mine")
+    (tracker,) = trackers(TrackConfig(**{name: "project"}), run, {"seed": 1})  # type: ignore[arg-type]
+    tracker.on_step(row(3, skipped=False), 10)
+    tracker.close()
+    assert said[0] == {"project": "project", "name": "mine", "config": {"seed": 1}}
+    assert said[1] == ({"loss": 2.5, "tokens_per_second": 1234.0, "skipped": 0.0}, 3)
+    assert said[2:] == ["finish"]
+
+
+def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str):
+            said.append(folder)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            said.append((name, value, step))
+
+        def close(self) -> None:
+            said.append("close")
+
+    fake(monkeypatch, "tensorboard")
+    fake(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+    (tracker,) = trackers(TrackConfig(tensorboard=True), RunDirectory(tmp_path), {})
+    tracker.on_step(row(3, skipped=False), 10)
+    tracker.close()
+    assert said == [
+        str(tmp_path / "tensorboard"),
+        ("loss", 2.5, 3),
+        ("tokens_per_second", 1234.0, 3),
+        ("skipped", 0.0, 3),
+        "close",
+    ]
+
+
+def test_the_metrics_file_gets_every_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    hook = MetricsFile(run)
+    for step in (1, 2):
+        hook.on_step(row(step), 2)
+    hook.close()
+    assert [r["step"] for r in run.read_metrics()] == [1, 2]

@@ -1,0 +1,38 @@
+"""The first signal asks, a second Ctrl-C ends at once, and afterwards signals do what they did before."""
+
+import os
+import signal
+
+import pytest
+
+from deskside.train.loop.stop import StopSignal
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_only_asks(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert stop.requested == number.name
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler may ask twice
+        assert stop.requested == "SIGTERM"
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), StopSignal():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,266 @@
+"""Micro-batch fitting with a fake card that holds so many rows."""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deskside.config.run import RunConfig
+from deskside.data.reading.loader import Batch
+from deskside.data.reading.rows import PackedDataset
+from deskside.train import environment_record
+from deskside.train.loop.step import Stepper
+from deskside.train.parallel import World
+from deskside.train.prepare.batch_size_finder import Settler, StageRows
+from deskside.train.prepare.dry_step import Fit, RowShape, candidates, fit, rows_per_rank, worst_case_batch
+from deskside.utils.errors import RunError, UsageError
+from tests.train import tiny_run
+
+CPU = torch.device("cpu")
+
+
+def nothing() -> None:
+    """Nothing to forget after an attempt on the fake card."""
+
+
+class Card:
+    """Runs out of memory beyond `room` rows."""
+
+    def __init__(self, room: int):
+        self.room = room
+        self.tried: list[int] = []
+
+    def dry_step(self, micro_rows: int) -> float:
+        self.tried.append(micro_rows)
+        if micro_rows > self.room:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {micro_rows} GiB. More text."
+            )
+        return 0.01 * micro_rows
+
+
+@given(st.integers(1, 500), st.integers(0, 600))
+def test_candidates_divide_and_halve_and_end_at_one(rows: int, largest: int) -> None:
+    chosen = candidates(rows, largest)
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, largest)]
+    assert chosen[0] == max(fitting) and chosen[-1] == 1
+    assert all(rows % n == 0 for n in chosen)
+    for before, after in itertools.pairwise(chosen):
+        assert after <= before / 2 or after == 1
+        # No larger divisor that is at most half was left out.
+        assert after == max([n for n in fitting if 2 * n <= before] or [1])
+
+
+@given(st.integers(1, 200), st.integers(1, 300), st.integers(1, 200))
+def test_the_effective_batch_never_changes(rows: int, largest: int, room: int) -> None:
+    card, said = Card(room), list[str]()
+    fitted = fit(card.dry_step, rows, largest, said.append, nothing)
+    assert fitted.micro_rows * fitted.accumulation == rows and fitted.micro_rows <= room
+    assert card.tried == [a["micro_rows"] for a in fitted.attempts]
+    assert [a["fits"] for a in fitted.attempts] == [False] * (len(card.tried) - 1) + [True]
+    assert fitted.attempts[-1]["seconds"] == pytest.approx(0.01 * fitted.micro_rows)
+    assert len(said) == len(card.tried) - 1
+    for text, tried in zip(said, card.tried, strict=False):
+        assert text.startswith(f"{tried} rows do not fit (CUDA out of memory)")
+
+
+def test_powers_of_two_halve() -> None:
+    card = Card(5)
+    fitted = fit(card.dry_step, 32, 32, lambda text: None, nothing)
+    assert card.tried == [32, 16, 8, 4] and (fitted.micro_rows, fitted.accumulation) == (4, 8)
+
+
+def test_a_single_row_that_does_not_fit_says_what_to_do() -> None:
+    with pytest.raises(RunError, match=r"single row.*activation_checkpointing block"):
+        fit(Card(0).dry_step, 8, 8, lambda text: None, nothing)
+
+
+def test_other_errors_are_not_taken_for_memory() -> None:
+    def broken(micro_rows: int) -> float:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        fit(broken, 8, 8, lambda text: None, nothing)
+
+
+def scarce(root: Path, config: RunConfig) -> None:
+    """Trains where the last process cannot hold the activations of 4 rows beside gradients."""
+    original = Stepper.loss
+
+    def loss(stepper: Stepper, batch: Batch) -> Any:
+        second = any(p.grad is not None for p in stepper.parameters)
+        last = stepper.world.rank == stepper.world.size - 1
+        if last and len(batch.tokens_BT) >= 4 and second:
+            raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+        return original(stepper, batch)
+
+    Stepper.loss = loss  # type: ignore[method-assign]
+    tiny_run.train(root, config)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_fits_only_without_gradients_does_not_fit(data: Path, tmp_path: Path, ranks: int) -> None:
+    """A second pass has gradients beside its activations. One process that is short of memory decides for all."""
+    batch = {"sequence_length": 32, "tokens": ranks * 8 * 32, "micro_tokens": 4 * 32}
+    config = tiny_run.config(data, batch=batch, schedule={"length": "3 steps"})
+    child = tiny_run.call(scarce, tmp_path, config, ranks=ranks, log=tmp_path / "log")
+    assert child.wait() == 0, child.text()
+    fitted = tiny_run.plan(tmp_path / "run")["fit"][0]
+    assert (fitted["micro_rows"], fitted["accumulation"]) == (2, 4)
+    assert [a["fits"] for a in fitted["attempts"]] == [False, True]
+    assert len(tiny_run.rows(tmp_path / "run")) == 3
+
+
+def test_rows_that_processes_cannot_share() -> None:
+    assert rows_per_rank(1024, 32, World(CPU, 0, 4)) == 8
+    with pytest.raises(
+        UsageError, match=r"33 rows, which 2 processes cannot share evenly; use a multiple of 64"
+    ):
+        rows_per_rank(33 * 32, 32, World(CPU, 0, 2))
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_the_worst_batch_has_the_shapes_of_the_loader_and_no_padding(data: Path, document_mask: bool) -> None:
+    from deskside.data.reading.loader import Loader
+
+    dataset = PackedDataset.open(data, split="train", sequence_length=32)
+    batch = worst_case_batch(dataset, 4, 3, CPU, document_mask)
+    with Loader(dataset, 1, 0, 8, 4, document_mask=document_mask) as loader:
+        real = next(loader)[0]
+    for name in ("tokens_BT", "targets_BT", "cu_seqlens", "positions_BT"):
+        worst, usual = getattr(batch, name), getattr(real, name)
+        if usual is None:
+            assert worst is None
+        else:
+            assert worst.shape == usual.shape and worst.dtype == usual.dtype
+    assert batch.num_valid == 4 * 32 and batch.num_valid_step == 3 * 4 * 32
+    assert int(batch.tokens_BT.max()) < dataset.index.tokenizer.vocab_size
+
+
+class Switch:
+    """Stands for `Applied`: whether the recipe is on."""
+
+    def __init__(self) -> None:
+        self.active = True
+
+    def use(self, active: bool) -> None:
+        self.active = active
+
+    def forget(self) -> None:
+        """No scales to forget."""
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+
+@pytest.mark.parametrize("precision", [{}, {"warmup_steps": 5}, {"bf16_from": 0.8}])
+def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, Any]) -> None:
+    config = RunConfig(precision={"name": "fp8", **precision})
+    switch, tried = Switch(), list[tuple[int, bool]]()
+
+    class OnCard(Settler):
+        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+            tried.append((micro_rows, switch.active))
+            if micro_rows > (8 if switch.active else 4):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 1.0
+
+        def largest(self, plan: StageRows, rows: int) -> int:
+            return 8
+
+    stepper = SimpleNamespace(world=World(CPU), precision=switch, formats=config.precision)
+    settler = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    found = settler.fit(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
+    assert found.micro_rows == (4 if precision else 8)
+    assert switch.active and tried[-1] == (found.micro_rows, True)
+
+
+def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 100 bytes, of which a row takes 10; freed blocks count no more."""
+    config, card = RunConfig(batch={"sequence_length": 32, "tokens": 8 * 32}), weakref.WeakSet[Any]()
+
+    class Block:
+        pass
+
+    def empty(size: int, **_: object) -> Block:
+        if size > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        block = Block()
+        card.add(block)
+        return block
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(environment_record, "free_memory_gib", lambda device: 100 / 2**30)
+
+    class OnCard(Settler):
+        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+            assert len(card) == (1 if keeps else 0)
+            if 10 * micro_rows + keeps > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 1.0
+
+    monkeypatch.setattr("deskside.train.prepare.batch_size_finder.forget", lambda device: None)
+    stage = SimpleNamespace(stage=SimpleNamespace(sequence_length=32), dataset=None)
+    for keeps, expected in ((0, 8), (30, 4), (70, 2), (85, 1), (200, None)):
+        stepper = SimpleNamespace(
+            world=World(torch.device("cuda")),
+            precision=Switch(),
+            formats=config.precision,
+            model=None,
+            objective=SimpleNamespace(keeps_bytes=lambda config, model, keeps=keeps: keeps),
+        )
+        settler = OnCard(
+            config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None
+        )
+        if expected is None:
+            with pytest.raises(RunError, match="single row"):
+                settler.fit(cast(StageRows, stage), 8, None)
+        else:
+            assert settler.fit(cast(StageRows, stage), 8, None).micro_rows == expected
+        assert not card
+
+
+@pytest.mark.parametrize("keeps, before", [(0, []), (5, [False])])
+def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, before: list[bool]) -> None:
+    """Fitting beside what an objective keeps ends with an empty cache; the timed steps are of the recipe alone."""
+    config = RunConfig(precision={"name": "fp8", "warmup_steps": 5})
+    switch, ran = Switch(), list[bool]()
+
+    class OnCard(Settler):
+        def fit(self, plan: StageRows, rows: int, recorded: Any) -> Fit:
+            return Fit(rows, 1, ())
+
+        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+            ran.append(switch.active)
+            return 1.0
+
+        def kept_bytes(self) -> int:
+            return keeps
+
+    stepper = SimpleNamespace(
+        world=World(CPU),
+        precision=switch,
+        formats=config.precision,
+        optimizer=SimpleNamespace(create_state=nothing, set_progress=lambda *_: None),
+        set_window=lambda window: None,
+    )
+    stage = SimpleNamespace(
+        stage=SimpleNamespace(sequence_length=32, window=None), tokens_per_step=256, dataset=None
+    )
+    settler = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    settler.settle([cast(StageRows, stage)], None)
+    assert ran == [*before, True, True]

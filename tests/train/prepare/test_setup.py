@@ -1,0 +1,166 @@
+"""What a run settles about its precision before it begins: which products are native, and what the run keeps of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.config import merge
+from deskside.config.run import RunConfig
+from deskside.model.transformer import Transformer
+from deskside.ops.head import HeadLoss
+from deskside.precision.hardware_caps import Units
+from deskside.precision.head import HeadPlan
+from deskside.precision.selfcheck import CheckResult
+from deskside.train.parallel import World
+from deskside.train.prepare import setup
+from deskside.utils.errors import UsageError
+from tests.train import tiny_run
+
+CARD = torch.device("cuda")
+SMALL = {
+    "vocab_size": 128, "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def config(name: str, **parts: Any) -> RunConfig:
+    precision = {"name": name, **parts.pop("precision", {})}
+    batch = {"sequence_length": 64, "tokens": 256, **parts.pop("batch", {})}
+    model = {**SMALL, **parts.pop("model", {})}
+    return merge.build([{"model": model, "precision": precision, "batch": batch, **parts}])
+
+
+class Card:
+    """The answers of a card that is not here: `layers`, `head`: what their self-checks give; `units` as it has them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: CheckResult, head: CheckResult, has: Units):
+        self.asked: list[bool | None] = []
+        self.found: list[Units] = []
+        self.said: list[str] = []
+
+        def units(device: torch.device, mxfp8: bool | None = None) -> Units:
+            self.asked.append(mxfp8)
+            return has
+
+        def check(recipe: str, device: Any, way: Any, backend: str, found: Units) -> CheckResult:
+            self.found.append(found)
+            return layers
+
+        monkeypatch.setattr(setup, "units", units)
+        monkeypatch.setattr(setup, "check", check)
+        monkeypatch.setattr(setup, "check_head", lambda device, way: head)
+
+
+NATIVE, EMULATED = CheckResult(True, {}, "", native=True), CheckResult(True, {}, "", native=False)
+
+
+def head_of(model: Transformer) -> HeadPlan:
+    (loss,) = (module for module in model.modules() if isinstance(module, HeadLoss))
+    assert isinstance(loss.execution, HeadPlan)
+    return loss.execution
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_head_runs_as_its_own_check_says(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under an NVFP4 recipe, which a card like the H200 emulates while its FP8 is native."""
+    card = Card(monkeypatch, EMULATED, NATIVE if native else EMULATED, Units())
+    asked = config("nvfp4", precision={"head": "fp8", "keep_first": 0.0, "keep_last": 0.0})
+    recipe, facts = setup.choose_recipe(asked, CARD, card.said.append)
+    assert (facts["native"], facts["head"]["native"]) == (False, native)
+    told = "run in FP8 on tensor cores" if native else "head's FP8 is emulated"
+    assert told in card.said[-1]
+    world = World(torch.device("cpu"))
+    model = setup.build_model(asked, world, recipe)
+    applied = setup.prepare_execution(asked, model, world, recipe, facts).precision
+    assert (applied.shared.native, head_of(model).native) == (False, native)
+
+
+def test_a_head_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = CheckResult(False, {}, "weight gradient is all zero")
+    card = Card(monkeypatch, NATIVE, wrong, Units())
+    with pytest.raises(
+        UsageError, match=r"^precision\.head: fp8 fails .*weight gradient is all zero; use bf16$"
+    ):
+        setup.choose_recipe(config("fp8", precision={"head": "fp8"}), CARD, card.said.append)
+
+
+def test_a_head_in_bf16_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, NATIVE, CheckResult(False, {}, "not to be asked"), Units())
+    _, facts = setup.choose_recipe(config("fp8"), CARD, card.said.append)
+    assert "head" not in facts and not card.said
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the run's facts, from where other processes and a resumed run take it."""
+    card = Card(monkeypatch, NATIVE, NATIVE, Units(fp4=True, mxfp8=faster))
+    _, facts = setup.choose_recipe(config("fp8"), CARD, card.said.append)
+    assert facts["units"] == {"fp4": True, "mxfp8": faster}
+    setup.choose_recipe(config("fp8"), CARD, card.said.append, facts)
+    assert card.asked == [None, faster]
+    old = {"chosen": "fp8-delayed", "native": True}  # of a run that kept none
+    setup.choose_recipe(config("fp8"), CARD, card.said.append, old)
+    assert card.asked[-1] is None
+
+    world = World(torch.device("cpu"))
+    model = setup.build_model(config("fp8"), world, "fp8-delayed")
+    applied = setup.prepare_execution(config("fp8"), model, world, "fp8-delayed", facts).precision
+    assert applied.shared.units == Units(fp4=True, mxfp8=faster)
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "said"),
+    [
+        ("deskside", "fp8-delayed", None),
+        ("torchao", "fp8-rowwise", None),
+        ("transformer-engine", "fp8-delayed", "the history of its scales"),
+        ("transformer-engine", "fp8-tensorwise", None),
+        ("transformer-engine", "nvfp4", "the state of its random numbers"),
+    ],
+)
+def test_what_a_library_does_not_hand_out_is_told(
+    backend: str, recipe: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch, NATIVE, NATIVE, Units())
+    setup.choose_recipe(config(recipe, precision={"backend": backend}), CARD, card.said.append)
+    if said is None:
+        assert not card.said
+    else:
+        assert card.said == [
+            f"{backend} keeps {said} to itself: a resumed run is not the same to the last bit"
+        ]
+
+
+def test_nothing_is_timed_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, NATIVE, NATIVE, Units(True, True))
+    for asked in (config("bf16"), config("fp8", precision={"native": "never"})):
+        setup.choose_recipe(asked, CARD, card.said.append)
+    assert not card.asked and card.found == [Units(), Units()]
+
+
+@pytest.mark.parametrize(
+    ("parts", "size"),
+    [
+        ({}, None),
+        ({"model": {"hidden_size": 80}}, "hidden_size: 80"),
+        ({"batch": {"sequence_length": 16}}, "16"),
+    ],
+)
+def test_sizes_that_native_nvfp4_cannot_have_are_emulated(
+    parts: dict[str, Any], size: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch, NATIVE, NATIVE, Units(fp4=True))
+    setup.choose_recipe(config("nvfp4", **parts), CARD, card.said.append)
+    assert card.found == [Units(fp4=size is None)]
+    if size is None:
+        assert not card.said
+    else:
+        assert card.said[0].startswith("NVFP4 products are emulated: ") and size in card.said[0]
+
+
+def test_validation_that_is_too_small_is_told_when_training_begins(data: Path) -> None:
+    said: list[str] = []
+    setup.ensure_data(tiny_run.config(data), World(torch.device("cpu")), said.append)
+    assert [line.startswith("warning: validation is ") for line in said] == [True]

@@ -1,0 +1,77 @@
+"""The memory that a run expects of its step: what `budget/memory.py` says of the passes that a process really does."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from deskside.budget.formats import LowKind, Precision
+from deskside.budget.memory import training_memory
+from deskside.budget.work import Work
+from deskside.config import merge
+from deskside.plan.estimate import hungriest, of_config
+from deskside.train.prepare.step_planning import modelled_memory_gib
+
+ROWS = 1024
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_passes_are_counted_per_process(processes: int, sharded: bool, passes: int) -> None:
+    """One pass on each of several processes keeps no gradients of an earlier one, replicas or shards."""
+    tokens = processes * passes * ROWS
+    config = merge.build([{"batch": {"tokens": tokens, "sequence_length": ROWS}}])
+    work = Work(ROWS, tokens, ROWS, gpus=processes, sharded=sharded, optimizer=config.optim.name)
+    wanted = training_memory(config.model, work).allocated / 2**30
+    assert modelled_memory_gib(config, ROWS, "bf16", "block", False, processes, sharded) == wanted
+
+
+def test_one_process() -> None:
+    config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}])
+    work = Work(ROWS, 4 * ROWS, ROWS, optimizer=config.optim.name, precision="fp32", compiled=False)
+    wanted = training_memory(config.model, work).allocated / 2**30
+    assert modelled_memory_gib(config, ROWS, "fp32", "off", False) == wanted
+
+
+NVFP4 = {"name": "nvfp4", "keep_first": 0.1, "keep_last": 0.3}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": {"name": "bf16"}},
+    "no weight cache": {"precision": {"name": "bf16", "weight_cache": False}},
+    "fp8": {"precision": {"name": "fp8-delayed", "head": "fp8"}},
+    "emulated fp8": {"precision": {"name": "fp8-rowwise", "native": "never"}},
+    "nvfp4": {"precision": NVFP4, "model": {"num_hidden_layers": 10}},
+    "offloaded 8-bit states": {"optim": {"name": "adamw", "states": "8bit", "offload": True}},
+    "checkpointing": {"compute": {"activation_checkpointing": "mlp", "loss_chunk_tokens": 512}},
+}
+
+
+@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
+def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any]) -> None:
+    """Two roads from one configuration to bytes: `plan.estimate.of_config`, and what a run says of itself."""
+    config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}, changes])
+    name = config.precision.name if config.precision.name != "auto" else "bf16"
+    native: frozenset[LowKind] = frozenset({"fp8"})
+    setting = replace(of_config(config, 1, cast("Precision", name), native=native), micro_tokens=ROWS)
+    assert modelled_memory_gib(config, ROWS, name, "fused", native=True) == pytest.approx(
+        hungriest(setting).allocated / 2**30, rel=1e-12
+    )
+
+
+def test_what_makes_the_memory_of_a_step_differ() -> None:
+    def gib(recipe: str = "bf16", mode: str = "fused", **precision: Any) -> float:
+        parts = {
+            "batch": {"tokens": 4 * ROWS, "sequence_length": ROWS},
+            "precision": {"name": recipe, **precision},
+        }
+        return modelled_memory_gib(merge.build([parts]), ROWS, recipe, mode, native=True)
+
+    found = [
+        gib(),
+        gib(mode="off"),
+        gib(weight_cache=False),
+        gib("nvfp4-eden"),
+        gib("fp8-delayed", head="fp8"),
+    ]
+    assert len({round(value, 6) for value in found}) == len(found)
+    assert gib(weight_cache=False) < gib() < gib("nvfp4-eden")

@@ -1,0 +1,50 @@
+"""Where a checkpoint's tensors are read to."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.run.directory import RunDirectory
+from deskside.train.state import checkpointer
+from deskside.train.state.checkpointer import CheckpointKeeper
+from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS
+from tests.train import tiny_run
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_state_is_read_to_the_host(
+    offload: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be more than the card holds. "meta" stands for the card; the tensors are read on the CPU all the same."""
+    optim = {"name": "adamw", "lr": 3e-3, "offload": offload}
+    config = tiny_run.config(data, optim=optim, schedule={"length": "20 steps"})
+    whole = tiny_run.train(tmp_path, config, "whole").run.path
+    places: dict[str, str] = {}
+    load_tensors, load_newest = checkpointer.files.load_tensors, CheckpointKeeper.load_newest
+
+    def load(found: Any, name: str, device: torch.device) -> Any:
+        places[name] = device.type
+        return load_tensors(found, name, torch.device("cpu"))
+
+    def newest(self: CheckpointKeeper) -> Any:
+        self.world = replace(self.world, device=torch.device("meta"))
+        return load_newest(self)
+
+    def killed(self: CheckpointKeeper, progress: Any, seconds: float) -> None:
+        save(self, progress, seconds)
+        raise KeyboardInterrupt
+
+    save = CheckpointKeeper.save
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointKeeper, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_run.train(tmp_path, config)
+    monkeypatch.setattr(checkpointer.files, "load_tensors", load)
+    monkeypatch.setattr(CheckpointKeeper, "load_newest", newest)
+    run = tiny_run.resume(tmp_path / "run").run
+    assert isinstance(run, RunDirectory)
+    assert places == {WEIGHTS: "meta", OPTIMIZER: "cpu" if offload else "meta"}
+    assert tiny_run.curve(run.path) == tiny_run.curve(whole)
