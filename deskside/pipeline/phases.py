@@ -21,10 +21,10 @@ from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.planner import make_plan
 from deskside.plan.request import Request, ask
 from deskside.plan.result import Plan, PlannedBand
-from deskside.plan.words import count, gib
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import Finding, Surveyor
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import count, gib
 from deskside.utils.signals import Interrupted
 
 SHARE = 0.1  # of the hours, that doctor and probe may take together

@@ -17,7 +17,7 @@ from typing import Literal
 
 from deskside.plan.candidates import AT_MOST, Candidate, bpb, optimal_tokens, search
 from deskside.plan.request import Request
-from deskside.plan.words import count, duration
+from deskside.utils.format import count, duration
 
 Name = Literal["safe", "target", "stretch"]
 SMALLER, LARGER = 0.8, 1.2  # parameters of safe and stretch against the target's, at most and at least

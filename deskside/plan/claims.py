@@ -14,8 +14,8 @@ from deskside.facts.gpus import Gpu
 from deskside.plan.changes import leanest
 from deskside.plan.estimate import Estimate
 from deskside.plan.request import Request
-from deskside.plan.words import duration, flops, gib, number, span
 from deskside.utils.errors import UsageError
+from deskside.utils.format import duration, flops, gib, number, span
 
 Holds = Literal["holds", "unlikely", "wrong", "impossible", "contradiction"]
 Interval = tuple[float, float]

@@ -17,8 +17,8 @@ from deskside.plan.costs import Cost
 from deskside.plan.estimate import MEMORY_SOURCE, Estimate
 from deskside.plan.formula import Line, plain
 from deskside.plan.result import Plan, PlannedBand
-from deskside.plan.words import duration, gib, number
 from deskside.utils.errors import UsageError
+from deskside.utils.format import duration, gib, number
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from deskside.config.model import ModelConfig
 from deskside.plan.estimate import Estimate
 from deskside.plan.formula import Line, plain, product
 from deskside.plan.request import Request
-from deskside.plan.words import gib
+from deskside.utils.format import gib
 
 
 def lines(request: Request, found: Estimate, item: str) -> list[Line]:

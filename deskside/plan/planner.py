@@ -11,7 +11,7 @@ from deskside.plan.published import unknown
 from deskside.plan.request import Request
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
-from deskside.plan.words import count, duration, number
+from deskside.utils.format import count, duration, number
 
 NO_CLAIMS = Claims()
 # Text that is read up to four times is worth almost as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).

@@ -30,7 +30,7 @@ from deskside.plan.estimate import (
     widest,
 )
 from deskside.plan.request import DEEPEST, DRIVER_SHARE, Request
-from deskside.plan.words import count, gib
+from deskside.utils.format import count, gib
 
 Kind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)

@@ -13,7 +13,7 @@ from deskside.plan.claims import Finding
 from deskside.plan.costs import Cost
 from deskside.plan.estimate import Estimate, Range
 from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
-from deskside.plan.words import count, dollars, duration, gib, number
+from deskside.utils.format import count, dollars, duration, gib, number
 
 _LOSS: tuple[tuple[str, Callable[[PlannedBand], str]], ...] = (
     ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),

@@ -24,8 +24,8 @@ from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
 from deskside.plan.calibrate import Calibration, calibrate
 from deskside.plan.fp8 import Gain, measured_gain
-from deskside.plan.words import gib
 from deskside.utils.errors import UsageError
+from deskside.utils.format import gib
 
 Kind = Literal["hours", "tokens", "flops", "loss"]
 MOST: dict[str, float] = {

@@ -32,7 +32,7 @@ from deskside.plan.changes import combinations, first_that_fits, leanest, least
 from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted, optim_options
 from deskside.plan.remedies import Remedy, remedies, roomy
 from deskside.plan.request import Request
-from deskside.plan.words import count, duration, gib
+from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]
 UNDERTRAINED = 1.05  # times what the best smaller model leaves to be learned in the same hours

@@ -15,8 +15,8 @@ from typing import Any
 
 from deskside.budget.shape import flops_per_token, matmul_params, num_params
 from deskside.config.model import ModelConfig
-from deskside.probe.words import count
 from deskside.utils.errors import UsageError
+from deskside.utils.format import count
 
 LARGEST_MAP = 400  # points; some hours on a fast card
 LONGEST_SEQUENCE = 2**20

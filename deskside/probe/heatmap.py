@@ -20,9 +20,8 @@ from matplotlib.patches import Rectangle
 from deskside.budget.shape import num_params
 from deskside.measurements.store import Row
 from deskside.probe.grid import Point
-from deskside.probe.table import GIB, gib
-from deskside.probe.words import count
 from deskside.utils.errors import RunError
+from deskside.utils.format import GIB, count, gib_digits
 
 CELL = (0.95, 0.5)  # inches: width, height
 DPI = 160
@@ -47,7 +46,7 @@ PANELS = (
     _Panel(
         "peak memory, GiB",
         lambda row: float(row["result"]["peak_allocated_bytes"]) / GIB,
-        lambda number: gib(number * GIB),
+        lambda number: gib_digits(number * GIB),
         False,
     ),
 )

@@ -14,7 +14,7 @@ from deskside.budget.shape import num_params
 from deskside.measurements.store import Row
 from deskside.probe.grid import Point
 from deskside.probe.sweep import Finding
-from deskside.probe.words import count, hours
+from deskside.utils.format import count, gib_digits, hours
 
 TOKENS_PER_PARAMETER = (
     20  # the rule of thumb of Hoffmann et al. 2022 (arXiv 2203.15556), all parameters counted
@@ -166,13 +166,7 @@ def spread(result: dict[str, Any]) -> float:
 def memory(result: dict[str, Any]) -> str:
     """GiB: peak allocated / peak reserved; of a CPU the resident set alone."""
     allocated, reserved = result["peak_allocated_bytes"], result["peak_reserved_bytes"]
-    return gib(allocated) + ("" if reserved is None else f"/{gib(reserved)}")
-
-
-def gib(size: float) -> str:
-    """Bytes as GiB, with three digits: 0.42, 12.3, 141."""
-    number = size / GIB
-    return f"{number:.2f}" if number < 1 else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
+    return gib_digits(allocated) + ("" if reserved is None else f"/{gib_digits(reserved)}")
 
 
 def _points(number: int) -> str:

@@ -31,13 +31,12 @@ from deskside.report.study_words import (
     arms_of,
     comparison,
     metric,
-    percent,
     short_labels,
     strata,
 )
 from deskside.run.record import number
-from deskside.study.narrative.phrases import digits
 from deskside.study.results import Arm, Comparison, Factor, Group, Results
+from deskside.utils.format import percent, percent_digits
 
 
 def forest(results: Results, group: Group, key: str) -> Drawn | str:
@@ -61,7 +60,7 @@ def forest(results: Results, group: Group, key: str) -> Drawn | str:
     found = [c for arm in rows if isinstance(arm, Arm) and (c := _found(arm, key))]
     limit = _scale(axes, found)
     names = short_labels(results, kept)
-    decimals = digits(max((abs(c.relative) for c in found), default=0.0))
+    decimals = percent_digits(max((abs(c.relative) for c in found), default=0.0))
     places, written = [], []
     for place, row in enumerate(rows):
         if isinstance(row, str):
@@ -132,7 +131,7 @@ def _row(axes: Axes, place: int, arm: Arm, found: Comparison | None, limit: floa
     shape = "x" if low is None and found.verdict != "exact" else "s" if found.verdict == "exact" else "o"
     axes.plot([100 * found.relative], [place], marker=shape, markersize=6, color=DARK, label="difference",
               markerfacecolor="white" if hollow else DARK, markeredgewidth=1.4, linestyle="", zorder=4)  # fmt: skip
-    axes.text(1.02, place, percent(found.relative, decimals), **beside)
+    axes.text(1.02, place, percent(found.relative, decimals, signed=True), **beside)
 
 
 def heat(results: Results, group: Group) -> list[Drawn | str]:
@@ -196,7 +195,7 @@ def _cell(arm: Arm, key: str) -> tuple[float | None, str]:
     if found is None:
         return None, why_missing(arm)
     worse = -found.relative if metric(key).better == "higher" else found.relative
-    text = percent(found.relative, digits(found.relative))
+    text = percent(found.relative, percent_digits(found.relative), signed=True)
     sure = found.verdict in ("lower", "higher", "exact")
     return worse, text if sure else f"({text})"
 

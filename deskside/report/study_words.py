@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from deskside.report.document import clean
 from deskside.run.record import number
 from deskside.study.narrative import phrases
-from deskside.study.narrative.phrases import digits
 from deskside.study.results import Arm, Comparison, Estimate, Group, Results
 from deskside.study.stats.metrics import BY_KEY, Metric
+from deskside.utils.format import percent, percent_digits, percent_range
 
 QUALITY, SPEED, MEMORY, ENERGY = "val_bpb", "tokens_per_second", "peak_memory_gib", "joules_per_token"
 PRIMARY = (QUALITY, SPEED, MEMORY)
@@ -58,22 +58,17 @@ def estimate(metric: Metric, found: Estimate | None, interval: bool = True) -> s
     return f"{mean} ({value(metric, low)} to {value(metric, high)})"
 
 
-def percent(relative: float, decimals: int) -> str:
-    """+0.52 %, with the sign; a zero has none."""
-    return phrases.percent(relative, decimals, signed=True)
-
-
 def relative(middle: float, low: float | None, high: float | None, verdict: str) -> str:
     """+0.52 % (+0.11 to +0.93 %), or in words what could not be shown, or that it is exact."""
     # The middle says how many decimals mean anything, not the far end of a wide interval.
-    decimals = digits(middle)
-    told = percent(middle, decimals)
+    decimals = percent_digits(middle)
+    told = percent(middle, decimals, signed=True)
     if verdict == "exact":
         return "the same, exactly" if middle == 0 else f"{told}, exactly"
     if low is None or high is None:
         return f"{told}; {TOO_FEW}" if verdict == TOO_FEW else told
     decimals = min(decimals, 2) if verdict == NO_DIFFERENCE or abs(low) + abs(high) > 0.002 else decimals
-    ends = f"{percent(low, decimals).removesuffix(' %')} to {percent(high, decimals)}"
+    ends = percent_range(low, high, decimals, signed=True)
     if verdict == NO_DIFFERENCE:
         return f"{NO_DIFFERENCE} ({ends})"
     return f"{told} ({ends})" + (f"; {TOO_FEW}" if verdict == TOO_FEW else "")

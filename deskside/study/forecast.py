@@ -14,9 +14,9 @@ from deskside.config.run import RunConfig
 from deskside.plan.candidates import SETUP_SECONDS
 from deskside.plan.estimate import Estimate, estimate, fitted, of_config
 from deskside.plan.request import Request, ask
-from deskside.plan.words import gib
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import UsageError
+from deskside.utils.format import gib
 from deskside.utils.parsing import json_value
 
 # Process start to the first step, and model and checkpoint written at the end: 3 to 5 s on two CPU cores.

@@ -10,7 +10,6 @@ from deskside.measurements.store import make_key, make_row
 from deskside.probe import table
 from deskside.probe.grid import Point, make_point
 from deskside.probe.sweep import Finding
-from deskside.probe.words import count, hours
 from tests.measurements.test_store import MACHINE
 from tests.probe import fakes
 from tests.probe.test_grid import depth
@@ -101,17 +100,3 @@ def test_what_has_no_result_says_why() -> None:
     (cpu,) = table.reasons([found(SMALL, device="cpu", peak_reserved_bytes=None, watts=None)])
     assert cpu.startswith("GiB: ")
     assert table.reasons([found(SMALL)]) == []
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [(0, "0"), (999, "999"), (999.6, "1.00K"), (12_345, "12.3K"), (124.4e6, "124M"), (1.557e9, "1.56B"),
-     (999_600_000, "1.00B"), (99.96e6, "100M"), (2.5e13, "25.0T")],
-)  # fmt: skip
-def test_counts(number: float, words: str) -> None:
-    assert count(number) == words
-
-
-@pytest.mark.parametrize(("number", "words"), [(0.4, "0.40"), (12.34, "12.3"), (1204.4, "1,204")])
-def test_hours(number: float, words: str) -> None:
-    assert hours(number) == words

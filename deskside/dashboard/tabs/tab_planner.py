@@ -13,9 +13,9 @@ from deskside.dashboard.common import chart
 from deskside.facts.gpus import gpus
 from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
-from deskside.plan.words import count, dollars, duration, gib
 from deskside.report import study_words
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import count, dollars, duration, gib
 
 HERE = "this machine"
 SEARCH = "the best for the budget"

@@ -12,10 +12,10 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from deskside.plan.words import duration
 from deskside.study.execute.measure import Measured
 from deskside.study.execute.trial_process import Ended
 from deskside.study.spec.expand import PlannedArm
+from deskside.utils.format import duration
 from deskside.utils.parsing import json_value
 
 TAIL = 4096  # bytes at the end of metrics.jsonl, that hold its last line

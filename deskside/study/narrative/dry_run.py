@@ -9,11 +9,11 @@ from rich.text import Text
 
 from deskside.budget.shape import num_params
 from deskside.config.run import RunConfig
-from deskside.plan.words import count, duration
 from deskside.study.forecast import Forecast, Here, total_seconds
 from deskside.study.results import Group
 from deskside.study.spec.expand import Expansion, PlannedArm
 from deskside.study.spec.spec import Study
+from deskside.utils.format import count, duration
 
 WIDEST = 100
 LONGEST_VALUE = 24

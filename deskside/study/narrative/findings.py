@@ -9,16 +9,15 @@ from collections.abc import Iterator
 
 from deskside.study.narrative.phrases import (
     DIRECTIONS,
-    digits,
     emulation,
     in_time,
-    percent,
     sentence,
 )
 from deskside.study.results import Arm, Comparison, Group, Interaction, Results
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
 from deskside.study.stats.metrics import BY_KEY, Metric
 from deskside.study.stats.pairing import log_ratio, pairs
+from deskside.utils.format import percent, percent_digits, percent_range
 
 GOALS = {
     "quality": "val_bpb",
@@ -185,10 +184,9 @@ def _interaction(found: Interaction, labels: dict[str, str], metric: Metric) -> 
     low, high = found.low, found.high
     interval = "exactly"
     if found.verdict != "exact" and low is not None and high is not None:
-        ends, decimals = sorted((abs(low), abs(high))), digits(low, high)
-        first = percent(ends[0], decimals).removesuffix(" %")
-        interval = f"{first} to {percent(ends[1], decimals)}, {found.n} seeds"
-    size = percent(abs(found.effect), digits(found.effect))
+        ends, decimals = sorted((abs(low), abs(high))), percent_digits(low, high)
+        interval = f"{percent_range(ends[0], ends[1], decimals)}, {found.n} seeds"
+    size = percent(abs(found.effect), percent_digits(found.effect))
     return f"{both} together: {size} {more if found.effect > 0 else less} than from both alone ({interval})."
 
 

@@ -5,10 +5,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deskside.study.narrative.findings import GOALS, by_group, unfinished
-from deskside.study.narrative.phrases import digits, other_name, percent
+from deskside.study.narrative.phrases import other_name
 from deskside.study.results import Arm, Comparison, Results
 from deskside.study.stats.compare import EXACT, NO_DIFFERENCE, TOO_FEW
 from deskside.study.stats.metrics import BY_KEY
+from deskside.utils.format import percent, percent_digits, percent_range
 
 WIDEST = 100
 METRIC = BY_KEY[GOALS["quality"]]
@@ -68,7 +69,6 @@ def _difference(found: Comparison | None) -> str:
         return ""
     low, high = found.relative_low, found.relative_high
     if low is None or high is None or low == high:
-        return percent(found.relative, digits(found.relative), signed=True)
-    places = digits(low, high)
-    first = percent(low, places, signed=True).removesuffix(" %")
-    return f"{percent(found.relative, places, signed=True)} ({first} to {percent(high, places, signed=True)})"
+        return percent(found.relative, percent_digits(found.relative), signed=True)
+    places = percent_digits(low, high)
+    return f"{percent(found.relative, places, signed=True)} ({percent_range(low, high, places, signed=True)})"

@@ -1,9 +1,8 @@
 """One comparison in plain English: "12.3 % faster than MHA (11.9 to 12.7 %, 3 seeds)"."""
 
-import math
-
 from deskside.study.results import Arm, Comparison, Group, Results
 from deskside.study.stats.metrics import BY_KEY
+from deskside.utils.format import percent, percent_digits, percent_range
 
 # metric -> how one says more of it and less of it; what is not here is "higher" or "lower".
 DIRECTIONS = {
@@ -67,12 +66,12 @@ def phrase(comparison: Comparison, arm: Arm, results: Results, named: bool = Tru
     if low is None or high is None:
         if size == 0:
             return f"the same {label}{as_} ({seeds}, so no interval)"
-        return f"{percent(abs(size), digits(size))} {which}{than} ({seeds}, so no interval)"
+        return f"{percent(abs(size), percent_digits(size))} {which}{than} ({seeds}, so no interval)"
     if comparison.verdict in ("higher", "lower"):
         ends = (low, high) if size > 0 else (-high, -low)
-        decimals = digits(size, low, high)
-        return f"{percent(abs(size), decimals)} {which}{than} ({_span(*ends, decimals)}, {seeds})"
-    notes = f"{_span(low, high, digits(low, high), signed=True)}, {seeds}"
+        decimals = percent_digits(size, low, high)
+        return f"{percent(abs(size), decimals)} {which}{than} ({percent_range(*ends, decimals)}, {seeds})"
+    notes = f"{percent_range(low, high, percent_digits(low, high), signed=True)}, {seeds}"
     if low > 0 or high < 0:
         notes += f"; not enough for a verdict among {_together(comparison, arm, results)} comparisons"
     return f"no difference shown in {label}{against} ({notes})"
@@ -92,30 +91,14 @@ def own_parts(arm: Arm, other: Arm) -> list[str]:
     return [part for part in arm.label.split(", ") if part not in common]
 
 
-def digits(*values: float) -> int:
-    """Decimals of percentages that stand together, by the largest: 12.3 %, 1.23 %, 0.012 %."""
-    largest = max((abs(100 * value) for value in values if math.isfinite(value)), default=0.0)
-    return 0 if largest >= 1000 else 1 if largest >= 10 else 2 if largest >= 0.1 or largest == 0 else 3
-
-
-def percent(share: float, decimals: int, signed: bool = False) -> str:
-    """12.3 %, or +12.3 %. A zero has no sign."""
-    text = f"{100 * share:{'+' if signed else ''},.{decimals}f}"
-    return ("0" if not text.strip("+-0.,") else text) + " %"
-
-
 def in_time(group: Group) -> bool:
     """Whether its arms were given equal time, and not equal tokens or steps."""
     return group.budget.endswith("of training")
 
 
-def _span(low: float, high: float, decimals: int, signed: bool = False) -> str:
-    return f"{percent(low, decimals, signed).removesuffix(' %')} to {percent(high, decimals, signed)}"
-
-
 def _short(share: float) -> str:
     """An exact share: 10 %, 12.5 %, 33.3 %."""
-    text = percent(share, digits(share)).removesuffix(" %")
+    text = percent(share, percent_digits(share)).removesuffix(" %")
     return (text.rstrip("0").rstrip(".") if "." in text else text) + " %"
 
 

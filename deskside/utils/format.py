@@ -1,0 +1,149 @@
+"""Numbers as text: counts, durations, bytes, money, percentages and intervals.
+
+Every command, report and chart formats its numbers here, so that one quantity is written in one way. Functions that
+accept None return `UNKNOWN` for it.
+"""
+
+import math
+from collections.abc import Sequence
+
+UNKNOWN = "not known"
+GIB = 2**30
+
+
+def scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return three significant digits in the largest unit that leaves at least one digit before the point.
+
+    `units` holds (suffix, size), the largest first. The unit is chosen after rounding, so 999.6 million is 1B and not
+    1000M or 1e+03M. Values beyond the largest unit get thousands separators.
+    """
+    for place, (suffix, size) in enumerate(units):
+        digits = 2 - math.floor(math.log10(abs(value) / size)) if value else 2
+        rounded = round(value / size, digits)
+        if abs(rounded) >= 1 or place == len(units) - 1:
+            return _fixed(rounded, digits) + suffix
+    raise ValueError("units must not be empty")
+
+
+def _fixed(value: float, digits: int) -> str:
+    """Return a number with at most `digits` decimals, without trailing zeros and without an exponent."""
+    text = f"{value:,.{max(0, digits)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def number(value: float) -> str:
+    """Return three significant digits with thousands separators and without an exponent."""
+    if value == int(value) or abs(value) >= 999.5:
+        return f"{value:,.0f}"
+    return _fixed(value, 2 - math.floor(math.log10(abs(value))))
+
+
+def span(interval: tuple[float, float]) -> str:
+    """Return `28`, or `50 to 100`."""
+    low, high = interval
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def count(value: float | None) -> str:
+    """Return a number of tokens, parameters or steps: 12,345 or 371M or 3.95B."""
+    if value is None:
+        return UNKNOWN
+    if round(abs(value)) < 1e6 and f"{abs(value):.3g}" != "1e+06":
+        return f"{value:,.0f}"
+    return scaled(value, (("T", 1e12), ("B", 1e9), ("M", 1e6)))
+
+
+def plural(amount: int, noun: str) -> str:
+    """Return `1 trial`, `2 trials`, `3 directories`."""
+    if amount != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{amount:,} {noun}"
+
+
+def gib(size: float) -> str:
+    """Return bytes in GiB, or in MiB below one GiB."""
+    return f"{size / GIB:.1f} GiB" if abs(size) >= GIB - 2**19 else f"{size / 2**20:.0f} MiB"
+
+
+def gib_digits(size: float) -> str:
+    """Return bytes in GiB with three digits and without the unit, for narrow tables: 0.42, 12.3, 141."""
+    value = size / GIB
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def flops(value: float) -> str:
+    """Return floating-point operations with an SI prefix."""
+    prefixes = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("", 1.0))
+    return scaled(value, [(f" {prefix}FLOP", size) for prefix, size in prefixes])
+
+
+def dollars(value: float) -> str:
+    """Return an amount in dollars, with cents below ten dollars."""
+    return f"${value:,.2f}" if value < 10 else f"${value:,.0f}"
+
+
+def hours(value: float) -> str:
+    """Return a number of hours without the unit, for tables: 0.42, 12.3, 1,204."""
+    return f"{value:.2f}" if value < 10 else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return an estimated time in one unit: 45 ms, 12 s, 3.5 h, 40 days."""
+    for unit, size in (("years", 365.25 * 86400), ("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{number(round(seconds / size, 1) if seconds / size < 100 else round(seconds / size))} {unit}"
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
+
+
+def elapsed(seconds: float | None) -> str:
+    """Return a measured time to the second or minute: 3.2 s, 4 min 05 s, 2 h 07 min, 3 d 04 h."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 99.95:
+        return f"{seconds:.3g} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    for (big, size), (small, part) in (
+        (("min", 60), ("s", 1)),
+        (("h", 3600), ("min", 60)),
+        (("d", 86400), ("h", 3600)),
+    ):
+        if whole < size * 100 or big == "d":
+            major, rest = divmod(round(whole / part) * part, size)
+            return f"{major} {big} {rest // part:02d} {small}"
+    raise AssertionError("unreachable: days take every value")
+
+
+def percent_digits(*shares: float) -> int:
+    """Return the decimals for percentages that are shown together, by the largest: 12.3 %, 1.23 %, 0.012 %."""
+    largest = max((abs(100 * share) for share in shares if math.isfinite(share)), default=0.0)
+    return 0 if largest >= 1000 else 1 if largest >= 10 else 2 if largest >= 0.1 or largest == 0 else 3
+
+
+def percent(share: float, decimals: int, signed: bool = False) -> str:
+    """Return a share of one as `12.3 %`, or `+12.3 %`. A zero has no sign."""
+    text = f"{100 * share:{'+' if signed else ''},.{decimals}f}"
+    return ("0" if not text.strip("+-0.,") else text) + " %"
+
+
+def percent_range(low: float, high: float, decimals: int, signed: bool = False) -> str:
+    """Return an interval of shares: `11.9 to 12.7 %`."""
+    return f"{percent(low, decimals, signed).removesuffix(' %')} to {percent(high, decimals, signed)}"
+
+
+def value_text(value: object) -> str:
+    """Return any JSON value as short text: true, none, 0.0003, `1, 2`, `key: value`."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() and abs(value) >= 10_000 else f"{value:.6g}"
+    if isinstance(value, list):
+        return ", ".join(value_text(item) for item in value) or "(empty)"
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {value_text(item)}" for key, item in value.items()) or "(empty)"
+    return str(value)
