@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from deskside.run.directory import write_atomically
 from deskside.study.execute.devices import visible
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import write_atomically
 
 FILE = Path(__file__).with_name("release.toml")
 GRACE = 30.0  # seconds between an interrupt and a kill

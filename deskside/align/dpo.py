@@ -41,6 +41,7 @@ from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Sessio
 from deskside.train.prepare.dry_step import RowShape
 from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError
+from deskside.utils.files import replace_atomically
 
 REFERENCE = "reference.json"  # in the run: which log-probabilities it compares with
 EXTRAS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl", "scored_tokens")
@@ -334,14 +335,10 @@ def _spread(rows: PairRows, session: Session, max_tokens: int | None) -> Iterato
 
 
 def _keep(path: Path, found: Mapping[str, NDArray[np.float32]]) -> None:
-    """Whole or not at all. Raises RunError when the disk refuses."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    """Save the log-probabilities of the reference model. Raises RunError when the file cannot be written."""
+    with replace_atomically(path) as temporary:
         path.parent.mkdir(exist_ok=True)
         save_file(dict(found), temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 class _PairLoader:

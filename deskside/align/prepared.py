@@ -24,8 +24,8 @@ from deskside.data.corpus.process_pool import in_order
 from deskside.data.corpus.progress_bar import Progress
 from deskside.data.corpus.records import Record, content_key, iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
-from deskside.data.reading import shards
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_value
 
 VERSION = 1  # of the folder's form
@@ -149,7 +149,7 @@ class Maker:
                 if not items:
                     raise UsageError(f"--data: no {noun} is left for the {name} split{self._why()}")
                 file, facts = self.write(new, name, [made.value for made in items])
-                splits[name] = {"file": file, "checksum": shards.checksum_file(new / file), **facts}
+                splits[name] = {"file": file, "checksum": fingerprint(new / file)[1], **facts}
             samples = [made.sample for made in val if made.sample][:SAMPLES]
             (new / SAMPLES_FILE).write_text(json.dumps(samples, ensure_ascii=False, indent=1) + "\n", "utf-8")
             index = {
@@ -158,7 +158,7 @@ class Maker:
                 "key": self.spec.key(tokenizer),
                 "vocab_size": max(coder.get_vocab(with_added_tokens=True).values()) + 1,
                 "eos_id": eos,
-                "tokenizer": shards.checksum_file(new / "tokenizer.json"),
+                "tokenizer": fingerprint(new / "tokenizer.json")[1],
                 "splits": splits,
                 "left_out": self.log.as_dict(),
                 "duplicates_of_validation": self.duplicates,
@@ -209,7 +209,7 @@ def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
             "model's own tokenizer"
         )
     for file, checksum in files:
-        if not file.is_file() or shards.checksum_file(file) != checksum:
+        if not file.is_file() or fingerprint(file)[1] != checksum:
             raise RunError(f"{file}: is not what was written there; remove {path} and prepare the data again")
     return index
 
@@ -237,10 +237,10 @@ class Indexed:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.index)
+        return data_fingerprint(self.index)
 
 
-def fingerprint(index: dict[str, Any]) -> str:
+def data_fingerprint(index: dict[str, Any]) -> str:
     """Of what the splits hold, wherever they lie."""
     parts = [index["tokenizer"], *(split["checksum"] for split in index["splits"].values())]
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())

@@ -6,7 +6,6 @@ said before the checkpoint.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 
 from deskside.align.grpo_data import Question
 from deskside.align.sampler import Sampled
-from deskside.run.directory import append_line, write_atomically
 from deskside.utils.errors import RunError
+from deskside.utils.files import append_line, sync, write_atomically
 from deskside.utils.parsing import json_value
 
 SHOWN = 2  # questions of each round that the page shows
@@ -98,8 +97,7 @@ class RolloutLog:
         append_line(self.lines, text)
         append_line(self.page, self._round(rollouts, group))
         if self.with_tokens:
-            with self.lines.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(self.lines)
 
     def _round(self, rollouts: Sequence[Rollout], group: int) -> str:
         mean = sum(r.reward for r in rollouts) / len(rollouts)

@@ -12,12 +12,12 @@ from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import Progress
 from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
-from deskside.data.reading.shards import checksum_file
 from deskside.engine.device import say
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
 from deskside.kernels.attention import Requirements, choose
 from deskside.run.paths import reached_by
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import fingerprint
 from deskside.weights.load import Loaded
 
 TEXT: tuple[DataKind, ...] = ("text", "conversations")
@@ -159,7 +159,7 @@ def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length
             f"{path}: the run's data is not there any more; give --data DIR (prepared data) or --text FILE"
         )
     dataset = PackedDataset.open(path, split="val", sequence_length=length)
-    if dataset.index.tokenizer.checksum != checksum_file(loaded.tokenizer_dir / "tokenizer.json"):
+    if dataset.index.tokenizer.checksum != fingerprint(loaded.tokenizer_dir / "tokenizer.json")[1]:
         raise UsageError(
             f"{path}: was made with another tokenizer than the model's; give the text itself with --text FILE"
         )

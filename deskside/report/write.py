@@ -1,7 +1,6 @@
 """Write report.md, report.html and plots/*.png into the directory of a run or a study."""
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from deskside.run.record import read_run
 from deskside.study import results as studies
 from deskside.study.liveness import as_it_is
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import write_atomically
 
 
 def is_study(folder: Path) -> bool:
@@ -54,14 +54,14 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     if claims:
         others = [as_it_is(studies.read(other), other) for other in also]
         with _told(Path(claims)):
-            _replace(Path(claims), claims_markdown(with_others(results, others)))
+            write_atomically(Path(claims), claims_markdown(with_others(results, others)))
     return page, [sentence for sentences in absent.values() for sentence in sentences]
 
 
 def _write(document: Document, folder: Path) -> Path:
     page = folder / "report.html"
-    _replace(page.with_suffix(".md"), markdown.render(document, folder))
-    _replace(page, html.render(document))
+    write_atomically(page.with_suffix(".md"), markdown.render(document, folder))
+    write_atomically(page, html.render(document))
     return page
 
 
@@ -74,14 +74,3 @@ def _told(where: Path) -> Iterator[None]:
         raise RunError(
             f"{error.filename or where}: the report cannot be written: {error.strerror or error}"
         ) from None
-
-
-def _replace(path: Path, content: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(content, "utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise

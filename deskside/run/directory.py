@@ -15,7 +15,6 @@ half-written last line, which readers skip and a resumed run cuts away.
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +27,7 @@ from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.run.paths import reached_by
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import append_line, sync, write_atomically, write_error
 from deskside.utils.parsing import Unreadable, json_value
 
 
@@ -163,13 +163,9 @@ class RunDirectory:
         try:
             for path in (self.metrics, self.path):  # the folder too, which holds the file's name
                 if path.exists():  # no step has been logged before the first checkpoint
-                    descriptor = os.open(path, os.O_RDONLY)
-                    try:
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
+                    sync(path)
         except OSError as error:
-            raise RunError(f"{self.metrics}: cannot be written: {error.strerror}") from None
+            raise write_error(self.metrics, error) from None
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The logged steps; a half-written last line is skipped. Raises RunError naming a line that is damaged."""
@@ -202,31 +198,3 @@ class RunDirectory:
         kept = [row for row in rows if row["step"] <= step]
         write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         return len(rows) - len(kept)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write under a temporary name, force it to the disk, rename. Raises RunError when the disk refuses."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # a read-only or vanished folder cannot be tidied either
-            temporary.unlink(missing_ok=True)
-        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append one line in one write. Raises RunError when the disk refuses; what stood there stays."""
-    try:
-        with path.open("ab", buffering=0) as file:
-            start = file.seek(0, os.SEEK_END)
-            data = (line + "\n").encode()
-            if file.write(data) != len(data):
-                file.truncate(start)
-                raise RunError(f"{path}: the disk is full; free space and resume")
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror}") from None

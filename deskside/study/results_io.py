@@ -3,14 +3,11 @@
 Both are always made anew from study.json, the journal and the run directories, so nothing is lost when a study dies.
 """
 
-import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deskside.run.directory import write_atomically
 from deskside.study.claims import claim_results
 from deskside.study.execute.journal import FINAL, Key, Past
 from deskside.study.execute.measure import Measured
@@ -20,6 +17,7 @@ from deskside.study.stats import compare
 from deskside.study.stats.metrics import METRICS
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError
+from deskside.utils.files import replace_atomically, write_atomically
 
 JSON, PARQUET = "results.json", "results.parquet"
 
@@ -102,14 +100,8 @@ def write_parquet(results: Results, path: Path) -> None:
         OverflowError,
     ) as error:  # a whole number of a damaged file that no column holds
         raise RunError(f"{path}: cannot be written: {error}") from None
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with replace_atomically(path) as temporary:
         pq.write_table(table, temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _rows(results: Results) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deskside.utils.errors import RunError
+from deskside.utils.files import fingerprint, sync
 from deskside.utils.parsing import json_value
 from deskside.weights.checkpoint_files import (
     MANIFEST,
@@ -37,7 +38,6 @@ from deskside.weights.checkpoint_files import (
     Damaged,
     files_of,
     find,
-    fingerprint,
     folder_name,
     verify,
 )
@@ -177,19 +177,20 @@ def _prepare(folder: Path, temporary: Path) -> None:
 
 def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
     """State and manifest beside the tensors, all forced to the disk, then the final name."""
-    _write(temporary / STATE, json.dumps(state))
+    (temporary / STATE).write_text(json.dumps(state), "utf-8")
     files = files_of(temporary)
     listing = {
         str(p.relative_to(temporary)): dict(zip(("bytes", "xxh3_128"), fingerprint(p), strict=True))
         for p in files
     }
-    _write(temporary / MANIFEST, json.dumps({"schema_version": SCHEMA_VERSION, "files": listing}, indent=1))
+    manifest = {"schema_version": SCHEMA_VERSION, "files": listing}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
     for path in [*files, temporary / MANIFEST, *{p.parent for p in files}]:
-        _sync(path)
+        sync(path)
     if final.exists():
         _delete(final)
     os.replace(temporary, final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _delete(path: Path) -> None:
@@ -197,15 +198,3 @@ def _delete(path: Path) -> None:
     doomed = path.with_name(f".tmp-old-{path.name}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, "utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from deskside.utils.errors import RunError
+from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_value
 
 NAME = re.compile(r"step-(\d{9})")
@@ -101,15 +101,6 @@ def refuse_pickle(checkpoint: Checkpoint) -> None:
 def files_of(folder: Path) -> list[Path]:
     """Every file of a checkpoint, in order of name."""
     return sorted(p for p in folder.rglob("*") if p.is_file())
-
-
-def fingerprint(path: Path) -> tuple[int, str]:
-    """Size in bytes and XXH3-128 of a file."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return path.stat().st_size, digest.hexdigest()
 
 
 @torch.no_grad()

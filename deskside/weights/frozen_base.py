@@ -6,7 +6,6 @@ hold nothing but what trains. `base.json` has size and checksum, and the tokens 
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from deskside.optim.groups import clean_name
 from deskside.precision.adapters import attach
 from deskside.precision.frozen import BUFFERS, FrozenLinear, freeze
 from deskside.utils.errors import RunError
-from deskside.weights.checkpoint_files import fingerprint
+from deskside.utils.files import fingerprint, replace_atomically, write_atomically
 
 BASE, FACTS = "base.safetensors", "base.json"
 
@@ -89,25 +88,19 @@ def keep(model: Transformer, run_dir: Path) -> None:
     """Write base.safetensors and base.json into a run. Raises RunError when the disk refuses."""
     tensors = _frozen(model)
     rows = [module for module in model.modules() if isinstance(module, TrainedRows)]
-    temporary = run_dir / f".tmp-{BASE}"
     try:
-        save_file(tensors, temporary)
-        size, checksum = fingerprint(temporary)
-        facts = {
-            "schema_version": 1,
-            "bytes": size,
-            "xxh3_128": checksum,
-            "trained_tokens": rows[0].ids.tolist() if rows else [],
-        }
-        _to_disk(temporary)
-        os.replace(temporary, run_dir / BASE)
-        listing = run_dir / f".tmp-{FACTS}"
-        listing.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-        _to_disk(listing)
-        os.replace(listing, run_dir / FACTS)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with replace_atomically(run_dir / BASE) as temporary:
+            save_file(tensors, temporary)
+            size, checksum = fingerprint(temporary)
+    except SafetensorError as error:
         raise RunError(f"{run_dir / BASE}: cannot be written ({error})") from None
+    facts = {
+        "schema_version": 1,
+        "bytes": size,
+        "xxh3_128": checksum,
+        "trained_tokens": rows[0].ids.tolist() if rows else [],
+    }
+    write_atomically(run_dir / FACTS, json.dumps(facts, indent=1) + "\n")
 
 
 def reopen(
@@ -189,11 +182,3 @@ def _without_blocks(model: Transformer) -> nn.Module:
         if module is not model.layers:
             rest.add_module(name, module)
     return rest
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

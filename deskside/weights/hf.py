@@ -26,8 +26,8 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_object
-from deskside.weights.checkpoint_files import fingerprint
 from deskside.weights.hf_config import from_hf_config
 from deskside.weights.hf_families import FAMILIES, Family, family_of, to_hf_config
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,11 +11,10 @@ from hypothesis import strategies as st
 
 from deskside.config.run import RunConfig
 from deskside.run import directory
-from deskside.run.directory import RunDirectory, append_line, write_atomically
+from deskside.run.directory import RunDirectory
 from deskside.train.prepare.step_planning import recorded_plan
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights import checkpoint
-from tests.train import tiny_run
+from deskside.utils.files import append_line
 
 ROWS = st.lists(
     st.dictionaries(
@@ -99,31 +97,6 @@ def test_cutting_drops_later_and_half_written_rows(tmp_path: Path) -> None:
     assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_metrics_are_on_the_disk_before_a_checkpoint_is_written(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the order of what a run asks of the disk, with how long the metrics were at that moment."""
-    synced, saved = 0, []
-    original_sync, original_save = os.fsync, checkpoint.save
-
-    def fsync(descriptor: int) -> None:
-        nonlocal synced
-        original_sync(descriptor)
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if path.name == "metrics.jsonl":
-            synced = path.stat().st_size
-
-    def save(folder: Path, step: int, *args: Any) -> Any:
-        metrics = folder.parent / "metrics.jsonl"
-        saved.append((step, synced == (metrics.stat().st_size if metrics.exists() else 0)))
-        return original_save(folder, step, *args)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(checkpoint, "save", save)
-    tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "20 steps"}))
-    assert saved == [(0, True), (10, True), (20, True)]
-
-
 def test_metrics_that_cannot_be_forced_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path)
     run.sync_metrics()  # nothing there yet
@@ -135,54 +108,6 @@ def test_metrics_that_cannot_be_forced_to_the_disk(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written: Input/output error"):
         run.sync_metrics()
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.json"
-    write_atomically(path, "old")
-
-    def refuse(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, refuse)
-            with pytest.raises(RunError, match=r"plan\.json: cannot be written: No space left on device"):
-                write_atomically(path, "new")
-        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    write_atomically(path, "new")
-    assert path.read_text() == "new"
-
-
-def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_line(path, "one")
-
-    class Short:
-        """A file on a disk with room for three more bytes."""
-
-        def __init__(self) -> None:
-            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in __exit__
-
-        def __enter__(self) -> "Short":
-            return self
-
-        def __exit__(self, *args: object) -> None:
-            self.file.close()
-
-        def write(self, data: bytes) -> int | None:
-            return self.file.write(data[:3])
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda self, *a, **k: Short())
-        with pytest.raises(RunError, match="the disk is full; free space and resume"):
-            append_line(path, "two and more")
-    assert path.read_text() == "one\n"
-    with pytest.raises(RunError, match="cannot be written: Is a directory"):
-        append_line(tmp_path, "one")
 
 
 @pytest.mark.parametrize("content", ["", "{", "\xff"])

@@ -19,8 +19,8 @@ import pytest
 
 from deskside.config.run import RunConfig
 from deskside.utils.errors import RunError
+from deskside.utils.files import fingerprint
 from deskside.weights import checkpoint as files
-from deskside.weights.checkpoint_files import fingerprint
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, rows
 

@@ -80,7 +80,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it, so nothing tidies up."""
 
 
-OPERATIONS = [(os, "fsync"), (os, "replace"), (shutil, "rmtree"), (files, "save_file"), (files, "_write")]
+OPERATIONS = [(os, "fsync"), (os, "replace"), (shutil, "rmtree"), (files, "save_file"), (Path, "write_text")]
 
 
 def test_a_kill_at_any_operation_leaves_a_good_checkpoint(
@@ -137,7 +137,7 @@ def test_a_refusing_disk_is_one_error_and_leaves_the_older(
     def refuse(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for module, name in ((os, "fsync"), (os, "replace"), (files, "_write")):
+    for module, name in ((os, "fsync"), (os, "replace"), (Path, "write_text")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, refuse)
             with pytest.raises(RunError, match=r"step 2 could not be written.*No space left.*MiB free"):

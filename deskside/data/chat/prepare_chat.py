@@ -35,6 +35,7 @@ from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
 from deskside.data.reading.shards import MAX_TAGS, ChatInfo, DatasetIndex, EncodedDocument, TagInfo
 from deskside.utils.errors import UsageError
+from deskside.utils.files import fingerprint, write_error
 
 VERSION = 2  # of what is made from the same arguments
 SHARD_TOKENS = 1 << 25
@@ -92,7 +93,7 @@ def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
     except OSError as error:
-        raise shards.disk_error(out, error) from error
+        raise write_error(out, error) from error
     try:
         for file in tokenizer.iterdir():
             shutil.copyfile(file, new / file.name)
@@ -100,7 +101,7 @@ def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
         new.chmod(0o755)
         new.rename(out)
     except OSError as error:
-        raise shards.disk_error(out, error) from error
+        raise write_error(out, error) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -271,7 +272,7 @@ class _Maker:
             schema_version=shards.SCHEMA_VERSION,
             dtype=shards.dtype_for(len(self.lengths)),
             tokenizer=shards.TokenizerInfo(
-                checksum=shards.checksum_file(self.out / "tokenizer.json"),
+                checksum=fingerprint(self.out / "tokenizer.json")[1],
                 vocab_size=len(self.lengths),
                 eos=self.eos,
                 eos_id=self.eos_id,

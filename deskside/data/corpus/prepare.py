@@ -50,6 +50,7 @@ from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
 from deskside.facts.cpu import cpu_cores
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import fingerprint, write_error
 
 SHARD_BYTES = 32 << 20
 SAMPLE_BYTES = 80 << 20
@@ -269,7 +270,7 @@ class _Work:
                 bar = not self.quiet and sys.stderr.isatty()
                 bpe.save(bpe.train(sampler.texts(found.holdout), vocab_size, progress=bar), self.out)
         except OSError as error:
-            raise shards.disk_error(self.out / "tokenizer.json", error) from error
+            raise write_error(self.out / "tokenizer.json", error) from error
         self.found = found
         self.done = {}
         self.save()
@@ -385,7 +386,7 @@ class _Work:
             schema_version=shards.SCHEMA_VERSION,
             dtype=dtype,
             tokenizer=TokenizerInfo(
-                checksum=shards.checksum_file(self.out / "tokenizer.json"),
+                checksum=fingerprint(self.out / "tokenizer.json")[1],
                 vocab_size=len(lengths),
                 eos=eos,
                 eos_id=eos_id,

@@ -18,23 +18,21 @@ Checksums are XXH3-128 (xxhash), which runs at memory speed.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from typing_extensions import TypedDict
 
 from deskside.config.base import DATA_NOUNS, Part, first_problem
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import fingerprint, replace_atomically, sync, write_error
 from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
@@ -162,59 +160,19 @@ def dtype_for(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def checksum_file(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a whole file or none: temporary name, flush to disk, rename.
-
-    Raises:
-        RunError: the disk is full, or refuses to be written; nothing half-written is left.
-    """
-    temporary = path.with_name(path.name + TEMPORARY)
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise disk_error(path, error) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a file as a whole or not at all. Raises RunError when it cannot be written."""
+    with (
+        replace_atomically(path, path.with_name(path.name + TEMPORARY)) as temporary,
+        temporary.open("wb") as file,
+    ):
+        write(file)
 
 
 def clear_temporary(directory: Path) -> None:
     """Deletes what an interrupted `write_file` left."""
     for path in directory.glob(f"*{TEMPORARY}"):
         path.unlink(missing_ok=True)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def disk_error(path: Path, error: OSError) -> RunError:
-    """The one line for a file that could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(path.parent).free / 2**20
-        return RunError(
-            f"{path}: the disk is full ({free:,.0f} MiB free where {path.parent} lies). Free some space there, then "
-            "run the same command again: it goes on with the next shard."
-        )
-    return RunError(f"{path}: cannot be written ({error.strerror or error}).")
 
 
 def write_shard(
@@ -262,15 +220,15 @@ def write_shard(
         token_text_bytes=sum(
             int(lengths[tokens[i : i + _PART]].sum(dtype=np.int64)) for i in range(0, len(tokens), _PART)
         ),
-        checksum=checksum_file(paths[0]),
-        table_checksum=checksum_file(paths[1]),
+        checksum=fingerprint(paths[0])[1],
+        table_checksum=fingerprint(paths[1])[1],
         key=key,
         tags={
             int(tag): TagCount(documents=int(c), tokens=int(t))
             for tag, c, t in zip(present, counts, per_tag, strict=True)
         },
         mask=paths[2].name.removesuffix(TEMPORARY) if learnt else None,
-        mask_checksum=checksum_file(paths[2]) if learnt else None,
+        mask_checksum=fingerprint(paths[2])[1] if learnt else None,
     )
 
 
@@ -280,8 +238,8 @@ def publish(directory: Path, info: ShardInfo) -> None:
         try:
             os.replace(f"{path}{TEMPORARY}", path)
         except OSError as error:
-            raise disk_error(path, error) from error
-    _sync_directory(directory)
+            raise write_error(path, error) from error
+    sync(directory)
 
 
 def write_index(directory: Path, index: DatasetIndex) -> None:
@@ -348,11 +306,11 @@ def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
     if mask is not None and (not mask.is_file() or mask.stat().st_size != shard.tokens):
         return f"{mask.name} is missing or has not {shard.tokens} bytes"
     if checksums:
-        if checksum_file(binary) != shard.checksum:
+        if fingerprint(binary)[1] != shard.checksum:
             return f"{binary.name} fails its checksum"
-        if checksum_file(table) != shard.table_checksum:
+        if fingerprint(table)[1] != shard.table_checksum:
             return f"{table.name} fails its checksum"
-        if mask is not None and checksum_file(mask) != shard.mask_checksum:
+        if mask is not None and fingerprint(mask)[1] != shard.mask_checksum:
             return f"{mask.name} fails its checksum"
     return ""
 
@@ -377,7 +335,7 @@ def verify(directory: str | Path) -> VerifyReport:
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
         damaged[tokenizer.name] = "is missing"
-    elif checksum_file(tokenizer) != index.tokenizer.checksum:
+    elif fingerprint(tokenizer)[1] != index.tokenizer.checksum:
         damaged[tokenizer.name] = "fails its checksum"
     shards = [s for split in index.splits.values() for s in split.shards]
     width = np.dtype(index.dtype).itemsize

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deskside.run.directory import append_line
 from deskside.study.results import STATUSES
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError
+from deskside.utils.files import append_line
 from deskside.utils.parsing import json_value
 
 FILE = "journal.jsonl"

@@ -20,12 +20,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from deskside.config.run import RunConfig
-from deskside.run.directory import RunDirectory, write_atomically
+from deskside.run.directory import RunDirectory
 from deskside.study.results import Factor, Group
 from deskside.study.spec.expand import Expansion, PlannedArm, trials
 from deskside.study.spec.spec import Study
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1

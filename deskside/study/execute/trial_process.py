@@ -23,9 +23,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from deskside.run.directory import write_atomically
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
 ANSWER, LOG = "trial.json", "output.log"

@@ -393,7 +393,7 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(RunError, match=r"the disk is full.*Free some space"):
+    with pytest.raises(RunError, match=r"No space left.*free some space"):
         prepare([str(corpus)], out, **SMALL)
     assert not list(out.glob(f"*{shards.TEMPORARY}"))
     monkeypatch.undo()

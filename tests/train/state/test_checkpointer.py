@@ -1,5 +1,6 @@
 """Where a checkpoint's tensors are read to."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from deskside.run.directory import RunDirectory
 from deskside.train.state import checkpointer
 from deskside.train.state.checkpointer import CheckpointKeeper
+from deskside.weights import checkpoint
 from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS
 from tests.train import tiny_run
 
@@ -48,3 +50,28 @@ def test_offloaded_state_is_read_to_the_host(
     assert isinstance(run, RunDirectory)
     assert places == {WEIGHTS: "meta", OPTIMIZER: "cpu" if offload else "meta"}
     assert tiny_run.curve(run.path) == tiny_run.curve(whole)
+
+
+def test_the_metrics_are_on_the_disk_before_a_checkpoint_is_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of what a run asks of the disk, with how long the metrics were at that moment."""
+    synced, saved = 0, []
+    original_sync, original_save = os.fsync, checkpoint.save
+
+    def fsync(descriptor: int) -> None:
+        nonlocal synced
+        original_sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == "metrics.jsonl":
+            synced = path.stat().st_size
+
+    def save(folder: Path, step: int, *args: Any) -> Any:
+        metrics = folder.parent / "metrics.jsonl"
+        saved.append((step, synced == (metrics.stat().st_size if metrics.exists() else 0)))
+        return original_save(folder, step, *args)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoint, "save", save)
+    tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "20 steps"}))
+    assert saved == [(0, True), (10, True), (20, True)]

@@ -1,0 +1,57 @@
+"""Files are replaced as a whole or not at all, at every operation that the disk may refuse."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deskside.utils.errors import RunError
+from deskside.utils.files import append_line, write_atomically
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    write_atomically(path, "old")
+
+    def refuse(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            with pytest.raises(RunError, match=r"plan\.json: cannot be written: No space left on device"):
+                write_atomically(path, "new")
+        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_partly_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, "one")
+
+    class Short:
+        """A file on a disk with room for three more bytes."""
+
+        def __init__(self) -> None:
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in __exit__
+
+        def __enter__(self) -> "Short":
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> int | None:
+            return self.file.write(data[:3])
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *a, **k: Short())
+        with pytest.raises(RunError, match=r"cannot be written: No space left.*free some space"):
+            append_line(path, "two and more")
+    assert path.read_text() == "one\n"
+    with pytest.raises(RunError, match="cannot be written: Is a directory"):
+        append_line(tmp_path, "one")
