@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deskside.budget.memory import training_memory
 from deskside.budget.scaling import Scaling
-from deskside.budget.work import AdapterWork, Work
+from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
@@ -106,14 +106,14 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         applied.end_step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    work = Work(
+    work = StepSpec(
         options.length,
         tokens.numel(),
         tokens.numel(),
         optimizer="adamw",
         copies="step" if fused else "pass",
         activation_checkpointing=options.recompute,
-        adapter=None if arm == "full" else AdapterWork(options.rank, PROJECTIONS, arm),  # type: ignore[arg-type]
+        adapter=None if arm == "full" else AdapterSpec(options.rank, PROJECTIONS, arm),  # type: ignore[arg-type]
     )
     return {
         "arm": arm,

@@ -24,9 +24,9 @@ from typing import Any, get_args
 from benchmarks.step_config import configuration
 from deskside.budget.formats import LowKind, Precision, quantized
 from deskside.budget.memory import training_memory
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.optim import StateFormat
-from deskside.config.step_spec import format_options, recipe_of, step_options
+from deskside.config.step_options import format_options, recipe_of, step_options
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
 
@@ -130,7 +130,7 @@ def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:
     native: tuple[LowKind, ...] = ("fp8",) if result["native"] else ()
     layers = config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
-    work = Work(
+    work = StepSpec(
         config.batch.sequence_length,
         config.batch.tokens,
         result["micro_tokens"],

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 
 SEED = 20261120
@@ -96,11 +96,11 @@ def shape_of(spec: dict[str, Any]) -> ModelConfig:
 
 def work_of(
     spec: dict[str, Any], micro_tokens: int | None = None, result: Mapping[str, Any] | None = None
-) -> Work:
+) -> StepSpec:
     """The optimiser step of a configuration; micro_tokens: what fitting chose, where it was left to it; result: of its
     measurement, which says how the step was executed. The hand-written one keeps copies of weights; draws from before
     it were compiled by torch."""
-    return Work(
+    return StepSpec(
         spec["sequence_length"],
         spec["tokens"],
         micro_tokens or spec["micro_tokens"],

@@ -77,7 +77,7 @@ def rates_of(logarithms: np.ndarray) -> Rates:
     own["attention_128"] = own["attention_64"] * RATIO_128
     host = dict(zip(HOST, values[len(EFFICIENCIES) :], strict=True))
     start = sheet_rates(find("h200"))
-    return replace(start, by_hand=replace(start.by_hand, **own), host=replace(start.host, **host))
+    return replace(start, fused=replace(start.fused, **own), host=replace(start.host, **host))
 
 
 def fit(rows: Sequence[Point]) -> Rates:
@@ -103,8 +103,7 @@ def main() -> None:
     calibrating, kept_out = split(points())
     rates = fit(calibrating)
     print(
-        "by_hand: "
-        + ", ".join(f"{n}={getattr(rates.by_hand, n):.4g}" for n in (*EFFICIENCIES, "attention_128"))
+        "fused: " + ", ".join(f"{n}={getattr(rates.fused, n):.4g}" for n in (*EFFICIENCIES, "attention_128"))
     )
     print("host: " + ", ".join(f"{name}={getattr(rates.host, name):.4g}" for name in HOST))
     shipped = sheet_rates(find("h200"))

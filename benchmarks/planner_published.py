@@ -13,7 +13,7 @@ from benchmarks import planner_unknown
 from benchmarks.planner_tables import HEADINGS, Errors, formula, off, prose, summary, table
 from deskside.budget.memory import instants
 from deskside.budget.shape import num_params
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import UNKNOWN_SPREAD
@@ -263,7 +263,7 @@ def _peak(row: Measurement, shape: ModelConfig, pure: bool, split_logits: bool) 
     assert row.sequence_length and row.rows
     micro = row.sequence_length * row.rows
     step = work_of(row)
-    work = Work(
+    work = StepSpec(
         row.sequence_length,
         micro * row.gpus if pure else step.tokens,
         micro,

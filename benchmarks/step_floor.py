@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deskside.budget.operators import step_operators
 from deskside.budget.shape import block_matrices
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.recipes import Format, Product, Recipe, recipe_named
 from deskside.config.run import RunConfig
 from deskside.doctor import check_gemm
@@ -273,7 +273,9 @@ def _attention(
 def _optimizer(
     config: RunConfig, micro_tokens: int, bandwidth: float, dtype: torch.dtype, device: torch.device
 ) -> float:
-    work = Work(config.batch.sequence_length, config.batch.tokens, micro_tokens, optimizer=config.optim.name)
+    work = StepSpec(
+        config.batch.sequence_length, config.batch.tokens, micro_tokens, optimizer=config.optim.name
+    )
     operators = step_operators(config.model, work)
     moved = sum(o.amount for o in operators if o.group == "optimizer_traffic")
     flops = sum(o.amount for o in operators if o.group == "optimizer_matmul")

@@ -15,7 +15,7 @@ forward and again in the backward.
 """
 
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
-from deskside.budget.work import AdapterWork, Work
+from deskside.budget.step_spec import AdapterSpec, StepSpec
 
 NF4_BLOCK, NF4_SCALE_BLOCK, NF4_TABLE = 64, 256, 4 * 257
 
@@ -31,21 +31,21 @@ def projection_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
     return found
 
 
-def adapter_params(shape: Shape, adapter: AdapterWork) -> int:
+def adapter_params(shape: Shape, adapter: AdapterSpec) -> int:
     """Numbers that train."""
     sizes = projection_sizes(shape)
     each = sum(sum(sizes[name]) for name in adapter.targets)
     return shape.num_hidden_layers * adapter.rank * each
 
 
-def frozen_bytes(shape: Shape, adapter: AdapterWork) -> float:
+def frozen_bytes(shape: Shape, adapter: AdapterSpec) -> float:
     """Of all weights that do not train."""
     matrices, tables = block_matrices(shape), root_params(shape)
     vectors = num_params(shape) - matrices - tables
     return matrix_bytes(shape, adapter) + 2 * tables + 4 * vectors
 
 
-def matrix_bytes(shape: Shape, adapter: AdapterWork) -> float:
+def matrix_bytes(shape: Shape, adapter: AdapterSpec) -> float:
     """Of the blocks' matrices, fused as they are by default."""
     matrices, sizes = block_matrices(shape), projection_sizes(shape)
     if adapter.base == "bf16":
@@ -56,38 +56,38 @@ def matrix_bytes(shape: Shape, adapter: AdapterWork) -> float:
     return per_weight * matrices + 4 * shape.num_hidden_layers * NF4_TABLE
 
 
-def dense_bytes(shape: Shape, work: Work) -> int:
+def dense_bytes(shape: Shape, spec: StepSpec) -> int:
     """The largest weight that codes are turned into, in the activations' dtype; 0 where they need not be."""
-    assert work.adapter is not None
-    if work.adapter.base == "bf16":
+    assert spec.adapter is not None
+    if spec.adapter.base == "bf16":
         return 0
     sizes = {name: rows * columns for name, (rows, columns) in projection_sizes(shape).items()}
     qkv = sizes["q_proj"] + 2 * sizes["k_proj"]
     entering = sizes["up_proj"] + sizes.get("gate_proj", 0)
-    return (4 if work.precision == "fp32" else 2) * max(qkv, entering, sizes["o_proj"], sizes["down_proj"])
+    return (4 if spec.precision == "fp32" else 2) * max(qkv, entering, sizes["o_proj"], sizes["down_proj"])
 
 
-def joined_bytes(shape: Shape, work: Work) -> float:
+def joined_bytes(shape: Shape, spec: StepSpec) -> float:
     """A and B of all layers as the products take them. In float32 those of a weight that is not fused are the
     parameters themselves."""
-    assert work.adapter is not None
-    sizes, wide = projection_sizes(shape), work.precision == "fp32"
+    assert spec.adapter is not None
+    sizes, wide = projection_sizes(shape), spec.precision == "fp32"
     numbers = 0
     for fused in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
         there = [sizes[name] for name in fused if name in sizes]
-        ranks = work.adapter.rank * sum(name in sizes and name in work.adapter.targets for name in fused)
+        ranks = spec.adapter.rank * sum(name in sizes and name in spec.adapter.targets for name in fused)
         if ranks and not (wide and len(there) == 1):
             numbers += ranks * (there[0][1] + sum(rows for rows, _ in there))
     return (4.0 if wide else 2.0) * shape.num_hidden_layers * numbers
 
 
-def kept_more(shape: Shape, work: Work) -> float:
+def kept_more(shape: Shape, spec: StepSpec) -> float:
     """Bytes per token and layer that adapters keep beyond what full training keeps; below 0 where frozen weights
     without an adapter need less. In 16 bits."""
-    assert work.adapter is not None
-    targets = set(work.adapter.targets)
-    kept = 2.0 * work.adapter.rank * len(targets)
-    if not work.compiled:  # eager norms keep their result in float32 for the gradient of their weights
+    assert spec.adapter is not None
+    targets = set(spec.adapter.targets)
+    kept = 2.0 * spec.adapter.rank * len(targets)
+    if not spec.compiled:  # eager norms keep their result in float32 for the gradient of their weights
         channels = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
         kept -= 8 * shape.hidden_size + (4 * channels if shape.qk_norm else 0)
     if not targets & {"q_proj", "k_proj", "v_proj"}:

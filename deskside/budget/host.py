@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from deskside.budget.formats import Precision, kinds, quantized
 from deskside.budget.shape import Shape
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 
 # Share of a pass's launches that recomputation repeats: all of the forward, a third, or about half of that.
 REPEATED = {"none": 0.0, "attention": 1 / 6, "mlp": 1 / 6, "block": 1 / 3}
@@ -52,23 +52,23 @@ class HostTimes:
         """Return the same with every time multiplied."""
         return replace(self, factor=self.factor * factor)
 
-    def of_layer(self, work: Work) -> float:
+    def of_layer(self, spec: StepSpec) -> float:
         """Return the seconds of one layer in one pass, recomputation left out."""
-        if not quantized(work.precision):
+        if not quantized(spec.precision):
             return self.bf16
         by_recipe = {"fp8-tensorwise": self.tensorwise, "fp8-rowwise": self.rowwise}
-        each = by_recipe.get(work.precision, self.delayed)
-        return each + (self.uncached if work.copies == "use" else 0.0)
+        each = by_recipe.get(spec.precision, self.delayed)
+        return each + (self.uncached if spec.copies == "use" else 0.0)
 
 
-def host_seconds(shape: Shape, work: Work, host: HostTimes) -> float:
+def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
     """Return the host's seconds of a step. 0 where it was never seen to hold a step up."""
-    layers = shape.num_hidden_layers * work.accumulation
-    if not work.by_hand:
-        return host.factor * layers * host.attention if work.activation_checkpointing == "attention" else 0.0
-    again = 1 + REPEATED[work.activation_checkpointing]
-    rest = host.step + (host.muon if work.optimizer == "muon" else 0.0)
-    return host.factor * (layers * host.of_layer(work) * again + rest)
+    layers = shape.num_hidden_layers * spec.accumulation
+    if not spec.fused:
+        return host.factor * layers * host.attention if spec.activation_checkpointing == "attention" else 0.0
+    again = 1 + REPEATED[spec.activation_checkpointing]
+    rest = host.step + (host.muon if spec.optimizer == "muon" else 0.0)
+    return host.factor * (layers * host.of_layer(spec) * again + rest)
 
 
 def together(device: float, host: float, overlap: float) -> float:

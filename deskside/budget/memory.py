@@ -60,7 +60,7 @@ from deskside.budget.adapters import adapter_params, dense_bytes, frozen_bytes, 
 from deskside.budget.formats import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
 from deskside.budget.states import on_gpu
-from deskside.budget.work import AdapterWork, Checkpointing, Work
+from deskside.budget.step_spec import AdapterSpec, Checkpointing, StepSpec
 
 ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm
 END = 4  # the same of the hand-written step, and only until the backward begins
@@ -92,9 +92,9 @@ class Memory:
         return int(self.allocated * (1 + RESERVED_SHARE)) + RESERVED_BYTES
 
 
-def training_memory(shape: Shape, work: Work) -> Memory:
+def training_memory(shape: Shape, spec: StepSpec) -> Memory:
     """The modelled peak of one optimiser step on one GPU."""
-    return max(instants(shape, work).values(), key=lambda memory: memory.allocated)
+    return max(instants(shape, spec).values(), key=lambda memory: memory.allocated)
 
 
 def largest_micro_tokens(
@@ -111,33 +111,33 @@ def largest_micro_tokens(
     return rows * sequence_length
 
 
-def instants(shape: Shape, work: Work) -> dict[str, Memory]:
+def instants(shape: Shape, spec: StepSpec) -> dict[str, Memory]:
     """What is allocated at each of the four instants."""
-    found = _instants(shape, work)
+    found = _instants(shape, spec)
     return {name: Memory({k: int(v) for k, v in items.items()}, name) for name, items in found.items()}
 
 
-def _adapted_instants(shape: Shape, work: Work, adapter: AdapterWork) -> dict[str, dict[str, float]]:
+def _adapted_instants(shape: Shape, spec: StepSpec, adapter: AdapterSpec) -> dict[str, dict[str, float]]:
     """The four instants where only adapters train. Blocks run as they are written."""
     trained = 4.0 * adapter_params(shape, adapter)
-    D, V, N = shape.hidden_size, shape.vocab_size, work.micro_tokens
-    wide = work.precision == "fp32"
-    width, rung = 2 if wide else 1, work.activation_checkpointing
-    parts = _Parts(shape, work.compiled, width)
+    D, V, N = shape.hidden_size, shape.vocab_size, spec.micro_tokens
+    wide = spec.precision == "fp32"
+    width, rung = 2 if wide else 1, spec.activation_checkpointing
+    parts = _Parts(shape, spec.compiled, width)
     always: dict[str, float] = {
         "weights": frozen_bytes(shape, adapter) + trained,
-        "optimizer": on_gpu(shape, work),
+        "optimizer": on_gpu(shape, spec),
     }
-    more = width * kept_more(shape, work)
+    more = width * kept_more(shape, spec)
     share = {"none": 1.0, "block": 0.0}.get(rung, 0.5)
     kept = parts.kept(rung) + shape.num_hidden_layers * more * share
     # Weights in 16 bits are what BF16 activations meet; for others autograd keeps a copy.
     copies = 4.0 * parts.copied_weights(rung) if wide and adapter.base == "bf16" else 0.0
-    copies += share * joined_bytes(shape, work)
-    ends, dense = ENDS * N * D * width, dense_bytes(shape, work)
-    earlier = trained if work.accumulation > 1 else 0.0
-    logits = min(work.loss_chunk_tokens, N) * V * logit_bytes(work) + hidden_bytes(work) * N * D
-    bucket = 0 if work.gpus == 1 else min(trained, 4.0 * BUCKET_WEIGHTS)
+    copies += share * joined_bytes(shape, spec)
+    ends, dense = ENDS * N * D * width, dense_bytes(shape, spec)
+    earlier = trained if spec.accumulation > 1 else 0.0
+    logits = min(spec.loss_chunk_tokens, N) * V * logit_bytes(spec) + hidden_bytes(spec) * N * D
+    bucket = 0 if spec.gpus == 1 else min(trained, 4.0 * BUCKET_WEIGHTS)
     return {
         "loss": {
             **always,
@@ -174,50 +174,50 @@ def _adapted_instants(shape: Shape, work: Work, adapter: AdapterWork) -> dict[st
     }
 
 
-def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
-    if work.adapter is not None:
-        return _adapted_instants(shape, work, work.adapter)
+def _instants(shape: Shape, spec: StepSpec) -> dict[str, dict[str, float]]:
+    if spec.adapter is not None:
+        return _adapted_instants(shape, spec, spec.adapter)
     parameters, matrices = num_params(shape), block_matrices(shape)
-    D, V, N = shape.hidden_size, shape.vocab_size, work.micro_tokens
-    width = 2 if work.precision == "fp32" else 1  # the tables' bytes are bfloat16's
-    shards = work.gpus if work.sharded else 1
+    D, V, N = shape.hidden_size, shape.vocab_size, spec.micro_tokens
+    width = 2 if spec.precision == "fp32" else 1  # the tables' bytes are bfloat16's
+    shards = spec.gpus if spec.sharded else 1
     always: dict[str, float] = {
         "weights": 4 * parameters / shards,
-        "optimizer": on_gpu(shape, work),
+        "optimizer": on_gpu(shape, spec),
     }
     whole, head = 4.0 * parameters, 4.0 * V * D
-    several = work.accumulation > 1
+    several = spec.accumulation > 1
     earlier = whole if several else 0.0
     one_layer, root = 4 * matrices / shape.num_hidden_layers, 4.0 * root_params(shape)
-    rung = work.activation_checkpointing
-    if work.by_hand:
-        parts: _Parts = _Halves(shape, work, width)
+    rung = spec.activation_checkpointing
+    if spec.fused:
+        parts: _Parts = _Halves(shape, spec, width)
         ends, later_ends = float(END), 0.0
     else:
-        parts = _Parts(shape, work.compiled, width, saved_per_value(shape, work))
+        parts = _Parts(shape, spec.compiled, width, saved_per_value(shape, spec))
         ends = later_ends = float(ENDS)
     activations = N * parts.kept(rung)
     temporary = N * parts.backward(rung)
     copies = 0.0
-    if width == 1 and work.copies == "pass":
+    if width == 1 and spec.copies == "pass":
         copies = 2.0 * parts.copied_weights(rung)
     head_copy: float = 2 * V * D if width == 1 else 0
     lasting = 0.0  # copies that are there at the update too
-    if has_cache(work):
-        copies = lasting = cached_weights(shape, work)
-        if work.fp8_head:  # W and W^T, and among the lasting ones already
+    if has_cache(spec):
+        copies = lasting = cached_weights(shape, spec)
+        if spec.fp8_head:  # W and W^T, and among the lasting ones already
             head_copy = 0
     # FSDP gathers one block in float32 while it computes, and the next one meanwhile, if there is a next one.
-    fixed = LIBRARIES + (2 * one_layer + root if work.sharded else 0.0)
-    fixed_at_end = LIBRARIES + (one_layer + root if work.sharded else 0.0)
+    fixed = LIBRARIES + (2 * one_layer + root if spec.sharded else 0.0)
+    fixed_at_end = LIBRARIES + (one_layer + root if spec.sharded else 0.0)
     # A block's gradients on their way are there a second time, in one flat tensor.
-    sent = one_layer * (1 if several else 2) if work.sharded else 0.0
+    sent = one_layer * (1 if several else 2) if spec.sharded else 0.0
 
-    logits = min(work.loss_chunk_tokens, N) * V * logit_bytes(work)
-    hidden = hidden_bytes(work) * N * D
-    heads = head_gradients(work)
+    logits = min(spec.loss_chunk_tokens, N) * V * logit_bytes(spec)
+    hidden = hidden_bytes(spec) * N * D
+    heads = head_gradients(spec)
     stack = max(STACK_WEIGHTS, D * max(shape.intermediate_size, shape.moe_intermediate_size))
-    update = STACK_BYTES * min(matrices, stack) if work.optimizer == "muon" else 0
+    update = STACK_BYTES * min(matrices, stack) if spec.optimizer == "muon" else 0
     return {
         "loss": {
             **always,
@@ -252,74 +252,74 @@ def _instants(shape: Shape, work: Work) -> dict[str, dict[str, float]]:
             "activations": 0,
             "logits": 0,
             # One after the other: gradients are summed before they are used.
-            "workspace": LIBRARIES + max(update, bucket_bytes(shape, work)),
+            "workspace": LIBRARIES + max(update, bucket_bytes(shape, spec)),
         },
     }
 
 
-def logit_bytes(work: Work) -> int:
+def logit_bytes(spec: StepSpec) -> int:
     """Bytes per logit of a chunk, in the activations' dtype.
 
     The kernel writes the gradient over the logits; the loss that compiled blocks were measured with made another
     tensor. The last chunk's gradient is still there at the next.
     """
-    several = work.loss_chunk_tokens < work.micro_tokens
-    if work.by_hand and work.fp8_head:
+    several = spec.loss_chunk_tokens < spec.micro_tokens
+    if spec.fused and spec.fp8_head:
         return 5 if several else 3
-    copies = (1 if work.by_hand or work.adapter is not None else 2) + several
-    return copies * (4 if work.precision == "fp32" else 2)
+    copies = (1 if spec.fused or spec.adapter is not None else 2) + several
+    return copies * (4 if spec.precision == "fp32" else 2)
 
 
-def hidden_bytes(work: Work) -> int:
+def hidden_bytes(spec: StepSpec) -> int:
     """Bytes per hidden state beside itself in the loss: its gradient, and FP8 both ways for an FP8 head."""
-    return (4 if work.precision == "fp32" else 2) + (2 if work.by_hand and work.fp8_head else 0)
+    return (4 if spec.precision == "fp32" else 2) + (2 if spec.fused and spec.fp8_head else 0)
 
 
-def head_gradients(work: Work) -> int:
+def head_gradients(spec: StepSpec) -> int:
     """Gradients of the head's weight in the loss: FP8 products cannot add to one that is there."""
-    return 2 if work.by_hand and work.fp8_head and work.loss_chunk_tokens < work.micro_tokens else 1
+    return 2 if spec.fused and spec.fp8_head and spec.loss_chunk_tokens < spec.micro_tokens else 1
 
 
-def half_gradients(shape: Shape, work: Work) -> tuple[int, int]:
+def half_gradients(shape: Shape, spec: StepSpec) -> tuple[int, int]:
     """(attention's, the MLP's) temporary gradients in a hand-written half, bytes per token."""
     D, F, W = shape.hidden_size, shape.intermediate_size, 2 if shape.gated_mlp else 1
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    each = per_output(work)
+    each = per_output(spec)
     return (
         max(2 * D + 8 * q + 4 * kv, 6 * D + each * (q + 2 * kv)),
         max(2 * D + 2 * F + 2 * W * F, 6 * D + each * W * F),
     )
 
 
-def per_output(work: Work) -> int:
+def per_output(spec: StepSpec) -> int:
     """Bytes per output of a projection that its gradient takes while it is used, in every form that it has."""
-    return 2 if work.kept_blocks else {"fp32": 2, "bf16": 2, "fp8": 4, "nvfp4": 6}[kinds(work.precision)[1]]
+    return 2 if spec.kept_blocks else {"fp32": 2, "bf16": 2, "fp8": 4, "nvfp4": 6}[kinds(spec.precision)[1]]
 
 
-def has_cache(work: Work) -> bool:
+def has_cache(spec: StepSpec) -> bool:
     """Whether converted weights outlast a pass."""
-    return quantized(work.precision) or (work.copies == "step" and work.precision == "bf16")
+    return quantized(spec.precision) or (spec.copies == "step" and spec.precision == "bf16")
 
 
-def cached_weights(shape: Shape, work: Work) -> float:
+def cached_weights(shape: Shape, spec: StepSpec) -> float:
     """Bytes of the converted weights that stay from step to step: blocks in the recipe's formats, kept blocks in BF16,
     and the head's W and W^T where it is in FP8."""
-    share = work.quantized_share(shape.num_hidden_layers)
-    each = share * weight_copies(work.precision, work.native)
-    each += (1 - share) * weight_copies("bf16", work.native)
-    head = weight_copies("fp8", work.native) * shape.vocab_size * shape.hidden_size if work.fp8_head else 0.0
+    share = spec.quantized_share(shape.num_hidden_layers)
+    each = share * weight_copies(spec.precision, spec.native)
+    each += (1 - share) * weight_copies("bf16", spec.native)
+    head = weight_copies("fp8", spec.native) * shape.vocab_size * shape.hidden_size if spec.fp8_head else 0.0
     return each * block_matrices(shape) + head
 
 
-def saved_per_value(shape: Shape, work: Work) -> float:
+def saved_per_value(shape: Shape, spec: StepSpec) -> float:
     """Bytes per value of what projections read, kept for their weight gradients: the mean over the blocks."""
-    share = work.quantized_share(shape.num_hidden_layers)
-    return (1 - share) * SAVED_BF16 + share * saved_bytes(work.precision)
+    share = spec.quantized_share(shape.num_hidden_layers)
+    return (1 - share) * SAVED_BF16 + share * saved_bytes(spec.precision)
 
 
-def bucket_bytes(shape: Shape, work: Work) -> int:
+def bucket_bytes(shape: Shape, spec: StepSpec) -> int:
     """The largest bucket of gradients that replicas sum: it may end with the largest tensor, which is a table's."""
-    if work.gpus == 1 or work.sharded:
+    if spec.gpus == 1 or spec.sharded:
         return 0
     return 4 * min(num_params(shape), BUCKET_WEIGHTS + shape.vocab_size * shape.hidden_size)
 
@@ -404,11 +404,11 @@ class _Parts:
 class _Halves(_Parts):
     """The same of the hand-written halves: each recomputes and differentiates itself, before the next one does."""
 
-    def __init__(self, shape: Shape, work: Work, width: int):
-        super().__init__(shape, True, width, saved_per_value(shape, work))
+    def __init__(self, shape: Shape, spec: StepSpec, width: int):
+        super().__init__(shape, True, width, saved_per_value(shape, spec))
         if shape.qk_norm:  # statistics are found again
             self.attention -= width * 4 * (shape.num_attention_heads + shape.num_key_value_heads)
-        self.attention_gradients, self.mlp_gradients = (width * b for b in half_gradients(shape, work))
+        self.attention_gradients, self.mlp_gradients = (width * b for b in half_gradients(shape, spec))
 
     @property
     def last_gradients(self) -> float:

@@ -25,7 +25,7 @@ from deskside.budget.formats import EMULATED
 from deskside.budget.host import HostTimes, host_seconds, together
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import Shape
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 
 ITEMS = (
     "matmul",
@@ -84,7 +84,7 @@ class Efficiency:
 # Of the hand-written halves: by arithmetic from the kernels of a step of `124m` on an H200, BF16 and FP8 (docs/log.md,
 # 2026-11-21), then fitted to whole steps with a pull towards that. attention_128 was not measured: its ratio to 64 is
 # the compiled step's.
-BY_HAND = Efficiency(
+FUSED = Efficiency(
     matmul=0.878, head=0.908, attention_64=0.363, attention_128=0.445, traffic=0.780, weights=0.724,
     optimizer_matmul=0.886, optimizer_traffic=0.655, loss_traffic=0.584, low_precision=0.977, layer_seconds=147e-6,
     rowwise=0.619, windowed=0.476, muon_width=2275.0,
@@ -114,14 +114,14 @@ class Rates:
     compute: float = 1.0
     memory: float = 1.0
     delay: float = 1.0
-    by_hand: Efficiency = BY_HAND
+    fused: Efficiency = FUSED
     host: HostTimes = field(default_factory=HostTimes)
     source: str = "modelled"
     notes: tuple[str, ...] = ()
 
-    def efficiency_of(self, work: Work) -> Efficiency:
-        """Of the step that does this work."""
-        return self.by_hand if work.by_hand else self.efficiency
+    def efficiency_of(self, spec: StepSpec) -> Efficiency:
+        """Of the step that does this spec."""
+        return self.fused if spec.fused else self.efficiency
 
     def corrected(self, compute: float, memory: float, delay: float) -> "Rates":
         """The same with times of products, of traffic and of delays multiplied."""
@@ -130,18 +130,18 @@ class Rates:
         )
 
 
-def operator_seconds(operator: Operator, rates: Rates, work: Work) -> float:
-    """Seconds of one operator of this work. Raises ValueError for a product in a format that the device lacks."""
-    e, group, amount = rates.efficiency_of(work), operator.group, operator.amount
+def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
+    """Seconds of one operator of this spec. Raises ValueError for a product in a format that the device lacks."""
+    e, group, amount = rates.efficiency_of(spec), operator.group, operator.amount
     if group in ("matmul", "head", "optimizer_matmul", "attention"):
         peak = product_rate(operator, rates)
         # Muon iterates in bfloat16 whatever the activations are in.
-        if work.precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
+        if spec.precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
             peak = rates.single_flops
         share = e.attention(operator.width) if group == "attention" else float(getattr(e, group))
         if operator.runs_as in ("fp8", "nvfp4"):
             share *= e.low_precision
-            if work.precision == "fp8-rowwise" and group == "matmul":
+            if spec.precision == "fp8-rowwise" and group == "matmul":
                 share *= e.rowwise
         if operator.windowed:
             share *= e.windowed
@@ -168,17 +168,17 @@ def product_rate(operator: Operator, rates: Rates) -> float:
     return rates.matmul_flops
 
 
-def step_seconds(shape: Shape, work: Work, rates: Rates) -> dict[str, float]:
+def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
     """Seconds of one optimiser step by item (`ITEMS`); the sum is the step."""
     seconds = dict.fromkeys(ITEMS, 0.0)
-    for operator in step_operators(shape, work):
+    for operator in step_operators(shape, spec):
         item = "recompute" if operator.recompute else ITEM_OF[operator.group]
-        seconds[item] += operator_seconds(operator, rates, work)
+        seconds[item] += operator_seconds(operator, rates, spec)
     device = sum(seconds.values())
-    seconds["host"] = together(device, host_seconds(shape, work, rates.host), rates.host.overlap) - device
+    seconds["host"] = together(device, host_seconds(shape, spec, rates.host), rates.host.overlap) - device
     return seconds
 
 
-def tokens_per_second(shape: Shape, work: Work, rates: Rates) -> float:
+def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:
     """Of the whole step, over all GPUs."""
-    return work.tokens / sum(step_seconds(shape, work, rates).values())
+    return spec.tokens / sum(step_seconds(shape, spec, rates).values())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from deskside.budget.adapters import adapter_params
 from deskside.budget.shape import Shape, block_matrices, num_params, root_params
-from deskside.budget.work import StateFormat, Work
+from deskside.budget.step_spec import StateFormat, StepSpec
 
 BUFFERS, PIECE = 3, 2**22
 ADAMW_STATE: dict[StateFormat, float] = {"float32": 8, "bfloat16": 4, "8bit": 2 + 8 / 256}
@@ -44,22 +44,22 @@ class StateBytes:
         return min(BUFFERS * PIECE * self.largest_per_weight, BUFFERS * self.streamed)
 
 
-def state_bytes(shape: Shape, work: Work) -> StateBytes:
+def state_bytes(shape: Shape, spec: StepSpec) -> StateBytes:
     """Of one GPU's optimiser. Adapters are matrices, and all that trains."""
-    if work.adapter is not None:
-        each = ADAMW_STATE[work.states]
-        return StateBytes(each * adapter_params(shape, work.adapter), 0.0, 0.0, each)
-    shards = work.gpus if work.sharded else 1
+    if spec.adapter is not None:
+        each = ADAMW_STATE[spec.states]
+        return StateBytes(each * adapter_params(shape, spec.adapter), 0.0, 0.0, each)
+    shards = spec.gpus if spec.sharded else 1
     matrices, tables = block_matrices(shape), root_params(shape)
     vectors = num_params(shape) - matrices - tables
-    adamw = ADAMW_STATE[work.states]
-    per_matrix = MUON_STATE[work.states] if work.optimizer == "muon" else adamw
+    adamw = ADAMW_STATE[spec.states]
+    per_matrix = MUON_STATE[spec.states] if spec.optimizer == "muon" else adamw
     return StateBytes(
         matrices * per_matrix / shards, tables * adamw / shards, 8 * vectors / shards, max(per_matrix, adamw)
     )
 
 
-def on_gpu(shape: Shape, work: Work) -> float:
+def on_gpu(shape: Shape, spec: StepSpec) -> float:
     """Bytes of optimiser state, or of the buffers in its place, that stay on one GPU."""
-    state = state_bytes(shape, work)
-    return state.vectors + state.buffers if work.offload_optimizer else state.total
+    state = state_bytes(shape, spec)
+    return state.vectors + state.buffers if spec.offload_optimizer else state.total

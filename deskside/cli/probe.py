@@ -12,7 +12,7 @@ from pydantic import PositiveFloat
 from rich.console import Console
 
 from deskside.budget.shape import num_params
-from deskside.budget.work import Checkpointing, OptimizerName
+from deskside.budget.step_spec import Checkpointing, OptimizerName
 from deskside.cli.parser import parse
 from deskside.config import merge, presets
 from deskside.config.sections import PrecisionConfig

@@ -77,7 +77,7 @@ def _no_bf16_weight_gradient(config: RunConfig) -> bool:
     return not (somewhere or asked.warmup_steps or asked.bf16_from is not None)
 
 
-def _not_by_hand(config: RunConfig) -> bool:
+def _not_fused(config: RunConfig) -> bool:
     """Whether compute.compile rules the hand-written halves out."""
     return config.compute.compile in ("off", "block", "model")
 
@@ -210,13 +210,13 @@ NO_EFFECT = (
     NoEffect(
         "precision.accumulate",
         "compute.compile",
-        lambda c: _not_by_hand(c) and not c.precision.keep,
+        lambda c: _not_fused(c) and not c.precision.keep,
         "autograd adds up the gradients: remove it, or use compute.compile fused",
     ),
     NoEffect(
         "precision.weight_cache",
         "compute.compile",
-        lambda c: _not_by_hand(c) and _not_quantized(c),
+        lambda c: _not_fused(c) and _not_quantized(c),
         "weights are cast where they are used: remove it, or use compute.compile fused",
     ),
     *(

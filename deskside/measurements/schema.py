@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from deskside.budget.work import Checkpointing, OptimizerName, Precision
+from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
 
 _NOT_THERE = object()
 _SHOWN = 40  # characters of a wrong value

@@ -95,7 +95,7 @@ def told_of_precision(request: Request, shown: Estimate) -> list[str]:
     if "nvfp4" in setting.precision:
         return [
             f"{setting.precision}: NVFP4 products are priced by {request.card.name}'s data sheet, and deskside has not "
-            f"run them on such a card; deskside doctor tells whether they work",
+            f"run them on such a card; deskside doctor tells whether they spec",
             loss,
         ]
     return [loss]

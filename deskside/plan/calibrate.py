@@ -19,7 +19,7 @@ import numpy as np
 from deskside.budget.host import HostTimes, device_part, host_seconds
 from deskside.budget.operators import step_operators
 from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu
 from deskside.plan.published import ANCHOR, architecture_factor, fitted, sheet_rates
@@ -83,9 +83,9 @@ def _tells(row: Mapping[str, Any]) -> bool:
     rated = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
     if result.get("precision", "bf16") not in rated:
         return False
-    shape, work = _step(row)
+    shape, spec = _step(row)
     host = HostTimes().times(_host_factor([row]) or 1.0)
-    return host_seconds(shape, work, host) < 0.9 * float(result["step_seconds"]["median"])
+    return host_seconds(shape, spec, host) < 0.9 * float(result["step_seconds"]["median"])
 
 
 def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
@@ -96,9 +96,9 @@ def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
     found = []
     for row in points:
         launch = row["result"].get("launch_seconds")
-        shape, work = _step(row)
-        modelled = host_seconds(shape, work, HostTimes())
-        if launch and work.by_hand and modelled:
+        shape, spec = _step(row)
+        modelled = host_seconds(shape, spec, HostTimes())
+        if launch and spec.fused and modelled:
             found.append(float(launch) / modelled)
     return min(found, default=None)
 
@@ -167,8 +167,8 @@ def _fit(
     table, rest = [], []
     for row in points:
         parts = _parts(row, start)
-        shape, work = _step(row)
-        host = host_seconds(shape, work, start.host)
+        shape, spec = _step(row)
+        host = host_seconds(shape, spec, start.host)
         seconds = device_part(float(row["result"]["step_seconds"]["median"]), host, start.host.overlap)
         table.append(parts[:3] / seconds)
         rest.append(1 - parts[3] / seconds)
@@ -194,26 +194,26 @@ def _ridge(A: np.ndarray, b: np.ndarray, belief: np.ndarray) -> np.ndarray:
 def _parts(row: Mapping[str, Any], rates: Rates) -> np.ndarray:
     """Modelled seconds of a point's step: products, traffic, delays, and what no factor touches."""
     parts = np.zeros(4)
-    shape, work = _step(row)
-    for operator in step_operators(shape, work):
-        parts[_column(operator.group)] += operator_seconds(operator, rates, work)
+    shape, spec = _step(row)
+    for operator in step_operators(shape, spec):
+        parts[_column(operator.group)] += operator_seconds(operator, rates, spec)
     return parts
 
 
-def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, Work]:
+def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, StepSpec]:
     """The model and the optimiser step of a measured point."""
-    spec, result = row["key"]["spec"], row["result"]
-    work = Work(
-        sequence_length=spec["sequence_length"],
-        tokens=spec["tokens"],
+    asked, result = row["key"]["spec"], row["result"]
+    spec = StepSpec(
+        sequence_length=asked["sequence_length"],
+        tokens=asked["tokens"],
         micro_tokens=result["micro_tokens"],
-        optimizer=spec.get("optimizer", "muon"),
+        optimizer=asked.get("optimizer", "muon"),
         precision=result.get("precision", "bf16"),
-        activation_checkpointing=spec.get("activation_checkpointing", "none"),
+        activation_checkpointing=asked.get("activation_checkpointing", "none"),
         compiled=result.get("compile", "block") != "off",
         copies="step" if result.get("compile") == "fused" else "pass",
     )
-    return ModelConfig(**spec["model"]), work
+    return ModelConfig(**asked["model"]), spec
 
 
 def _column(group: str) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from deskside.budget.loss import MOST_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
 from deskside.budget.scaling import best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
-from deskside.budget.work import Checkpointing, OptimizerName, Precision
+from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig

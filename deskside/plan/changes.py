@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from deskside.budget.formats import LowKind, Precision, quantized
-from deskside.budget.work import StateFormat
+from deskside.budget.step_spec import StateFormat
 from deskside.config import merge
 from deskside.plan.candidates import LADDER, fastest
 from deskside.plan.estimate import Estimate, Setting, StageSetting, estimate, fitted, in_precision, pass_sizes

@@ -14,19 +14,19 @@ from deskside.budget.formats import LowKind, emulated, quantized
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
-from deskside.budget.work import (
-    AdapterWork,
+from deskside.budget.step_spec import (
+    AdapterSpec,
     Checkpointing,
     CopiesKept,
     OptimizerName,
     Precision,
     StateFormat,
-    Work,
+    StepSpec,
 )
 from deskside.config import recipes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
-from deskside.config.step_spec import format_options, kept_shares, step_options
+from deskside.config.step_options import format_options, kept_shares, step_options
 from deskside.plan.calibrate import Calibration
 from deskside.plan.request import defaults
 from deskside.utils.errors import UsageError
@@ -61,7 +61,7 @@ class StageSetting:
 class Setting:
     """A model, and how one optimiser step of it is done. micro_tokens: of one pass on one GPU; native: formats below 16
     bits that the card's tensor cores run; kept: shares of the blocks, front and back, that stay in BF16; kept_weights,
-    copies: as in `budget/work.py`."""
+    copies: as in `budget/step_spec.py`."""
 
     model: ModelConfig
     stages: tuple[StageSetting, ...]
@@ -80,7 +80,7 @@ class Setting:
     loss_chunk_tokens: int = 8192
     states: StateFormat = "float32"
     offload_optimizer: bool = False
-    adapter: AdapterWork | None = None
+    adapter: AdapterSpec | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -113,11 +113,11 @@ class Setting:
         """The mean over the run's tokens."""
         flops = sum(
             stage.share * stage.tokens * flops_per_token(shape, stage.sequence_length)
-            for stage, shape, _ in self.works()
+            for stage, shape, _ in self.step_specs()
         )
         return flops / self.tokens_per_step
 
-    def works(self) -> Iterator[tuple[StageSetting, ModelConfig, Work]]:
+    def step_specs(self) -> Iterator[tuple[StageSetting, ModelConfig, StepSpec]]:
         """Every stage with the shape it trains (its window set) and its optimiser step."""
         for stage in self.stages:
             shape = self.model
@@ -131,7 +131,7 @@ class Setting:
             yield (
                 stage,
                 shape,
-                Work(
+                StepSpec(
                     sequence_length=stage.sequence_length,
                     tokens=stage.tokens,
                     micro_tokens=rows * stage.sequence_length,
@@ -176,7 +176,7 @@ class Estimate:
 
     @property
     def host_bound(self) -> bool:
-        """Whether launching kernels, and not the device's work, is most of what a step takes."""
+        """Whether launching kernels, and not the device's spec, is most of what a step takes."""
         return self.host_share >= HOST_BOUND
 
     @property
@@ -194,8 +194,8 @@ class Estimate:
     @property
     def accumulation(self) -> int:
         """Passes per step of the last stage."""
-        *_, (_, _, work) = self.setting.works()
-        return work.accumulation
+        *_, (_, _, spec) = self.setting.step_specs()
+        return spec.accumulation
 
 
 def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estimate:
@@ -218,8 +218,8 @@ def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estim
 def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
     """Return the seconds of a mean step by item (`budget.speed.ITEMS`), over all stages."""
     step: dict[str, float] = {}
-    for stage, shape, work in setting.works():
-        for item, seconds in step_seconds(shape, work, rates).items():
+    for stage, shape, spec in setting.step_specs():
+        for item, seconds in step_seconds(shape, spec, rates).items():
             step[item] = step.get(item, 0.0) + stage.share * seconds
     return step
 
@@ -245,7 +245,7 @@ def host_share(step: dict[str, float], calibration: Calibration) -> float:
 
 def hungriest(setting: Setting) -> Memory:
     """Memory of the stage that needs most."""
-    found = [training_memory(shape, work) for _, shape, work in setting.works()]
+    found = [training_memory(shape, spec) for _, shape, spec in setting.step_specs()]
     return max(found, key=lambda memory: memory.reserved)
 
 
@@ -284,9 +284,9 @@ def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Setting
     tight = None
     for size in sizes:
         tried = replace(setting, micro_tokens=size)
-        *_, (_, shape, work) = tried.works()
+        *_, (_, shape, spec) = tried.step_specs()
         # Most that does not fit is seen at the last stage already; only what is left is looked at in all of them.
-        if memory_range(training_memory(shape, work), calibration)[1] > capacity:
+        if memory_range(training_memory(shape, spec), calibration)[1] > capacity:
             continue
         _, expected, high = memory_range(hungriest(tried), calibration)
         if high <= capacity:

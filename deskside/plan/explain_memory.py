@@ -3,7 +3,7 @@
 from deskside.budget import adapters, memory, states
 from deskside.budget.formats import weight_copies
 from deskside.budget.shape import block_matrices, num_params, root_params
-from deskside.budget.work import AdapterWork, Work
+from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.model import ModelConfig
 from deskside.plan.estimate import Estimate
 from deskside.plan.formula import Line, plain, product
@@ -13,10 +13,10 @@ from deskside.utils.format import gib
 
 def lines(request: Request, found: Estimate, item: str) -> list[Line]:
     """How one of `Memory.items` comes about, in the stage that needs most."""
-    shape, work = _hungriest(found)
+    shape, spec = _hungriest(found)
     value = found.memory.items[item]
-    if work.adapter is not None:
-        return _adapted(shape, work, work.adapter, found.memory.instant, item, value)
+    if spec.adapter is not None:
+        return _adapted(shape, spec, spec.adapter, found.memory.instant, item, value)
     parts, text = {
         "weights": _weights,
         "gradients": _gradients,
@@ -25,13 +25,13 @@ def lines(request: Request, found: Estimate, item: str) -> list[Line]:
         "activations": _activations,
         "logits": _logits,
         "workspace": _workspace,
-    }[item](shape, work, found.memory.instant)
+    }[item](shape, spec, found.memory.instant)
     formula, filled = text
     return [*parts, Line(f"{item}, at the instant '{found.memory.instant}'", formula, filled, value, "bytes")]
 
 
 def _adapted(
-    shape: ModelConfig, work: Work, adapter: AdapterWork, instant: str, item: str, value: int
+    shape: ModelConfig, spec: StepSpec, adapter: AdapterSpec, instant: str, item: str, value: int
 ) -> list[Line]:
     """The same where adapters train beside frozen weights."""
     trained = adapters.adapter_params(shape, adapter)
@@ -54,8 +54,8 @@ def _adapted(
         text = ("frozen weights + 4 bytes x what trains", f"{plain(frozen)} + {product(4, trained)}")
     elif item == "gradients" and value:
         text = ("4 bytes x what trains", product(4, trained))
-    elif item == "optimizer" and not work.offload_optimizer:
-        each = states.ADAMW_STATE[work.states]
+    elif item == "optimizer" and not spec.offload_optimizer:
+        each = states.ADAMW_STATE[spec.states]
         text = (f"{plain(each)} bytes x what trains", product(each, trained))
     return [*told, Line(name, *text, value, "bytes")]
 
@@ -106,28 +106,28 @@ Text = tuple[str, str]
 Told = tuple[list[Line], Text]
 
 
-def _hungriest(found: Estimate) -> tuple[ModelConfig, Work]:
-    tried = [(shape, work) for _, shape, work in found.setting.works()]
+def _hungriest(found: Estimate) -> tuple[ModelConfig, StepSpec]:
+    tried = [(shape, spec) for _, shape, spec in found.setting.step_specs()]
     return max(tried, key=lambda pair: memory.training_memory(*pair).reserved)
 
 
-def _shards(work: Work) -> int:
-    return work.gpus if work.sharded else 1
+def _shards(spec: StepSpec) -> int:
+    return spec.gpus if spec.sharded else 1
 
 
-def _width(work: Work) -> int:
-    return 2 if work.precision == "fp32" else 1
+def _width(spec: StepSpec) -> int:
+    return 2 if spec.precision == "fp32" else 1
 
 
-def _weights(shape: ModelConfig, work: Work, instant: str) -> Told:
-    return [], ("4 bytes x parameters / shards", f"{product(4, num_params(shape))} / {_shards(work)}")
+def _weights(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
+    return [], ("4 bytes x parameters / shards", f"{product(4, num_params(shape))} / {_shards(spec)}")
 
 
-def _gradients(shape: ModelConfig, work: Work, instant: str) -> Told:
-    parameters, shards = num_params(shape), _shards(work)
-    if instant == "update" or (shards == 1 and (instant == "gradients" or work.accumulation > 1)):
+def _gradients(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
+    parameters, shards = num_params(shape), _shards(spec)
+    if instant == "update" or (shards == 1 and (instant == "gradients" or spec.accumulation > 1)):
         return [], ("4 bytes x parameters / shards", f"{product(4, parameters)} / {shards}")
-    if work.accumulation > 1:
+    if spec.accumulation > 1:
         return [], ("4 bytes x parameters, whole until the last pass of a step", product(4, parameters))
     if instant == "gradients":
         root = root_params(shape)
@@ -143,30 +143,30 @@ def _gradients(shape: ModelConfig, work: Work, instant: str) -> Told:
     )
 
 
-def _optimizer(shape: ModelConfig, work: Work, instant: str) -> Told:
-    if work.states != "float32" or work.offload_optimizer:
-        return _light_states(shape, work)
-    if work.optimizer == "adamw":
-        return [], ("8 bytes x parameters / shards", f"{product(8, num_params(shape))} / {_shards(work)}")
+def _optimizer(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
+    if spec.states != "float32" or spec.offload_optimizer:
+        return _light_states(shape, spec)
+    if spec.optimizer == "adamw":
+        return [], ("8 bytes x parameters / shards", f"{product(8, num_params(shape))} / {_shards(spec)}")
     matrices = block_matrices(shape)
     rest = num_params(shape) - matrices
     return [], (
         "(4 bytes x weights of the blocks (Muon) + 8 bytes x the others (AdamW)) / shards",
-        f"({product(4, matrices)} + {product(8, rest)}) / {_shards(work)}",
+        f"({product(4, matrices)} + {product(8, rest)}) / {_shards(spec)}",
     )
 
 
-def _light_states(shape: ModelConfig, work: Work) -> Told:
+def _light_states(shape: ModelConfig, spec: StepSpec) -> Told:
     matrices, tables = block_matrices(shape), root_params(shape)
     vectors = num_params(shape) - matrices - tables
-    adamw = states.ADAMW_STATE[work.states]
-    block = states.MUON_STATE[work.states] if work.optimizer == "muon" else adamw
-    if not work.offload_optimizer:
+    adamw = states.ADAMW_STATE[spec.states]
+    block = states.MUON_STATE[spec.states] if spec.optimizer == "muon" else adamw
+    if not spec.offload_optimizer:
         return [], (
             "(bytes x weights of the blocks + bytes x embeddings and head + 8 bytes x vectors) / shards",
-            f"({product(block, matrices)} + {product(adamw, tables)} + {product(8, vectors)}) / {_shards(work)}",
+            f"({product(block, matrices)} + {product(adamw, tables)} + {product(8, vectors)}) / {_shards(spec)}",
         )
-    held = states.state_bytes(shape, work)
+    held = states.state_bytes(shape, spec)
     if held.buffers < states.BUFFERS * held.streamed:
         words, buffers = (
             "buffers x weights of one x bytes",
@@ -177,15 +177,15 @@ def _light_states(shape: ModelConfig, work: Work) -> Told:
     return [], (f"{words}, + 8 bytes x vectors", f"{buffers} + {product(8, vectors)}")
 
 
-def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:
-    if memory.has_cache(work):
-        return _cached(shape, work, instant)
-    if instant not in ("loss", "backward") or work.precision == "fp32":
+def _copies(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
+    if memory.has_cache(spec):
+        return _cached(shape, spec, instant)
+    if instant not in ("loss", "backward") or spec.precision == "fp32":
         return [], ("no copies are kept at this instant", "0")
     matrices = block_matrices(shape)
     attention = _attention_matrices(shape)
     kept = {"none": matrices, "attention": matrices - attention, "mlp": attention, "block": 0}
-    weights = kept[work.activation_checkpointing] if work.copies == "pass" else 0
+    weights = kept[spec.activation_checkpointing] if spec.copies == "pass" else 0
     if instant == "loss":
         return [], (
             "2 bytes x (weights of the blocks that are not recomputed + vocabulary x hidden)",
@@ -194,84 +194,84 @@ def _copies(shape: ModelConfig, work: Work, instant: str) -> Told:
     return [], ("2 bytes x weights of the blocks that are not recomputed", product(2, weights))
 
 
-def _cached(shape: ModelConfig, work: Work, instant: str) -> Told:
+def _cached(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
     """Converted weights that stay from step to step."""
-    blocks, kept, table = shape.num_hidden_layers, work.kept_blocks, shape.vocab_size * shape.hidden_size
-    low, plain_ = weight_copies(work.precision, work.native), weight_copies("bf16", work.native)
-    words = [f"weights of the blocks x their copies' bytes in {work.precision}"]
+    blocks, kept, table = shape.num_hidden_layers, spec.kept_blocks, shape.vocab_size * shape.hidden_size
+    low, plain_ = weight_copies(spec.precision, spec.native), weight_copies("bf16", spec.native)
+    words = [f"weights of the blocks x their copies' bytes in {spec.precision}"]
     terms = [f"{plain(block_matrices(shape))} x {plain(low)}"]
-    if kept or work.kept_weights:
+    if kept or spec.kept_weights:
         words = [
-            f"weights of the blocks x (share in {work.precision} x its copies' bytes + share in BF16 x 2)"
+            f"weights of the blocks x (share in {spec.precision} x its copies' bytes + share in BF16 x 2)"
         ]
         shares = f"{blocks - kept} / {blocks} x {plain(low)} + {kept} / {blocks} x {plain(plain_)}"
-        if work.kept_weights:
-            share = work.quantized_share(blocks)
+        if spec.kept_weights:
+            share = spec.quantized_share(blocks)
             shares = f"{plain(share)} x {plain(low)} + {plain(1 - share)} x {plain(plain_)}"
         terms = [f"{plain(block_matrices(shape))} x ({shares})"]
-    if work.fp8_head:
+    if spec.fp8_head:
         words.append("the head's copies in FP8")
-        terms.append(f"{plain(weight_copies('fp8', work.native))} x {plain(table)}")
+        terms.append(f"{plain(weight_copies('fp8', spec.native))} x {plain(table)}")
     elif instant == "loss":
         words.append("2 bytes x vocabulary x hidden")
         terms.append(f"2 x {plain(table)}")
     return [], (" + ".join(words), " + ".join(terms))
 
 
-def _activations(shape: ModelConfig, work: Work, instant: str) -> Told:
+def _activations(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
     if instant == "update":
         return [], ("none are left at the update", "0")
-    told, layer = _layer(shape, work)
-    D, width, layers = shape.hidden_size, _width(work), shape.num_hidden_layers
-    normed = 2 * width * D - D * _less(shape, work)
-    each = memory.ENDS if not work.by_hand else memory.END if instant == "loss" else 0
+    told, layer = _layer(shape, spec)
+    D, width, layers = shape.hidden_size, _width(spec), shape.num_hidden_layers
+    normed = 2 * width * D - D * _less(shape, spec)
+    each = memory.ENDS if not spec.fused else memory.END if instant == "loss" else 0
     ends = f"{product(each, D, width)}"
     if instant == "gradients":
         return told, (
             "tokens per pass x (one layer + ends of the stream)",
-            f"{plain(work.micro_tokens)} x ({plain(layer['block'])} + {ends})",
+            f"{plain(spec.micro_tokens)} x ({plain(layer['block'])} + {ends})",
         )
     kept = {
         "none": layer["block"],
         "attention": layer["stream"] - normed + layer["mlp"],
         "mlp": layer["stream"] - normed + layer["attention"],
         "block": 4 * width * D,
-    }[work.activation_checkpointing]
-    if work.activation_checkpointing != "none":
+    }[spec.activation_checkpointing]
+    if spec.activation_checkpointing != "none":
         told.append(
             Line("kept per token and layer", "without what is recomputed", plain(kept), kept, "bytes")
         )
     return told, (
         "tokens per pass x (layers x kept per token and layer + ends of the stream)",
-        f"{plain(work.micro_tokens)} x ({product(layers, kept)} + {ends})",
+        f"{plain(spec.micro_tokens)} x ({product(layers, kept)} + {ends})",
     )
 
 
-def _logits(shape: ModelConfig, work: Work, instant: str) -> Told:
-    V, D, N = shape.vocab_size, shape.hidden_size, work.micro_tokens
-    if instant == "backward" and shape.tie_word_embeddings and work.accumulation > 1:
+def _logits(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
+    V, D, N = shape.vocab_size, shape.hidden_size, spec.micro_tokens
+    if instant == "backward" and shape.tie_word_embeddings and spec.accumulation > 1:
         return [], ("the tied head's gradient: 4 bytes x vocabulary x hidden", product(4, V, D))
     if instant != "loss":
         return [], ("none at this instant", "0")
-    chunk = min(work.loss_chunk_tokens, N)
-    logits = product(chunk, V, memory.logit_bytes(work))
-    hidden = product(memory.hidden_bytes(work), N, D)
+    chunk = min(spec.loss_chunk_tokens, N)
+    logits = product(chunk, V, memory.logit_bytes(spec))
+    hidden = product(memory.hidden_bytes(spec), N, D)
     return [], (
         "tokens of a chunk x vocabulary x bytes of all forms + head's gradient, at the head's FP8 products twice "
         "+ bytes of what is beside the last hidden states",
-        f"{logits} + {product(memory.head_gradients(work), 4, V, D)} + {hidden}",
+        f"{logits} + {product(memory.head_gradients(spec), 4, V, D)} + {hidden}",
     )
 
 
-def _workspace(shape: ModelConfig, work: Work, instant: str) -> Told:
+def _workspace(shape: ModelConfig, spec: StepSpec, instant: str) -> Told:
     D, matrices = shape.hidden_size, block_matrices(shape)
     told = [Line("libraries", "cuBLAS", plain(memory.LIBRARIES), memory.LIBRARIES, "bytes")]
     terms = [plain(memory.LIBRARIES)]
     words = ["libraries"]
     if instant == "update":
         stack = max(memory.STACK_WEIGHTS, D * max(shape.intermediate_size, shape.moe_intermediate_size))
-        muon = memory.STACK_BYTES * min(matrices, stack) if work.optimizer == "muon" else 0
-        bucket = memory.bucket_bytes(shape, work)
+        muon = memory.STACK_BYTES * min(matrices, stack) if spec.optimizer == "muon" else 0
+        bucket = memory.bucket_bytes(shape, spec)
         if bucket > muon:
             words.append("bucket of gradients that are summed over the GPUs")
             terms.append(product(4, bucket // 4))
@@ -279,31 +279,31 @@ def _workspace(shape: ModelConfig, work: Work, instant: str) -> Told:
             words.append("Muon's stack of matrices")
             terms.append(product(memory.STACK_BYTES, min(matrices, stack)))
         return told, (" + ".join(words), " + ".join(terms))
-    if work.sharded:
+    if spec.sharded:
         gathered = 1 if instant == "gradients" else 2
         words += [f"{gathered} x a gathered layer", "4 bytes x gathered weights in no block"]
         terms += [
             f"{product(gathered, 4, matrices)} / {shape.num_hidden_layers}",
             product(4, root_params(shape)),
         ]
-        several = work.accumulation > 1
+        several = spec.accumulation > 1
         if instant == "backward" or (instant == "gradients" and not several):
             words.append("gradients of a layer on their way")
             terms.append(f"{product(4 if several else 8, matrices)} / {shape.num_hidden_layers}")
     if instant in ("backward", "gradients"):
-        layer_told, layer = _layer(shape, work)
-        if instant == "gradients" and work.accumulation > 1:
+        layer_told, layer = _layer(shape, spec)
+        if instant == "gradients" and spec.accumulation > 1:
             words.append("the head's gradient")
             terms.append(product(4, shape.vocab_size, D))
-        rung = work.activation_checkpointing
+        rung = spec.activation_checkpointing
         told += layer_told
-        if work.by_hand:
-            text = _half_gradients(shape, work, layer, "last" if instant == "gradients" else rung)
+        if spec.fused:
+            text = _half_gradients(shape, spec, layer, "last" if instant == "gradients" else rung)
             words.append(f"tokens per pass x {text[0]}")
-            terms.append(f"{plain(work.micro_tokens)} x ({text[1]})")
+            terms.append(f"{plain(spec.micro_tokens)} x ({text[1]})")
         elif instant == "gradients" or rung == "none":
             words.append("tokens per pass x temporary share x one layer")
-            terms.append(product(work.micro_tokens, memory.TEMPORARY, layer["block"]))
+            terms.append(product(spec.micro_tokens, memory.TEMPORARY, layer["block"]))
         else:
             again = {
                 "attention": layer["attention"] + layer["stream"] // 2,
@@ -311,15 +311,15 @@ def _workspace(shape: ModelConfig, work: Work, instant: str) -> Told:
                 "block": layer["block"],
             }[rung]
             words.append("tokens per pass x recomputed part x its gradients")
-            terms.append(product(work.micro_tokens, again, memory.RECOMPUTE))
+            terms.append(product(spec.micro_tokens, again, memory.RECOMPUTE))
     return told, (" + ".join(words), " + ".join(terms))
 
 
-def _half_gradients(shape: ModelConfig, work: Work, layer: dict[str, float], rung: str) -> Text:
+def _half_gradients(shape: ModelConfig, spec: StepSpec, layer: dict[str, float], rung: str) -> Text:
     """Temporary gradients of the half that has most, with what it computes again. rung: or "last", where the backward
     ends in the first block's attention."""
-    attention, mlp = (_width(work) * size for size in memory.half_gradients(shape, work))
-    normed = shape.hidden_size * (_width(work) - _less(shape, work) / 2)
+    attention, mlp = (_width(spec) * size for size in memory.half_gradients(shape, spec))
+    normed = shape.hidden_size * (_width(spec) - _less(shape, spec) / 2)
     whole_attention = ("(attention, what it read, its gradients)", (layer["attention"], normed, attention))
     whole_mlp = ("(MLP, what it read, its gradients)", (layer["mlp"], normed, mlp))
     only_mlp = ("gradients of the MLP half", (mlp,))
@@ -340,19 +340,19 @@ def _attention_matrices(shape: ModelConfig) -> int:
     return shape.num_hidden_layers * shape.hidden_size * 2 * heads * shape.head_dim
 
 
-def _less(shape: ModelConfig, work: Work) -> float:
+def _less(shape: ModelConfig, spec: StepSpec) -> float:
     """Bytes that a value which a weight gradient needs again takes less than 2."""
-    return memory.SAVED_BF16 - memory.saved_per_value(shape, work)
+    return memory.SAVED_BF16 - memory.saved_per_value(shape, spec)
 
 
-def _layer(shape: ModelConfig, work: Work) -> tuple[list[Line], dict[str, float]]:
+def _layer(shape: ModelConfig, spec: StepSpec) -> tuple[list[Line], dict[str, float]]:
     """Bytes that one layer keeps per token: residual stream and norms, attention, MLP."""
     D, H, K, C = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    width, eager = _width(work), not work.compiled
+    width, eager = _width(spec), not spec.compiled
     lines_: list[Line] = []
     per_channel = 6 if shape.qk_norm or shape.position_embedding == "rope" else 4
-    norms = 4 * (H + K) + (8 * (H + K) * C if eager else 0) if shape.qk_norm and not work.by_hand else 0
-    less = _less(shape, work)
+    norms = 4 * (H + K) + (8 * (H + K) * C if eager else 0) if shape.qk_norm and not spec.fused else 0
+    less = _less(shape, spec)
     in_fp8 = " - normed inputs in FP8" if less else ""
     stream = width * ((20 if eager else 8) * D + 8) - 2 * D * less
     attention = width * (per_channel * (H + K) * C + 4 * H + norms) + H * C * less

@@ -5,7 +5,7 @@ from deskside.budget.host import REPEATED, host_seconds, together
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import attention_span, block_matrices, matmul_params, root_params
 from deskside.budget.speed import ITEM_OF, Rates, operator_seconds, step_seconds
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.plan.estimate import Estimate, StageSetting
 from deskside.plan.formula import Line, plain, product
@@ -14,21 +14,21 @@ from deskside.plan.request import Request
 
 def lines(request: Request, found: Estimate, item: str) -> list[Line]:
     """How an item of `step_seconds` comes about. Of a run with stages, the last stage, then the mean."""
-    rates, stages = request.calibration.rates, list(found.setting.works())
-    _, shape, work = stages[-1]
+    rates, stages = request.calibration.rates, list(found.setting.step_specs())
+    _, shape, spec = stages[-1]
     if item == "host":
         return _host(rates, stages, found)
     result: list[Line] = []
     total = 0.0
-    for operator in step_operators(shape, work):
+    for operator in step_operators(shape, spec):
         if _item(operator) != item or operator.amount == 0:
             continue
-        seconds = operator_seconds(operator, rates, work)
+        seconds = operator_seconds(operator, rates, spec)
         total += seconds
-        formula, filled = amount(operator, shape, work)
+        formula, filled = amount(operator, shape, spec)
         unit = _unit(operator)
         result.append(Line(_name(operator), formula, filled, operator.amount, unit))
-        result.append(_price(operator, rates, work, seconds))
+        result.append(_price(operator, rates, spec, seconds))
     if not result:
         return [Line(item, "nothing of this kind in this run", "0", 0.0, "s")]
     name = item if len(stages) == 1 else f"{item}, last stage"
@@ -56,28 +56,30 @@ def _name(operator: Operator) -> str:
     return f"{operator.name}, {operator.runs_as}" if low and operator.group != "quantize" else operator.name
 
 
-def _host(rates: Rates, stages: list[tuple[StageSetting, ModelConfig, Work]], found: Estimate) -> list[Line]:
+def _host(
+    rates: Rates, stages: list[tuple[StageSetting, ModelConfig, StepSpec]], found: Estimate
+) -> list[Line]:
     """Explain what the device waits for the host (`budget/host.py`), stage by stage."""
     result, parts = [], []
-    for stage, shape, work in stages:
+    for stage, shape, spec in stages:
         host = rates.host
-        needed = host_seconds(shape, work, host)
+        needed = host_seconds(shape, spec, host)
         if needed == 0:
             continue
-        layers = shape.num_hidden_layers * work.accumulation
-        if work.by_hand:
+        layers = shape.num_hidden_layers * spec.accumulation
+        if spec.fused:
             words = "this host against the reference x (layers x passes x (layer + repeated) + step + Muon)"
-            again = 1 + REPEATED[work.activation_checkpointing]
-            muon = host.muon if work.optimizer == "muon" else 0.0
+            again = 1 + REPEATED[spec.activation_checkpointing]
+            muon = host.muon if spec.optimizer == "muon" else 0.0
             filled = (
-                f"{plain(host.factor)} x ({product(layers, host.of_layer(work), again)} + {plain(host.step)} + "
+                f"{plain(host.factor)} x ({product(layers, host.of_layer(spec), again)} + {plain(host.step)} + "
                 f"{plain(muon)})"
             )
         else:
             words = "this host against the reference x layers x passes x layer"
             filled = product(host.factor, layers, host.attention)
         result.append(Line(f"host, rows of {stage.sequence_length}", words, filled, needed, "s"))
-        busy = sum(s for name, s in step_seconds(shape, work, rates).items() if name != "host")
+        busy = sum(s for name, s in step_seconds(shape, spec, rates).items() if name != "host")
         waited = together(busy, needed, host.overlap) - busy
         p = plain(host.overlap)
         result.append(
@@ -99,17 +101,17 @@ def _host(rates: Rates, stages: list[tuple[StageSetting, ModelConfig, Work]], fo
     return result
 
 
-def amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str]:
+def amount(operator: Operator, shape: ModelConfig, spec: StepSpec) -> tuple[str, str]:
     """(formula, with numbers) of an operator's FLOPs, bytes or count."""
     if operator.group == "quantize":
-        return _quantizing(operator, shape, work)
-    formula, filled = _amount(operator, shape, work)
+        return _quantizing(operator, shape, spec)
+    formula, filled = _amount(operator, shape, spec)
     if operator.share == 1:
         return formula, filled
     return f"share that runs so x {formula}", f"{plain(operator.share)} x {filled}"
 
 
-def _quantizing(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str]:
+def _quantizing(operator: Operator, shape: ModelConfig, spec: StepSpec) -> tuple[str, str]:
     """What converting moves: FP8's producers move more by a share, NVFP4 counts its values."""
     of_blocks = f"{plain(operator.share)} x "
     if operator.name == "quantising to FP8":
@@ -125,36 +127,36 @@ def _quantizing(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str
             "quantised blocks x bytes per value x values (what enters and what leaves a projection)",
             f"{of_blocks}{plain(each)} x {plain(operator.amount / operator.share / each)}",
         )
-    each = formats.nvfp4_bytes(work.native) * formats.NVFP4_WORK[work.precision]
+    each = formats.nvfp4_bytes(spec.native) * formats.NVFP4_WORK[spec.precision]
     return (
         "quantised blocks x bytes per value and product x values (what enters and what leaves a projection)",
         f"{of_blocks}{plain(each)} x {plain(operator.amount / operator.share / each)}",
     )
 
 
-def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, str]:
+def _amount(operator: Operator, shape: ModelConfig, spec: StepSpec) -> tuple[str, str]:
     """The same of everything else, before the share that runs in one format."""
-    tokens, layers, D = work.tokens // work.gpus, shape.num_hidden_layers, shape.hidden_size
+    tokens, layers, D = spec.tokens // spec.gpus, shape.num_hidden_layers, shape.hidden_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    unit = 4 if work.precision == "fp32" else 2
+    unit = 4 if spec.precision == "fp32" else 2
     inside = (
         shape.num_experts_per_tok * shape.moe_intermediate_size
         if shape.num_experts
         else shape.intermediate_size
     )
     mlp = (matmul_params(shape) - shape.vocab_size * D) // layers - D * (2 * q + 2 * kv)
-    spans = operators.attention_spans(shape, work)
-    counted = operators.units_of(work)
+    spans = operators.attention_spans(shape, spec)
+    counted = operators.units_of(spec)
     norm = counted.norm * tokens * layers * unit * D
     rope = tokens * layers * unit * (counted.rope * (q + kv) + counted.rope_keys * kv)
     units = counted.gated if shape.gated_mlp else counted.plain
     activation = units * tokens * layers * unit * inside
     half = operators.RECOMPUTED
-    adamw, muon = operators.adamw_bytes(work), operators.muon_bytes(work)
-    parameters, matrices = operators.trained_params(shape, work), block_matrices(shape)
-    each = 2 if operator.recompute else operators.product_flops(work)
-    shards = work.gpus if work.sharded else 1
-    share = (work.gpus - 1) / work.gpus
+    adamw, muon = operators.adamw_bytes(spec), operators.muon_bytes(spec)
+    parameters, matrices = operators.trained_params(shape, spec), block_matrices(shape)
+    each = 2 if operator.recompute else operators.product_flops(spec)
+    shards = spec.gpus if spec.sharded else 1
+    share = (spec.gpus - 1) / spec.gpus
     again = operator.recompute
     table: dict[str, tuple[str, str]] = {
         "attention projections": (
@@ -188,18 +190,18 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
             product(units, tokens, layers, unit, inside),
         ),
         "loss": (
-            f"{operators.loss_units(work):g} x tokens x bytes x vocabulary",
-            product(operators.loss_units(work), tokens, unit, shape.vocab_size),
+            f"{operators.loss_units(spec):g} x tokens x bytes x vocabulary",
+            product(operators.loss_units(spec), tokens, unit, shape.vocab_size),
         ),
         "weights": (
             f"{operators.WEIGHT_BYTES} x parameters x passes that cast and add up outside of products",
             product(
                 operators.WEIGHT_BYTES,
                 parameters,
-                operators.weight_passes(work) if work.adapter is None else work.accumulation,
+                operators.weight_passes(spec) if spec.adapter is None else spec.accumulation,
             ),
         ),
-        "layers": ("layers x passes", product(layers, work.accumulation)),
+        "layers": ("layers x passes", product(layers, spec.accumulation)),
         "Muon, Newton-Schulz": (
             "steps x (4 x long x short^2 + 2 x short^3), over all matrices",
             plain(operators.newton_schulz_flops(shape)),
@@ -207,11 +209,11 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
         "Muon": (f"{muon:g} x weights of the blocks", product(muon, matrices)),
         "AdamW": (
             f"{adamw:g} x its parameters / shards",
-            f"{product(adamw, parameters - (matrices if work.optimizer == 'muon' else 0))} / {shards}",
+            f"{product(adamw, parameters - (matrices if spec.optimizer == 'muon' else 0))} / {shards}",
         ),
         "FSDP": (
             "4 bytes x (passes x (2 x parameters - those in no block) + parameters) x (GPUs - 1) / GPUs",
-            f"4 x ({work.accumulation} x ({product(2, parameters)} - {plain(root_params(shape))}) "
+            f"4 x ({spec.accumulation} x ({product(2, parameters)} - {plain(root_params(shape))}) "
             f"+ {plain(parameters)}) x {plain(share)}",
         ),
         "Muon, gathered": (
@@ -233,9 +235,9 @@ def _amount(operator: Operator, shape: ModelConfig, work: Work) -> tuple[str, st
 
 def flops_per_token_lines(found: Estimate) -> list[Line]:
     """FLOPs per token of the last stage, and the mean over the stages."""
-    *_, (stage, shape, work) = found.setting.works()
+    *_, (stage, shape, spec) = found.setting.step_specs()
     layers = shape.num_hidden_layers
-    span = sum(attention_span(work.sequence_length, shape.layer_window(i)) for i in range(layers))
+    span = sum(attention_span(spec.sequence_length, shape.layer_window(i)) for i in range(layers))
     q = shape.num_attention_heads * shape.head_dim
     weights = matmul_params(shape)
     value = 6 * weights + 12 * q * span
@@ -254,9 +256,9 @@ def flops_per_token_lines(found: Estimate) -> list[Line]:
     return result
 
 
-def _price(operator: Operator, rates: Rates, work: Work, seconds: float) -> Line:
+def _price(operator: Operator, rates: Rates, spec: StepSpec, seconds: float) -> Line:
     """seconds = correction x amount / (rate x efficiency)."""
-    e, group = rates.efficiency_of(work), operator.group
+    e, group = rates.efficiency_of(spec), operator.group
     amounts = plain(operator.amount)
     if group == "layers":
         return Line(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from deskside.budget.speed import Rates, tokens_per_second
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu
 from deskside.facts.measurements import Measurement, published
@@ -109,11 +109,11 @@ def modelled(row: Measurement) -> float:
     """Tokens per second of a published run by the operator model, the architecture's part left out."""
     gpu = row.data_sheet()
     assert gpu is not None
-    shape, work = shape_of(row), work_of(row)
+    shape, spec = shape_of(row), work_of(row)
     rates, share = sheet_rates(gpu), attention_share(row, gpu)
     ours = rates.efficiency
     theirs = replace(ours, attention_64=share * ours.attention_64, attention_128=share * ours.attention_128)
-    return tokens_per_second(shape, work, replace(rates, efficiency=theirs))
+    return tokens_per_second(shape, spec, replace(rates, efficiency=theirs))
 
 
 def attention_share(row: Measurement, gpu: Gpu) -> float:
@@ -142,12 +142,12 @@ def shape_of(row: Measurement) -> ModelConfig:
     )
 
 
-def work_of(row: Measurement) -> Work:
+def work_of(row: Measurement) -> StepSpec:
     """The optimiser step of a published run, of about half a million tokens."""
     assert row.sequence_length and row.rows
     micro = row.rows * row.sequence_length
     passes = max(1, round(STEP_TOKENS / (micro * row.gpus)))
-    return Work(
+    return StepSpec(
         sequence_length=row.sequence_length,
         tokens=micro * row.gpus * passes,
         micro_tokens=micro,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from deskside.budget.shape import num_params
 from deskside.budget.states import state_bytes
-from deskside.budget.work import Checkpointing, StateFormat
+from deskside.budget.step_spec import Checkpointing, StateFormat
 from deskside.config import presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu, gpus
@@ -129,8 +129,8 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
         )
     for lean in lighter(asked):
         if lean.offload_optimizer:
-            *_, (_, shape, work) = lean.works()
-            held = gib(state_bytes(shape, work).streamed)
+            *_, (_, shape, spec) = lean.step_specs()
+            held = gib(state_bytes(shape, spec).streamed)
             kept = "" if lean.states == asked.states else f", in {FORMATS[lean.states]}"
             yield (
                 f"optimizer states in the host's memory{kept}",

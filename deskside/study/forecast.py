@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deskside.budget.work import Precision
+from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
 from deskside.plan.candidates import SETUP_SECONDS
 from deskside.plan.estimate import Estimate, estimate, fitted, of_config

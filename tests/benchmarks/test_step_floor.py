@@ -7,7 +7,7 @@ from benchmarks import step_floor
 from benchmarks.step_config import configuration
 from deskside.budget.operators import step_operators
 from deskside.budget.shape import matmul_params
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.recipes import RECIPES, recipe_named
 from deskside.config.run import RunConfig
 from deskside.train.prepare.attention_backends import Attention
@@ -37,7 +37,7 @@ def test_the_floor_is_below_what_is_moved() -> None:
     """Against what budget counts for the compiled blocks of this project, with passes that could be fused away."""
     config = _config()
     found = step_floor.traffic_bytes(config, recipe_named("bf16"), 65536, torch.bfloat16)
-    work = Work(2048, 65536, 65536, optimizer="adamw")
+    work = StepSpec(2048, 65536, 65536, optimizer="adamw")
     moved: dict[str, float] = {}
     for operator in step_operators(config.model, work):
         moved[operator.group] = moved.get(operator.group, 0.0) + operator.amount

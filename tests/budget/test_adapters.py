@@ -18,12 +18,12 @@ from deskside.budget.adapters import adapter_params, frozen_bytes, joined_bytes,
 from deskside.budget.memory import LIBRARIES, instants, training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices
-from deskside.budget.work import AdapterWork, Work
+from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
-from deskside.config.step_spec import adapter_work, step_options
+from deskside.config.step_options import adapter_spec, step_options
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.init import initialize
@@ -45,12 +45,12 @@ QWEN = ModelConfig(
 MLP_ONLY = ("gate_proj", "up_proj", "down_proj")
 
 
-def work_of(adapter: AdapterWork, passes: int = 1, **options: Any) -> Work:
+def work_of(adapter: AdapterSpec, passes: int = 1, **options: Any) -> StepSpec:
     settings: dict[str, Any] = {"optimizer": "adamw", "compiled": False, "loss_chunk_tokens": 256, **options}
-    return Work(512, passes * 8 * 512, 8 * 512, adapter=adapter, **settings)
+    return StepSpec(512, passes * 8 * 512, 8 * 512, adapter=adapter, **settings)
 
 
-def adapted(shape: ModelConfig, adapter: AdapterWork) -> Transformer:
+def adapted(shape: ModelConfig, adapter: AdapterSpec) -> Transformer:
     model = Transformer(shape)
     options = AdapterConfig(rank=adapter.rank, base=adapter.base, targets=adapter.targets)  # type: ignore[arg-type]
     attach(model, options, 0)
@@ -66,7 +66,7 @@ def adapted(shape: ModelConfig, adapter: AdapterWork) -> Transformer:
 def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[str, Any]) -> None:
     shape = ModelConfig(**{**SMALL, "num_hidden_layers": 2, **changes})
     targets = tuple(name for name in PROJECTIONS if shape.gated_mlp or name != "gate_proj")
-    adapter = AdapterWork(8, targets, format)
+    adapter = AdapterSpec(8, targets, format)
     model = Transformer(shape)
     initialize(model, 0)
     attach(model, AdapterConfig(rank=8, base=format), 0)
@@ -78,7 +78,7 @@ def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[
 def test_bits_per_weight() -> None:
     shape = ModelConfig(**SMALL)
     bits = {
-        f: 8 * matrix_bytes(shape, AdapterWork(1, ("q_proj",), f)) / block_matrices(shape) for f in FORMATS
+        f: 8 * matrix_bytes(shape, AdapterSpec(1, ("q_proj",), f)) / block_matrices(shape) for f in FORMATS
     }
     assert bits["bf16"] == 16
     assert bits["int8"] == pytest.approx(8.04, abs=0.03) and bits["nf4"] == pytest.approx(4.14, abs=0.02)
@@ -92,9 +92,9 @@ def test_joined_bytes_are_those_of_what_the_products_take(
 ) -> None:
     targets = tuple(name for name in targets if gated or name != "gate_proj")
     shape = ModelConfig(**{**SMALL, "gated_mlp": gated, "hidden_act": "silu" if gated else "gelu"})
-    work = work_of(AdapterWork(8, targets, "bf16"), precision="bf16" if dtype == torch.bfloat16 else "fp32")
-    assert work.adapter is not None
-    model = adapted(shape, work.adapter)
+    spec = work_of(AdapterSpec(8, targets, "bf16"), precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    assert spec.adapter is not None
+    model = adapted(shape, spec.adapter)
     own = {p.data_ptr() for p in model.parameters()}
     made = [
         t
@@ -103,15 +103,15 @@ def test_joined_bytes_are_those_of_what_the_products_take(
         for t in m._joined(dtype)
         if t.data_ptr() not in own
     ]
-    assert joined_bytes(shape, work) == sum(t.nbytes for t in made)
+    assert joined_bytes(shape, spec) == sum(t.nbytes for t in made)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_peaks_measured_on_a_card(format: Any) -> None:
     """Of Qwen2.5-1.5B's shape on an H200. Its logits are 1.16 GiB: the loss's kernel has no second copy of them."""
     (row,) = (arm for arm in json.loads(MEASURED.read_text("utf-8"))["arms"] if arm["arm"] == format)
-    work = Work(1024, 4096, 4096, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, format))
-    assert training_memory(QWEN, work).allocated / 2**30 == pytest.approx(row["peak_gib"], rel=0.005)
+    spec = StepSpec(1024, 4096, 4096, optimizer="adamw", adapter=AdapterSpec(16, PROJECTIONS, format))
+    assert training_memory(QWEN, spec).allocated / 2**30 == pytest.approx(row["peak_gib"], rel=0.005)
 
 
 class Live(TorchDispatchMode):
@@ -149,23 +149,23 @@ class Tracked:
     peak: int
 
 
-def track(shape: ModelConfig, work: Work) -> Tracked:
+def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
     """One optimiser step on fake tensors: shapes can be real ones."""
-    assert work.adapter is not None
+    assert spec.adapter is not None
     with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps its table of quantiles
-        model = adapted(shape, work.adapter)
-        apply(model, work.precision)
-        recompute(model.layers, work.activation_checkpointing)
+        model = adapted(shape, spec.adapter)
+        apply(model, spec.precision)
+        recompute(model.layers, spec.activation_checkpointing)
         optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
         optimizer.set_progress(1.0, 0.0, 1)
         optimizer.create_state()
         states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-        tokens_BT = torch.zeros(work.rows, work.sequence_length, dtype=torch.int64)
+        tokens_BT = torch.zeros(spec.rows, spec.sequence_length, dtype=torch.int64)
         rope = [t for t in (model.rope_cos, model.rope_sin) if t is not None]
         own = [*model.parameters(), *(b for b in model.buffers() if not any(b is t for t in rope)), *states]
         with Live(*own) as live:
             before = live.total()
-            for _ in range(work.accumulation):
+            for _ in range(spec.accumulation):
                 hidden_BTD = model.hidden(tokens_BT, AttentionContext(backend="sdpa"))
                 kept = (
                     live.total()
@@ -188,27 +188,27 @@ def track(shape: ModelConfig, work: Work) -> Tracked:
 @pytest.mark.parametrize(
     ("adapter", "options"),
     [
-        pytest.param(AdapterWork(16, PROJECTIONS, "bf16"), {}, marks=pytest.mark.full),
-        (AdapterWork(16, PROJECTIONS, "bf16"), {"passes": 2}),
-        (AdapterWork(64, ("q_proj", "v_proj"), "bf16"), {}),
-        pytest.param(AdapterWork(4, MLP_ONLY, "bf16"), {}, marks=pytest.mark.full),
-        pytest.param(AdapterWork(16, PROJECTIONS, "int8"), {}, marks=pytest.mark.full),
-        pytest.param(AdapterWork(16, PROJECTIONS, "nf4"), {}, marks=pytest.mark.full),
+        pytest.param(AdapterSpec(16, PROJECTIONS, "bf16"), {}, marks=pytest.mark.full),
+        (AdapterSpec(16, PROJECTIONS, "bf16"), {"passes": 2}),
+        (AdapterSpec(64, ("q_proj", "v_proj"), "bf16"), {}),
+        pytest.param(AdapterSpec(4, MLP_ONLY, "bf16"), {}, marks=pytest.mark.full),
+        pytest.param(AdapterSpec(16, PROJECTIONS, "int8"), {}, marks=pytest.mark.full),
+        pytest.param(AdapterSpec(16, PROJECTIONS, "nf4"), {}, marks=pytest.mark.full),
         pytest.param(
-            AdapterWork(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}, marks=pytest.mark.full
+            AdapterSpec(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}, marks=pytest.mark.full
         ),
     ],
     ids=["all", "two passes", "q and v", "mlp", "int8", "nf4", "recomputed"],
 )  # fmt: skip
-def test_every_item_and_the_peak(adapter: AdapterWork, options: dict[str, Any]) -> None:
-    shape, work = ModelConfig(**SMALL), work_of(adapter, **options)
-    found = track(shape, work)
-    items = instants(shape, work)
+def test_every_item_and_the_peak(adapter: AdapterSpec, options: dict[str, Any]) -> None:
+    shape, spec = ModelConfig(**SMALL), work_of(adapter, **options)
+    found = track(shape, spec)
+    items = instants(shape, spec)
     update = items["update"].items
     assert found.gradients == pytest.approx(update["gradients"], rel=1e-3)
     assert found.states == pytest.approx(update["optimizer"], rel=1e-3)
     assert found.after_backward == pytest.approx(sum(update.values()) - LIBRARIES, rel=0.02)
-    peak = training_memory(shape, work).allocated - LIBRARIES
+    peak = training_memory(shape, spec).allocated - LIBRARIES
     # Before the first adapter nothing needs a gradient: of a model whose attention has none, a half block is free.
     above = 1.1 if adapter.targets == MLP_ONLY else 1.2 if "activation_checkpointing" in options else 1.03
     assert 0.99 * found.kept <= items["loss"].items["activations"] <= above * found.kept
@@ -218,22 +218,22 @@ def test_every_item_and_the_peak(adapter: AdapterWork, options: dict[str, Any]) 
 def test_a_run_asks_for_what_trains() -> None:
     given = {"optim": {"name": "adamw"}, "adapter": {"rank": 8, "base": "nf4"}}
     config = RunConfig.model_validate(given)
-    assert step_options(config)["adapter"] == AdapterWork(8, PROJECTIONS, "nf4")
+    assert step_options(config)["adapter"] == AdapterSpec(8, PROJECTIONS, "nf4")
     without_gate = RunConfig.model_validate({**given, "model": {"gated_mlp": False}})
-    work = adapter_work(without_gate)
-    assert work is not None and "gate_proj" not in work.targets and len(work.targets) == 6
+    spec = adapter_spec(without_gate)
+    assert spec is not None and "gate_proj" not in spec.targets and len(spec.targets) == 6
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
     config = RunConfig.model_validate({**given, "model": experts, "adapter": {"rank": 8}})
-    work = adapter_work(config)
-    assert work is not None and work.targets == PROJECTIONS[:4]
-    assert adapter_work(RunConfig()) is None
+    spec = adapter_spec(config)
+    assert spec is not None and spec.targets == PROJECTIONS[:4]
+    assert adapter_spec(RunConfig()) is None
 
 
 def test_four_bits_take_a_fraction_of_full_training() -> None:
     """At 1.5B parameters, as the issue asks: weights, gradients and states of everything against NF4 and adapters."""
-    full = training_memory(QWEN, Work(1024, 1024, 1024, optimizer="adamw", copies="step"))
+    full = training_memory(QWEN, StepSpec(1024, 1024, 1024, optimizer="adamw", copies="step"))
     nf4 = training_memory(
-        QWEN, Work(1024, 1024, 1024, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, "nf4"))
+        QWEN, StepSpec(1024, 1024, 1024, optimizer="adamw", adapter=AdapterSpec(16, PROJECTIONS, "nf4"))
     )
     assert nf4.items["weights"] < 0.23 * full.items["weights"]
     assert nf4.allocated < 0.2 * full.allocated

@@ -19,13 +19,13 @@ from deskside.budget.formats import (
 )
 from deskside.budget.operators import step_operators, values_quantized
 from deskside.budget.speed import Rates, step_seconds
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.recipes import ALIASES, RECIPES, Operand, recipe_named
 
 NONE: frozenset[str] = frozenset()
 FP8_ONLY = frozenset({"fp8"})
-WORK = Work(2048, 65536, 65536)
+WORK = StepSpec(2048, 65536, 65536)
 CARD = Rates(790e12, 4.8e12, 1580e12, 3160e12)
 SHAPE = ModelConfig()
 
@@ -91,20 +91,20 @@ def test_what_is_kept_for_the_weight_gradient() -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "attention", "mlp", "block"])
 @pytest.mark.parametrize("native", [frozenset(), FP8_ONLY, ALL_NATIVE])
 def test_formats_change_where_products_run_and_not_how_many(precision, checkpointing, native) -> None:  # type: ignore[no-untyped-def]
-    work = replace(
+    spec = replace(
         WORK, precision=precision, activation_checkpointing=checkpointing, native=native, kept_blocks=3
     )
-    plain = replace(work, precision="bf16")
+    plain = replace(spec, precision="bf16")
 
-    def flops(of: Work) -> dict[tuple[str, bool], float]:
+    def flops(of: StepSpec) -> dict[tuple[str, bool], float]:
         found: dict[tuple[str, bool], float] = {}
         for o in step_operators(SHAPE, of):
             if o.group in ("matmul", "head", "attention"):
                 found[o.name, o.recompute] = found.get((o.name, o.recompute), 0.0) + o.amount
         return found
 
-    assert flops(work) == pytest.approx(flops(plain))
-    rates = {o.runs_as for o in step_operators(SHAPE, work)}
+    assert flops(spec) == pytest.approx(flops(plain))
+    rates = {o.runs_as for o in step_operators(SHAPE, spec)}
     assert ("emulated" in rates) == emulated(precision, native)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deskside.budget.host import HostTimes, device_part, host_seconds, host_share, together
 from deskside.budget.speed import Rates, step_seconds
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 
 SHAPE = ModelConfig()
@@ -42,29 +42,29 @@ def test_the_share_is_the_derivative(device: float, host: float) -> None:
 
 
 def test_the_host_counts_passes_and_layers_not_tokens() -> None:
-    def seconds(work: Work) -> float:
-        return host_seconds(SHAPE, work, HostTimes())
+    def seconds(spec: StepSpec) -> float:
+        return host_seconds(SHAPE, spec, HostTimes())
 
-    one = Work(512, 2048, 2048, copies="step", optimizer="adamw")
-    sixteen = Work(512, 16 * 2048, 2048, copies="step", optimizer="adamw")
-    wide = Work(512, 16 * 8192, 8192, copies="step", optimizer="adamw")
+    one = StepSpec(512, 2048, 2048, copies="step", optimizer="adamw")
+    sixteen = StepSpec(512, 16 * 2048, 2048, copies="step", optimizer="adamw")
+    wide = StepSpec(512, 16 * 8192, 8192, copies="step", optimizer="adamw")
     assert seconds(sixteen) == seconds(wide)
     step = HostTimes().step
     assert seconds(sixteen) - step == pytest.approx(16 * (seconds(one) - step))
     by_recipe = [
-        seconds(Work(512, 2048, 2048, copies="step", precision=name))
+        seconds(StepSpec(512, 2048, 2048, copies="step", precision=name))
         for name in ("bf16", "fp8-delayed", "fp8-tensorwise", "fp8-rowwise")
     ]
     assert by_recipe == sorted(by_recipe) and len(set(by_recipe)) == 4
     # Compiled blocks were seen to wait for the host in one case only.
-    assert seconds(Work(512, 2048, 2048)) == 0.0
-    assert seconds(Work(512, 2048, 2048, activation_checkpointing="attention")) > 0
+    assert seconds(StepSpec(512, 2048, 2048)) == 0.0
+    assert seconds(StepSpec(512, 2048, 2048, activation_checkpointing="attention")) > 0
 
 
 def test_a_slower_host_slows_small_passes_alone() -> None:
     rates = Rates(790e12, 4.8e12)
     slow = Rates(790e12, 4.8e12, host=HostTimes().times(2.0))
-    small, large = (Work(512, 16 * n, n, copies="step", optimizer="adamw") for n in (2048, 131072))
-    for work, low, high in ((small, 1.9, 2.0), (large, 1.0, 1.001)):
-        ratio = sum(step_seconds(SHAPE, work, slow).values()) / sum(step_seconds(SHAPE, work, rates).values())
+    small, large = (StepSpec(512, 16 * n, n, copies="step", optimizer="adamw") for n in (2048, 131072))
+    for spec, low, high in ((small, 1.9, 2.0), (large, 1.0, 1.001)):
+        ratio = sum(step_seconds(SHAPE, spec, slow).values()) / sum(step_seconds(SHAPE, spec, rates).values())
         assert low <= ratio <= high

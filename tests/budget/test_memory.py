@@ -17,7 +17,7 @@ from deskside.budget.memory import (
     training_memory,
 )
 from deskside.budget.shape import block_matrices, num_params
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
@@ -41,11 +41,13 @@ POINTS = Path(__file__).parents[2] / "docs/data/2026-11-20-planner/h200_points.j
 
 def memory(shape: ModelConfig, micro_tokens: int, passes: int = 1, **options: Any) -> Memory:
     gpus = options.get("gpus", 1)
-    return training_memory(shape, Work(micro_tokens, passes * micro_tokens * gpus, micro_tokens, **options))
+    return training_memory(
+        shape, StepSpec(micro_tokens, passes * micro_tokens * gpus, micro_tokens, **options)
+    )
 
 
 def at_loss(shape: ModelConfig, micro_tokens: int, **options: Any) -> dict[str, int]:
-    return instants(shape, Work(micro_tokens, micro_tokens, micro_tokens, **options))["loss"].items
+    return instants(shape, StepSpec(micro_tokens, micro_tokens, micro_tokens, **options))["loss"].items
 
 
 def saved_bytes(config: ModelConfig, compiled: bool) -> int:
@@ -101,7 +103,7 @@ def test_measured_peaks() -> None:
         spec = row["spec"]
         if row["status"] != "ok" or "card" in spec:
             continue
-        work = Work(
+        work = StepSpec(
             spec["sequence_length"],
             spec["tokens"],
             spec["micro_tokens"],
@@ -152,7 +154,7 @@ def test_several_passes_keep_whole_gradients_on_every_shard() -> None:
     whole = 4 * num_params(shape)
     for gpus in (2, 8):
         one, two = (
-            instants(shape, Work(1024, n * 1024 * gpus, 1024, gpus=gpus, sharded=True)) for n in (1, 2)
+            instants(shape, StepSpec(1024, n * 1024 * gpus, 1024, gpus=gpus, sharded=True)) for n in (1, 2)
         )
         assert one["update"].items["gradients"] == two["update"].items["gradients"] == whole // gpus
         assert {two[name].items["gradients"] for name in ("loss", "backward", "gradients")} == {whole}
@@ -167,7 +169,9 @@ def test_the_tables_stay_gathered_and_nothing_does_at_the_update() -> None:
     tables = 4 * 2 * shape.vocab_size * shape.hidden_size
     layer = 4 * block_matrices(shape) / shape.num_hidden_layers
     options: dict[str, Any] = {"gpus": 2, "optimizer": "adamw"}
-    plain, sharded = (instants(shape, Work(1024, 4096, 1024, sharded=s, **options)) for s in (False, True))
+    plain, sharded = (
+        instants(shape, StepSpec(1024, 4096, 1024, sharded=s, **options)) for s in (False, True)
+    )
     for name, layers in (("loss", 2), ("backward", 3), ("gradients", 1)):
         more = sharded[name].items["workspace"] - plain[name].items["workspace"]
         assert more == pytest.approx(tables + layers * layer, abs=2)
@@ -181,11 +185,11 @@ def test_replicas_have_a_bucket_of_gradients() -> None:
     large = ModelConfig()  # its tables have 2^25 * 0.75 weights each
     for shape, bucket in ((small, num_params(small)), (large, 2**25 + 32768 * 768)):
         work = {"sequence_length": 128, "tokens": 512, "micro_tokens": 128}
-        two = instants(shape, Work(**work, gpus=2, optimizer="adamw"))["update"].items["workspace"]
+        two = instants(shape, StepSpec(**work, gpus=2, optimizer="adamw"))["update"].items["workspace"]
         assert two == LIBRARIES + 4 * bucket
-        one = instants(shape, Work(**work, optimizer="adamw"))["update"].items["workspace"]
+        one = instants(shape, StepSpec(**work, optimizer="adamw"))["update"].items["workspace"]
         assert one == LIBRARIES
-        muon = [instants(shape, Work(**work, gpus=n))["update"].items["workspace"] for n in (1, 2)]
+        muon = [instants(shape, StepSpec(**work, gpus=n))["update"].items["workspace"] for n in (1, 2)]
         assert muon[1] == max(muon[0], two)
 
 
@@ -227,7 +231,7 @@ def test_the_largest_micro_batch_fits_and_its_double_does_not() -> None:
 )
 def test_wrong_work_is_refused(sequence_length: int, tokens: int, micro_tokens: int, gpus: int) -> None:
     with pytest.raises(ValueError, match=r"tokens"):
-        Work(sequence_length, tokens, micro_tokens, gpus)
+        StepSpec(sequence_length, tokens, micro_tokens, gpus)
 
 
 FP8 = frozenset({"fp8"})
@@ -236,7 +240,7 @@ FP8 = frozenset({"fp8"})
 def test_converted_weights_stay_from_step_to_step() -> None:
     """W and W^T of the 12 blocks in FP8: two bytes per weight, at every instant, the update included."""
     shape = ModelConfig()
-    work = Work(2048, 65536, 32768, precision="fp8", native=FP8)  # type: ignore[arg-type]
+    work = StepSpec(2048, 65536, 32768, precision="fp8", native=FP8)  # type: ignore[arg-type]
     head = 2 * shape.vocab_size * shape.hidden_size
     copies = {name: memory.items["copies"] for name, memory in instants(shape, work).items()}
     blocks = 2 * block_matrices(shape)
@@ -258,13 +262,13 @@ def test_converted_weights_stay_from_step_to_step() -> None:
 def test_copies_by_recipe(precision: Any, native: Any, kept: int, per_weight: float) -> None:
     shape, work = (
         ModelConfig(),
-        Work(2048, 65536, 32768, precision=precision, native=native, kept_blocks=kept),
+        StepSpec(2048, 65536, 32768, precision=precision, native=native, kept_blocks=kept),
     )
     assert instants(shape, work)["update"].items["copies"] == int(per_weight * block_matrices(shape))
 
 
 def test_bf16_copies_last_where_they_are_cached() -> None:
-    shape, work = ModelConfig(), Work(2048, 65536, 32768, activation_checkpointing="block")
+    shape, work = ModelConfig(), StepSpec(2048, 65536, 32768, activation_checkpointing="block")
     passing = instants(shape, work)
     cached = instants(shape, replace(work, copies="step"))
     blocks = 2 * block_matrices(shape)
@@ -279,10 +283,10 @@ def test_bf16_copies_last_where_they_are_cached() -> None:
 def test_fp8_keeps_what_projections_read_in_one_byte() -> None:
     """Per token of each of 12 blocks: two normed inputs of 768 and the MLP's inside of 2048 take one byte less each;
     attention's output of 768 one more, because attention itself keeps it in BF16."""
-    shape, bf16 = ModelConfig(), Work(2048, 65536, 32768)
+    shape, bf16 = ModelConfig(), StepSpec(2048, 65536, 32768)
     fp8 = replace(bf16, precision="fp8", native=FP8)
 
-    def kept(work: Work) -> int:
+    def kept(work: StepSpec) -> int:
         return instants(shape, work)["loss"].items["activations"]
 
     less = 12 * 32768 * (2 * 768 + 2048 - 768)

@@ -18,7 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from deskside.budget.memory import LIBRARIES, instants, training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import num_params
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.kernels.attention import AttentionContext
@@ -51,21 +51,21 @@ class Tracked:
     peak: int
 
 
-def track(shape: ModelConfig, work: Work) -> Tracked:
+def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
     """One optimiser step under the tracker, its passes one after another as `train.step.Stepper` does them."""
     with FakeTensorMode():
         model = Transformer(shape)
-        apply(model, work.precision)
-        recompute(model.layers, work.activation_checkpointing)
+        apply(model, spec.precision)
+        recompute(model.layers, spec.activation_checkpointing)
         optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
         optimizer.set_progress(1.0, 0.0, 1)
         optimizer.create_state()
         states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-        tokens_BT = torch.zeros(work.rows, work.sequence_length, dtype=torch.int64)
+        tokens_BT = torch.zeros(spec.rows, spec.sequence_length, dtype=torch.int64)
         tracker = MemTracker()
         tracker.track_external(model, tokens_BT, *states)
         with tracker:
-            for done in range(work.accumulation):
+            for done in range(spec.accumulation):
                 if done:
                     tracker.reset_mod_stats()
                 hidden_BTD = model.hidden(tokens_BT, AttentionContext(backend="sdpa"))
@@ -74,7 +74,7 @@ def track(shape: ModelConfig, work: Work) -> Tracked:
                     hidden_BTD.flatten(0, 1),
                     model.head_weight,
                     tokens_BT.flatten(),
-                    chunk_tokens=work.loss_chunk_tokens,
+                    chunk_tokens=spec.loss_chunk_tokens,
                 )
                 del hidden_BTD
                 loss.backward()
@@ -99,20 +99,20 @@ def snapshot(tracker: MemTracker, kind: str) -> dict[str, int]:
     return {str(getattr(key, "name", key)): size for key, size in found.items()}
 
 
-def work_of(rows: int, length: int, passes: int = 1, **options: Any) -> Work:
+def work_of(rows: int, length: int, passes: int = 1, **options: Any) -> StepSpec:
     settings: dict[str, Any] = {"optimizer": "adamw", "compiled": False, "loss_chunk_tokens": 256, **options}
-    return Work(length, passes * rows * length, rows * length, **settings)
+    return StepSpec(length, passes * rows * length, rows * length, **settings)
 
 
-def modelled_kept(shape: ModelConfig, work: Work) -> int:
+def modelled_kept(shape: ModelConfig, spec: StepSpec) -> int:
     """Activations and casts of weights before the loss, which makes the head's cast."""
-    items = instants(shape, work)["loss"].items
-    head_cast = 0 if work.precision == "fp32" else 2 * shape.vocab_size * shape.hidden_size
+    items = instants(shape, spec)["loss"].items
+    head_cast = 0 if spec.precision == "fp32" else 2 * shape.vocab_size * shape.hidden_size
     return items["activations"] + items["copies"] - head_cast
 
 
-def modelled_peak(shape: ModelConfig, work: Work) -> int:
-    return training_memory(shape, work).allocated - LIBRARIES
+def modelled_peak(shape: ModelConfig, spec: StepSpec) -> int:
+    return training_memory(shape, spec).allocated - LIBRARIES
 
 
 VARIANTS = [
@@ -132,27 +132,27 @@ LONG = [
 ]
 
 
-def check(given: dict[str, Any], work: Work) -> None:
+def check(given: dict[str, Any], spec: StepSpec) -> None:
     shape = ModelConfig(**given)
-    tracked = track(shape, work)
-    items = instants(shape, work)["update"].items
+    tracked = track(shape, spec)
+    items = instants(shape, spec)["update"].items
     assert tracked.weights == items["weights"] == 4 * num_params(shape)
     assert tracked.gradients == items["gradients"]
     assert tracked.states == pytest.approx(items["optimizer"], rel=1e-4)  # and a counter for each parameter
     assert tracked.after_backward == pytest.approx(sum(items.values()) - LIBRARIES, rel=0.01)
-    assert modelled_kept(shape, work) == pytest.approx(tracked.kept, rel=0.02)
-    assert modelled_peak(shape, work) == pytest.approx(tracked.peak, rel=0.03)
+    assert modelled_kept(shape, spec) == pytest.approx(tracked.kept, rel=0.02)
+    assert modelled_peak(shape, spec) == pytest.approx(tracked.peak, rel=0.03)
 
 
-@pytest.mark.parametrize(("given", "work"), VARIANTS)
-def test_every_item_and_the_peak(given: dict[str, Any], work: Work) -> None:
-    check(given, work)
+@pytest.mark.parametrize(("given", "spec"), VARIANTS)
+def test_every_item_and_the_peak(given: dict[str, Any], spec: StepSpec) -> None:
+    check(given, spec)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("given", "work"), LONG)
-def test_every_item_and_the_peak_of_real_shapes(given: dict[str, Any], work: Work) -> None:
-    check(given, work)
+@pytest.mark.parametrize(("given", "spec"), LONG)
+def test_every_item_and_the_peak_of_real_shapes(given: dict[str, Any], spec: StepSpec) -> None:
+    check(given, spec)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +165,15 @@ def test_every_item_and_the_peak_of_real_shapes(given: dict[str, Any], work: Wor
 )
 def test_recomputation_is_not_modelled_too_small(rung: Any, above: float) -> None:
     """The constants of recomputation are the compiled blocks'. Eager ones keep less of a recomputed half's norm."""
-    shape, work = ModelConfig(**SMALL), work_of(8, 512, activation_checkpointing=rung)
-    tracked = track(shape, work)
-    assert 0.99 * tracked.peak <= modelled_peak(shape, work) <= (1 + above) * tracked.peak
+    shape, spec = ModelConfig(**SMALL), work_of(8, 512, activation_checkpointing=rung)
+    tracked = track(shape, spec)
+    assert 0.99 * tracked.peak <= modelled_peak(shape, spec) <= (1 + above) * tracked.peak
     assert tracked.peak < 0.8 * modelled_peak(shape, work_of(8, 512))
 
 
 @pytest.mark.parametrize("rung", ["none", pytest.param("block", marks=pytest.mark.full)])
 def test_float32_is_modelled_too_large(rung: Any) -> None:
     """Known: twice bfloat16's table is too much, because the norms' float32 copies are then no copies."""
-    shape, work = ModelConfig(**SMALL), work_of(8, 512, precision="fp32", activation_checkpointing=rung)
-    tracked = track(shape, work)
-    assert tracked.peak <= modelled_peak(shape, work) <= 1.4 * tracked.peak
+    shape, spec = ModelConfig(**SMALL), work_of(8, 512, precision="fp32", activation_checkpointing=rung)
+    tracked = track(shape, spec)
+    assert tracked.peak <= modelled_peak(shape, spec) <= 1.4 * tracked.peak

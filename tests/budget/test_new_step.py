@@ -14,7 +14,7 @@ from benchmarks.planner_new_step import groups, section, unprobed
 from benchmarks.planner_points import Point, points
 from deskside.budget.memory import half_gradients, instants, training_memory
 from deskside.budget.operators import step_operators
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.facts.gpus import find
 from deskside.plan.calibrate import calibrate
 from deskside.plan.estimate import estimate
@@ -109,39 +109,39 @@ def test_the_report_has_every_point_and_its_data() -> None:
 
 def test_what_was_measured_with_recomputation_holds_the_weights_that_are_cached() -> None:
     """The benchmark once modelled this arm without them, and was 2.1 GiB too low."""
-    (_, shape, work), gib = next(MUON.setting.works()), MUON.gib
-    without = training_memory(shape, replace(work, copies="use")).allocated / 2**30
+    (_, shape, spec), gib = next(MUON.setting.step_specs()), MUON.gib
+    without = training_memory(shape, replace(spec, copies="use")).allocated / 2**30
     assert without < 0.92 * gib
 
 
 def test_gradients_inside_a_half_by_format() -> None:
     """Counted by hand for 124m: D 768, F 2048, q 768, kv 192."""
-    _, shape, work = next(BF16.setting.works())
-    assert half_gradients(shape, work) == (2 * 768 + 8 * 768 + 4 * 192, 2 * 768 + 6 * 2048)
-    fp8 = replace(work, precision="fp8-delayed")
+    _, shape, spec = next(BF16.setting.step_specs())
+    assert half_gradients(shape, spec) == (2 * 768 + 8 * 768 + 4 * 192, 2 * 768 + 6 * 2048)
+    fp8 = replace(spec, precision="fp8-delayed")
     assert half_gradients(shape, fp8) == (6 * 768 + 4 * (768 + 2 * 192), 6 * 768 + 8 * 2048)
     assert half_gradients(shape, replace(fp8, precision="nvfp4"))[1] == 6 * 768 + 12 * 2048
     kept = replace(fp8, precision="nvfp4", kept_blocks=3)
-    assert half_gradients(shape, kept) == half_gradients(shape, work)
+    assert half_gradients(shape, kept) == half_gradients(shape, spec)
 
 
 @pytest.mark.parametrize(("rung", "grows"), [("attention", "mlp"), ("mlp", "block")])
 def test_a_rung_keeps_less_and_a_half_at_a_time_is_done_again(rung: Any, grows: Any) -> None:
-    _, shape, work = next(BF16.setting.works())
+    _, shape, spec = next(BF16.setting.step_specs())
     with_rung, further = (
-        instants(shape, replace(work, activation_checkpointing=name)) for name in (rung, grows)
+        instants(shape, replace(spec, activation_checkpointing=name)) for name in (rung, grows)
     )
     assert with_rung["loss"].items["activations"] > further["loss"].items["activations"]
     assert with_rung["backward"].items["workspace"] <= further["backward"].items["workspace"]
 
 
 def test_bf16_gradients_add_up_inside_of_products() -> None:
-    _, shape, work = next(BF16.setting.works())
+    _, shape, spec = next(BF16.setting.step_specs())
 
-    def bytes_of(work: Work) -> float:
-        return next(o.amount for o in step_operators(shape, work) if o.group == "weights")
+    def bytes_of(spec: StepSpec) -> float:
+        return next(o.amount for o in step_operators(shape, spec) if o.group == "weights")
 
-    halves = replace(work, micro_tokens=work.micro_tokens // 2)
-    assert bytes_of(halves) == bytes_of(work)
+    halves = replace(spec, micro_tokens=spec.micro_tokens // 2)
+    assert bytes_of(halves) == bytes_of(spec)
     fp8 = replace(halves, precision="fp8-delayed")
-    assert bytes_of(fp8) == bytes_of(replace(halves, copies="pass")) == 2 * bytes_of(work)
+    assert bytes_of(fp8) == bytes_of(replace(halves, copies="pass")) == 2 * bytes_of(spec)

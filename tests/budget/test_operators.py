@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deskside.budget.operators import Operator, newton_schulz_flops, step_operators
 from deskside.budget.shape import block_matrices, num_params, root_params
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
@@ -25,7 +25,7 @@ TOKENS = ROWS * LENGTH
 
 
 def operators(shape: ModelConfig, **options: Any) -> list[Operator]:
-    return step_operators(shape, Work(LENGTH, TOKENS, TOKENS, **options))
+    return step_operators(shape, StepSpec(LENGTH, TOKENS, TOKENS, **options))
 
 
 def amount(found: list[Operator], *groups: str) -> float:
@@ -102,10 +102,10 @@ def test_a_window_cuts_attention_and_nothing_else() -> None:
 
 
 def test_accumulation_repeats_what_belongs_to_a_pass() -> None:
-    """The same tokens in four passes: weights are cast and launches made four times, the rest is the same work."""
+    """The same tokens in four passes: weights are cast and launches made four times, the rest is the same spec."""
     shape = ModelConfig(**SMALL)
-    one = step_operators(shape, Work(LENGTH, 4 * LENGTH, 4 * LENGTH))
-    four = step_operators(shape, Work(LENGTH, 4 * LENGTH, LENGTH))
+    one = step_operators(shape, StepSpec(LENGTH, 4 * LENGTH, 4 * LENGTH))
+    four = step_operators(shape, StepSpec(LENGTH, 4 * LENGTH, LENGTH))
     for group in ("weights", "layers"):
         assert amount(four, group) == 4 * amount(one, group)
     for group in ("matmul", "head", "attention", "traffic", "loss_traffic", "optimizer_matmul"):
@@ -119,16 +119,16 @@ def test_between_gpus(gpus: int) -> None:
     """
     shape = ModelConfig(**SMALL)
     gradients = 4.0 * num_params(shape)
-    work = {"sequence_length": LENGTH, "tokens": 2 * gpus * LENGTH, "micro_tokens": LENGTH, "gpus": gpus}
+    spec = {"sequence_length": LENGTH, "tokens": 2 * gpus * LENGTH, "micro_tokens": LENGTH, "gpus": gpus}
     share = (gpus - 1) / gpus
-    assert amount(step_operators(shape, Work(**work)), "communication") == 2 * gradients * share
-    sharded = step_operators(shape, Work(**work, sharded=True))
+    assert amount(step_operators(shape, StepSpec(**spec)), "communication") == 2 * gradients * share
+    sharded = step_operators(shape, StepSpec(**spec, sharded=True))
     tables = 4.0 * 2 * shape.vocab_size * shape.hidden_size
     muon = 2.0 * block_matrices(shape)
     assert amount(sharded, "communication") == ((2 * 2 + 1) * gradients - 2 * tables + muon) * share
-    adamw = step_operators(shape, Work(**work, sharded=True, optimizer="adamw"))
+    adamw = step_operators(shape, StepSpec(**spec, sharded=True, optimizer="adamw"))
     assert amount(sharded, "communication") - amount(adamw, "communication") == muon * share
-    assert amount(step_operators(shape, Work(LENGTH, LENGTH, LENGTH)), "communication") == 0
+    assert amount(step_operators(shape, StepSpec(LENGTH, LENGTH, LENGTH)), "communication") == 0
 
 
 def test_states_on_the_host_travel_up_and_down() -> None:

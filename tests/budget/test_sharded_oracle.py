@@ -22,7 +22,7 @@ from deskside.budget.memory import LIBRARIES, instants
 from deskside.budget.operators import step_operators
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices, num_params, root_params
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig
 from deskside.model.transformer import Transformer
@@ -128,23 +128,23 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], 
     return found
 
 
-def modelled(passes: int, tied: bool) -> tuple[ModelConfig, Work]:
+def modelled(passes: int, tied: bool) -> tuple[ModelConfig, StepSpec]:
     shape = ModelConfig(**SIZES, tie_word_embeddings=tied)
     options: dict[str, Any] = {"precision": "fp32", "compiled": False, "loss_chunk_tokens": TOKENS}
-    return shape, Work(TOKENS, 2 * passes * TOKENS, TOKENS, gpus=2, sharded=True, **options)
+    return shape, StepSpec(TOKENS, 2 * passes * TOKENS, TOKENS, gpus=2, sharded=True, **options)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_memory(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int, bool]) -> None:
-    shape, work = modelled(*case)
+    shape, spec = modelled(*case)
     found, weights = tracked[case], 4 * num_params(shape)
     # Whole gradients until the last pass of a step scatters them; nothing stays gathered after a backward.
     *earlier, last = found["ends"]
     assert all(end == pytest.approx(1.5 * weights, rel=0.01) for end in earlier)
     assert last == pytest.approx(weights, rel=0.01)
     peaks = []
-    for name, memory in instants(shape, work).items():
+    for name, memory in instants(shape, spec).items():
         if name != "update":
             peaks.append(memory.allocated - memory.items["optimizer"] - LIBRARIES)
     # Of one pass a little too much: the embedding's gradient comes when no block's are on their way any more.
@@ -154,12 +154,12 @@ def test_memory(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_traffic(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int, bool]) -> None:
-    shape, work = modelled(*case)
+    shape, spec = modelled(*case)
     sent = tracked[case]["sent"]
     weights, root = 4 * num_params(shape), 4 * root_params(shape)
     assert sent["gather"] == pytest.approx(case[0] * (2 * weights - root), rel=1e-3)
     assert sent["reduce_scatter"] == pytest.approx(weights, rel=1e-3)
     assert sent["optimizer"] == 4 * block_matrices(shape)  # float32 on a CPU, bfloat16 on a GPU
-    amounts = {o.name: o.amount for o in step_operators(shape, work) if o.group == "communication"}
+    amounts = {o.name: o.amount for o in step_operators(shape, spec) if o.group == "communication"}
     assert amounts["FSDP"] == pytest.approx((sent["gather"] + sent["reduce_scatter"]) / 2, rel=1e-3)
     assert amounts["Muon, gathered"] == sent["optimizer"] / 2 / 2

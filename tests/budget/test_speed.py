@@ -9,20 +9,20 @@ import pytest
 from deskside.budget.operators import newton_schulz_flops, step_operators
 from deskside.budget.shape import block_matrices, flops_per_token, parameter_groups
 from deskside.budget.speed import ITEMS, Efficiency, Rates, step_seconds, tokens_per_second
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 
 POINTS = Path(__file__).parents[2] / "docs/data/2026-11-20-planner/h200_points.jsonl"
 H200 = Rates(matmul_flops=790e12, bandwidth=4.8e12)
-WORK = Work(2048, 65536, 16384)
+WORK = StepSpec(2048, 65536, 16384)
 
 
-def measured() -> list[tuple[ModelConfig, Work, float]]:
+def measured() -> list[tuple[ModelConfig, StepSpec, float]]:
     found = []
     for row in map(json.loads, POINTS.read_text("utf-8").splitlines()):
         spec = row["spec"]
         if row["status"] == "ok" and "card" not in spec:
-            work = Work(
+            work = StepSpec(
                 spec["sequence_length"],
                 spec["tokens"],
                 spec["micro_tokens"],
@@ -47,7 +47,7 @@ def test_measured_steps() -> None:
 def test_products_and_attention_are_the_flops_of_the_convention(rung: Any) -> None:
     """What is not recomputed adds up to budget.shape's FLOPs per token; a recomputed block adds a third of its own."""
     shape = ModelConfig()
-    operators = step_operators(shape, Work(2048, 65536, 16384, activation_checkpointing=rung))
+    operators = step_operators(shape, StepSpec(2048, 65536, 16384, activation_checkpointing=rung))
     counted = [o for o in operators if o.group in ("matmul", "head", "attention")]
     first = sum(o.amount for o in counted if not o.recompute)
     again = sum(o.amount for o in counted if o.recompute)
@@ -81,7 +81,7 @@ def test_newton_schulz_of_one_square_matrix() -> None:
 def test_every_item_is_there_and_recompute_costs() -> None:
     shape = ModelConfig()
     plain = step_seconds(shape, WORK, H200)
-    again = step_seconds(shape, Work(2048, 65536, 16384, activation_checkpointing="block"), H200)
+    again = step_seconds(shape, StepSpec(2048, 65536, 16384, activation_checkpointing="block"), H200)
     assert tuple(plain) == ITEMS
     assert plain["recompute"] == plain["communication"] == 0 < again["recompute"]
     assert sum(again.values()) > sum(plain.values())
@@ -89,9 +89,9 @@ def test_every_item_is_there_and_recompute_costs() -> None:
 
 def test_more_gpus_share_the_tokens_and_talk() -> None:
     shape = ModelConfig()
-    one = step_seconds(shape, Work(2048, 131072, 16384), H200)
-    two = step_seconds(shape, Work(2048, 131072, 16384, gpus=2), H200)
-    sharded = step_seconds(shape, Work(2048, 131072, 16384, gpus=2, sharded=True), H200)
+    one = step_seconds(shape, StepSpec(2048, 131072, 16384), H200)
+    two = step_seconds(shape, StepSpec(2048, 131072, 16384, gpus=2), H200)
+    sharded = step_seconds(shape, StepSpec(2048, 131072, 16384, gpus=2, sharded=True), H200)
     assert two["matmul"] == pytest.approx(one["matmul"] / 2)
     assert 0 < two["communication"] < sharded["communication"]
 
@@ -103,12 +103,12 @@ def test_rates_correct_groups_and_fp8_needs_a_card_that_has_it() -> None:
     assert after["traffic"] == pytest.approx(before["traffic"])
     assert after["launches"] == pytest.approx(3 * before["launches"])
     with pytest.raises(ValueError, match="no FP8"):
-        step_seconds(shape, Work(2048, 65536, 16384, precision="fp8"), H200)
+        step_seconds(shape, StepSpec(2048, 65536, 16384, precision="fp8"), H200)
 
 
 def test_fp32_is_priced_beside_the_tensor_cores() -> None:
     """An H200's 67 TFLOP/s of the data sheet: products take as many times longer, Muon's stay in bfloat16."""
-    shape, work = ModelConfig(), Work(2048, 65536, 16384, precision="fp32")
+    shape, work = ModelConfig(), StepSpec(2048, 65536, 16384, precision="fp32")
     rates = Rates(790e12, 4.8e12, single_flops=67e12)
     slow, fast = step_seconds(shape, work, rates), step_seconds(shape, WORK, rates)
     assert slow["matmul"] == pytest.approx(fast["matmul"] * 790 / 67)

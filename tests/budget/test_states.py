@@ -9,7 +9,7 @@ from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.states import BUFFERS, PIECE, on_gpu, state_bytes
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.model.transformer import Transformer
@@ -24,8 +24,8 @@ STATES = ["float32", "bfloat16", "8bit"]
 OPTIMIZERS = ["adamw", "muon"]
 
 
-def work(optimizer: Any = "adamw", states: Any = "float32", **options: Any) -> Work:
-    return Work(128, 512, 512, optimizer=optimizer, states=states, **options)
+def work(optimizer: Any = "adamw", states: Any = "float32", **options: Any) -> StepSpec:
+    return StepSpec(128, 512, 512, optimizer=optimizer, states=states, **options)
 
 
 @pytest.mark.parametrize("states", STATES)

@@ -8,7 +8,7 @@ import torch
 
 from deskside.budget.memory import training_memory
 from deskside.budget.scaling import Scaling
-from deskside.budget.work import AdapterWork, Work
+from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
@@ -110,7 +110,7 @@ def test_compiled_blocks_compute_the_same_and_memory_is_as_modelled(format: Any)
     for one, two in zip(gradients, others, strict=True):
         if float(one.norm()) > 0:
             assert float((one - two).norm() / one.norm()) < 0.1
-    work = Work(1024, 4096, 4096, optimizer="adamw", adapter=AdapterWork(16, PROJECTIONS, format))
+    work = StepSpec(1024, 4096, 4096, optimizer="adamw", adapter=AdapterSpec(16, PROJECTIONS, format))
     modelled = training_memory(SHAPE, work).allocated
     assert 0.85 * peak <= modelled <= 1.3 * peak, (
         f"{peak / 2**20:.0f} MiB measured, {modelled / 2**20:.0f} modelled"

@@ -13,7 +13,7 @@ from deskside.budget.loss import LAW, expected_bpb, tokens_for
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import matmul_params
 from deskside.budget.speed import tokens_per_second
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.cli import overrides
 from deskside.cli.train import DESCRIPTION, TrainOptions
 from deskside.config import merge, presets
@@ -47,8 +47,8 @@ def check(plan: Plan) -> None:
     for band in plan.bands:
         setting = band.candidate.setting
         # It fits: the modelled peak of every stage, with what the allocator adds, and the context.
-        for _, shape, work in setting.works():
-            memory = training_memory(shape, work)
+        for _, shape, spec in setting.step_specs():
+            memory = training_memory(shape, spec)
             need = memory.reserved + request.calibration.overhead_bytes
             assert need <= request.card.memory_bytes
             if band.name != "stretch" and band.estimate.fits == "fits":
@@ -59,8 +59,8 @@ def check(plan: Plan) -> None:
         if seconds is not None:
             needed = sum(
                 band.candidate.tokens[1] * stage.share * stage.tokens / setting.tokens_per_step
-                / tokens_per_second(shape, work, request.calibration.rates)
-                for stage, shape, work in setting.works()
+                / tokens_per_second(shape, spec, request.calibration.rates)
+                for stage, shape, spec in setting.step_specs()
             )  # fmt: skip
             assert needed + candidates.setup_seconds(request) == pytest.approx(seconds, rel=1e-6)
         # It can be executed, and what is executed is what was planned.
@@ -188,7 +188,7 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
         speeds = []
         for rung, chunk in candidates.LADDER:
             for power, copies in itertools.product(range(10), ("step", "use")):
-                work = Work(
+                spec = StepSpec(
                     512,
                     2**18,
                     512 * 2**power,
@@ -197,10 +197,10 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
                     loss_chunk_tokens=chunk,  # type: ignore[arg-type]
                 )
                 need = (
-                    training_memory(model, work).reserved * (1 + known.memory_spread) + known.overhead_bytes
+                    training_memory(model, spec).reserved * (1 + known.memory_spread) + known.overhead_bytes
                 )
                 if need <= request.card.memory_bytes:
-                    speeds.append(tokens_per_second(model, work, known.rates))
+                    speeds.append(tokens_per_second(model, spec, known.rates))
         if speeds:
             tokens = (seconds - candidates.SETUP_SECONDS) * max(speeds)
             losses[f"d{depth}"] = expected_bpb(request.law, matmul_params(model), tokens)[1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.planner_published import kept_out, memories, section
 from deskside.budget.shape import num_params
 from deskside.budget.speed import tokens_per_second
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import find, gpus
 from deskside.facts.measurements import Measurement, published
@@ -117,8 +117,8 @@ def test_usable_rows_are_plain_runs() -> None:
             assert (row.sequence_length or 0) <= LONGEST
             assert "offload" not in row.saving.lower()
             assert "recompute" not in row.saving.lower()
-            work, shape = work_of(row), shape_of(row)
-            assert work.gpus == row.gpus
+            spec, shape = work_of(row), shape_of(row)
+            assert spec.gpus == row.gpus
             assert shape.num_hidden_layers == row.layers
 
 
@@ -242,5 +242,5 @@ def test_formats_against_an_8b_model_on_a_b200(precision: Any, kept: int, publis
         vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, intermediate_size=14336, max_position_embeddings=8192,
     )  # fmt: skip
-    work = Work(8192, 8 * 8192, 8192, optimizer="adamw", precision=precision, kept_blocks=kept)
-    assert tokens_per_second(shape, work, sheet_rates(find("b200"))) == pytest.approx(published, rel=0.1)
+    spec = StepSpec(8192, 8 * 8192, 8192, optimizer="adamw", precision=precision, kept_blocks=kept)
+    assert tokens_per_second(shape, spec, sheet_rates(find("b200"))) == pytest.approx(published, rel=0.1)

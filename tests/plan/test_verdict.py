@@ -47,8 +47,8 @@ def test_yes_if_names_the_change_and_carries_it_out() -> None:
     config = merge.build([best.config])
     assert config.compute.activation_checkpointing != "none"
     assert any(config.compute.activation_checkpointing in reason for reason in plan.reasons)
-    *_, (_, shape, work) = best.candidate.setting.works()
-    needed = training_memory(shape, work).reserved * (1 + request.calibration.memory_spread)
+    *_, (_, shape, spec) = best.candidate.setting.step_specs()
+    needed = training_memory(shape, spec).reserved * (1 + request.calibration.memory_spread)
     assert needed + request.calibration.overhead_bytes <= request.card.memory_bytes
 
 

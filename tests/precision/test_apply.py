@@ -16,7 +16,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.recipes import RECIPES
 from deskside.config.run import RunConfig
 from deskside.config.sections import BatchConfig, PrecisionConfig
-from deskside.config.step_spec import kept_weights
+from deskside.config.step_options import kept_weights
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear

@@ -8,7 +8,7 @@ import numpy as np
 
 from deskside.budget import loss
 from deskside.budget.shape import flops_per_token, matmul_params, num_params
-from deskside.budget.work import Precision
+from deskside.budget.step_spec import Precision
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts import gpus

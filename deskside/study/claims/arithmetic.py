@@ -10,7 +10,7 @@ from functools import cache
 
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import kv_bytes_per_token
-from deskside.budget.work import Precision, Work
+from deskside.budget.step_spec import Precision, StepSpec
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts import gpus
@@ -55,7 +55,7 @@ def _mixed_precision_memory() -> Answer:
     shape = merge.build(presets.layers("medium")).model
 
     def peak(precision: Precision) -> int:
-        work = Work(512, 16 * 512, 16 * 512, optimizer="adamw", precision=precision, compiled=False)
+        work = StepSpec(512, 16 * 512, 16 * 512, optimizer="adamw", precision=precision, compiled=False)
         return training_memory(shape, work).allocated
 
     return exact(peak("bf16") / peak("fp32") - 1, "modelled", "medium, plain torch")

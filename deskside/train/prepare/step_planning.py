@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from deskside.budget.formats import Precision, quantized
 from deskside.budget.memory import training_memory
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
-from deskside.config.step_spec import format_options, recipe_of, step_options
+from deskside.config.step_options import format_options, recipe_of, step_options
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
 from deskside.train.loop.trainer import StageWork
@@ -132,7 +132,7 @@ def modelled_memory_gib(
     formats = format_options(config, precision, {"fp8"} if native else (), mode == "fused")
     if sharded and formats["copies"] == "step":
         formats["copies"] = "use"
-    work = Work(
+    work = StepSpec(
         sequence_length=micro_tokens,  # how a pass is cut into rows does not matter for memory
         tokens=passes * micro_tokens * processes,
         micro_tokens=micro_tokens,

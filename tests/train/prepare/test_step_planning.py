@@ -7,7 +7,7 @@ import pytest
 
 from deskside.budget.formats import LowKind, Precision
 from deskside.budget.memory import training_memory
-from deskside.budget.work import Work
+from deskside.budget.step_spec import StepSpec
 from deskside.config import merge
 from deskside.plan.estimate import hungriest, of_config
 from deskside.train.prepare.step_planning import modelled_memory_gib
@@ -22,14 +22,14 @@ def test_passes_are_counted_per_process(processes: int, sharded: bool, passes: i
     """One pass on each of several processes keeps no gradients of an earlier one, replicas or shards."""
     tokens = processes * passes * ROWS
     config = merge.build([{"batch": {"tokens": tokens, "sequence_length": ROWS}}])
-    work = Work(ROWS, tokens, ROWS, gpus=processes, sharded=sharded, optimizer=config.optim.name)
+    work = StepSpec(ROWS, tokens, ROWS, gpus=processes, sharded=sharded, optimizer=config.optim.name)
     wanted = training_memory(config.model, work).allocated / 2**30
     assert modelled_memory_gib(config, ROWS, "bf16", "block", False, processes, sharded) == wanted
 
 
 def test_one_process() -> None:
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}])
-    work = Work(ROWS, 4 * ROWS, ROWS, optimizer=config.optim.name, precision="fp32", compiled=False)
+    work = StepSpec(ROWS, 4 * ROWS, ROWS, optimizer=config.optim.name, precision="fp32", compiled=False)
     wanted = training_memory(config.model, work).allocated / 2**30
     assert modelled_memory_gib(config, ROWS, "fp32", "off", False) == wanted
 

@@ -1,14 +1,14 @@
-"""What a configuration decides about the memory and time of its step, in the terms of `budget/work.py`.
+"""The fields of `budget.step_spec.StepSpec` that a configuration decides.
 
-Planner and training both build a `Work` from a `RunConfig`; what does not depend on the card or on the micro-batch is
-taken from here by both, so that they model the same step.
+The planner and training both build a `StepSpec` from a `RunConfig`. Fields that depend neither on the card nor on the
+micro-batch come from here, so that both model the same step.
 """
 
 from collections.abc import Collection
 from typing import TypedDict
 
 from deskside.budget.formats import LowKind, Precision
-from deskside.budget.work import AdapterWork, Checkpointing, CopiesKept, OptimizerName, StateFormat
+from deskside.budget.step_spec import AdapterSpec, Checkpointing, CopiesKept, OptimizerName, StateFormat
 from deskside.config.adapter import PROJECTIONS
 from deskside.config.dimensions import projections
 from deskside.config.recipes import Recipe
@@ -16,18 +16,18 @@ from deskside.config.run import RunConfig
 
 
 class StepOptions(TypedDict):
-    """Fields of `Work` that no number format changes."""
+    """Fields of `StepSpec` that no number format changes."""
 
     optimizer: OptimizerName
     states: StateFormat
     offload_optimizer: bool
     activation_checkpointing: Checkpointing
     loss_chunk_tokens: int
-    adapter: AdapterWork | None
+    adapter: AdapterSpec | None
 
 
 class FormatOptions(TypedDict):
-    """Fields of `Work` that the number formats decide, but for the blocks that stay in BF16."""
+    """Fields of `StepSpec` that the number formats decide, but for the blocks that stay in BF16."""
 
     precision: Precision
     native: frozenset[LowKind]
@@ -44,11 +44,11 @@ def step_options(config: RunConfig) -> StepOptions:
         "offload_optimizer": config.optim.offload,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "loss_chunk_tokens": config.compute.loss_chunk_tokens,
-        "adapter": adapter_work(config),
+        "adapter": adapter_spec(config),
     }
 
 
-def adapter_work(config: RunConfig) -> AdapterWork | None:
+def adapter_spec(config: RunConfig) -> AdapterSpec | None:
     """What adapters ask of a step: experts have none, and without a gate there is no gate_proj."""
     if config.adapter is None:
         return None
@@ -56,7 +56,7 @@ def adapter_work(config: RunConfig) -> AdapterWork | None:
     there -= {"gate_proj", "up_proj", "down_proj"} if config.model.num_experts else set()
     wanted = PROJECTIONS if config.adapter.targets == "all" else config.adapter.targets
     targets = tuple(name for name in PROJECTIONS if name in wanted and name in there)
-    return AdapterWork(config.adapter.rank, targets, config.adapter.base)
+    return AdapterSpec(config.adapter.rank, targets, config.adapter.base)
 
 
 def recipe_of(config: RunConfig, precision: Precision) -> Recipe:
@@ -65,9 +65,9 @@ def recipe_of(config: RunConfig, precision: Precision) -> Recipe:
 
 
 def format_options(
-    config: RunConfig, precision: Precision, native: Collection[LowKind], by_hand: bool
+    config: RunConfig, precision: Precision, native: Collection[LowKind], fused: bool
 ) -> FormatOptions:
-    """native: formats that the card's tensor cores run. by_hand: the hand-written halves compute the blocks; they are
+    """native: formats that the card's tensor cores run. fused: the hand-written halves compute the blocks; they are
     what keeps converted weights from pass to pass."""
     asked = config.precision
     return {
@@ -75,7 +75,7 @@ def format_options(
         "native": frozenset() if asked.native == "never" else frozenset(native),
         "kept_weights": kept_weights(config, precision),
         "fp8_head": recipe_of(config, precision).quantized and asked.head == "fp8",
-        "copies": ("step" if asked.weight_cache else "use") if by_hand else "pass",
+        "copies": ("step" if asked.weight_cache else "use") if fused else "pass",
     }
 
 

@@ -12,7 +12,7 @@ StateFormat = Literal["float32", "bfloat16", "8bit"]
 
 
 @dataclass(frozen=True)
-class AdapterWork:
+class AdapterSpec:
     """What trains beside frozen weights: rank of the adapters, the projections that have one, format of the weights."""
 
     rank: int
@@ -21,7 +21,7 @@ class AdapterWork:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepSpec:
     """One optimiser step. Raises ValueError for sizes that do not divide.
 
     tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
@@ -52,7 +52,7 @@ class Work:
     loss_chunk_tokens: int = 8192
     states: StateFormat = "float32"
     offload_optimizer: bool = False
-    adapter: AdapterWork | None = None
+    adapter: AdapterSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "tokens", "micro_tokens", "gpus", "loss_chunk_tokens"):
@@ -72,7 +72,7 @@ class Work:
         return (1 - self.kept_blocks / layers) * (1 - self.kept_weights)
 
     @property
-    def by_hand(self) -> bool:
+    def fused(self) -> bool:
         """Whether the hand-written halves compute the blocks: they alone convert weights for themselves."""
         return self.copies != "pass"
 
