@@ -9,6 +9,7 @@ attend among themselves, and are only written into the cache.
 
 from torch import Tensor
 
+from deskside.config.fused_coverage import uncovered_reason
 from deskside.kernels import fused
 from deskside.kernels.decode import into_cache
 from deskside.kernels.fused import QkvLayout
@@ -83,18 +84,21 @@ class FusedBlocks(CachedBlocks):
 
 
 def covers_attention(half: Attention) -> bool:
-    """RMSNorm before one fused projection; a power of two of channels, as the kernel of QK-norm and RoPE takes them."""
-    return _simple(half.input) and half.head_dim & (half.head_dim - 1) == 0
+    """Return whether the fused kernels compute this attention. Decoding runs biases and adapters unfused."""
+    return _covers(half.input, half.head_dim)
 
 
 def covers_mlp(half: MLP) -> bool:
-    """RMSNorm before one fused projection."""
-    return _simple(half.input)
+    """Return whether the fused kernels compute this MLP."""
+    return _covers(half.input)
 
 
-def _simple(operator: AddNormLinear) -> bool:
+def _covers(operator: AddNormLinear, head_dim: int = 1) -> bool:
     norm_first = isinstance(operator.norm, RMSNorm) and operator.position == "pre"
-    return norm_first and len(operator.projections) == 1
+    reason = uncovered_reason(
+        rmsnorm_first=norm_first, num_projections=len(operator.projections), head_dim=head_dim
+    )
+    return reason is None
 
 
 def _add_norm(operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:

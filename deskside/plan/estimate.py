@@ -24,6 +24,7 @@ from deskside.budget.step_spec import (
     StepSpec,
 )
 from deskside.config import recipes
+from deskside.config.fused_coverage import covers_model
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.step_options import format_options, kept_shares, step_options
@@ -310,8 +311,11 @@ def in_precision(
     setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowKind]
 ) -> Setting:
     """The setting in a precision, with the configuration's own options of it. native: of the card."""
-    covered = _covered(config)
-    # Layers of a quantised recipe are not compiled: where no hand-written half covers them, they run eagerly.
+    covered = config.compute.compile in ("auto", "fused") and covers_model(
+        config.model, adapters=config.adapter is not None
+    )
+    # torch.compile does not take the layers of a quantized recipe: where no fused sublayer covers them, they run
+    # eagerly.
     eager = quantized(precision) and config.precision.backend == "deskside" and not covered
     compiled = setting.compiled and not eager
     return replace(
@@ -319,20 +323,6 @@ def in_precision(
         compiled=compiled,
         kept=kept_shares(config, precision),
         **format_options(config, precision, native, compiled and covered),
-    )
-
-
-def _covered(config: RunConfig) -> bool:
-    """Whether the hand-written halves, which cache weights, would be what trains this model on a GPU."""
-    model, sizes = config.model, config.model.head_dim
-    return (
-        config.compute.compile in ("auto", "fused")
-        and config.adapter is None
-        and (model.norm, model.norm_position, model.num_experts) == ("rmsnorm", "pre", 0)
-        and model.fused_qkv
-        and (model.fused_gate_up or not model.gated_mlp)
-        and not (model.attention_bias or model.mlp_bias)
-        and sizes & (sizes - 1) == 0
     )
 
 

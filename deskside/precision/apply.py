@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT
+from deskside.config.fused_coverage import uncovered_reason
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.head import HeadLoss
@@ -221,21 +222,18 @@ def refused(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def not_covered(half: Half) -> str | None:
-    """Why the hand-written gradients do not cover a half, None where they do."""
-    if not _simple(half.input):
-        return "its norm is not RMSNorm before the projections"
-    if len(half.input.projections) != 1:
-        return "its projections are not fused"
+    """Return why the fused sublayers do not cover this one, or None if they do."""
     last = half.output if isinstance(half, AttentionHalf) else half.output.projection
-    for linear in (half.input.projections[0], last):
-        assert isinstance(linear, Linear)
-        if linear.bias is not None:
-            return "its projections have a bias"
-    if any(isinstance(m, Linear) and (m.adapter is not None or m.weight is None) for m in half.modules()):
-        return "its weights are frozen, with adapters beside them"
-    if isinstance(half, AttentionHalf) and half.head_dim & (half.head_dim - 1):
-        return f"its head_dim {half.head_dim} is not a power of two"
-    return None
+    linears = [module for module in (*half.input.projections, last) if isinstance(module, Linear)]
+    return uncovered_reason(
+        rmsnorm_first=_simple(half.input),
+        num_projections=len(half.input.projections),
+        bias=any(linear.bias is not None for linear in linears),
+        adapters=any(
+            isinstance(m, Linear) and (m.adapter is not None or m.weight is None) for m in half.modules()
+        ),
+        head_dim=half.head_dim if isinstance(half, AttentionHalf) else 1,
+    )
 
 
 def _plan(applied: Applied, keep: Collection[str]) -> None:
