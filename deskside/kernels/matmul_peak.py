@@ -1,32 +1,51 @@
-"""The matmul speed that this device reaches in practice: the yardstick of model FLOPs utilisation.
+"""The matmul throughput that this device reaches in practice: the reference for model FLOPs utilization.
 
-Data sheets promise a rate that power limits do not let a card hold, so utilisation is given against this measurement.
-The operands are random: on zeros a GPU draws less power and clocks higher than on any real data.
+Power limits keep a card below its data sheet, so utilization is given relative to this measurement. The operands are
+random: on zeros a GPU draws less power and clocks higher than on real data.
 """
 
 import statistics
 import time
 
 import torch
+from torch import Tensor
 
 SIZES = {"cuda": 8192, "cpu": 1024}
 RUNS = {"cuda": 20, "cpu": 5}
+SMALLEST_CPU_SIZE = 128
+# A CPU without instructions for a dtype emulates it: bfloat16 at 1024 then takes seconds for each product. A size whose
+# product takes this long is large enough.
+LONG_ENOUGH = 0.02
 
 
 def measure_matmul_peak(device: torch.device | str, dtype: torch.dtype, size: int | None = None) -> float:
-    """FLOP/s of a square matmul, the median of several after a warm-up. Well under a second.
+    """Return the FLOP/s of a square matmul, the median of several runs after a warm-up. Takes well under a second.
 
-    `size`: side of the matrices; None takes one that fills the device.
+    size: Rows and columns of the matrices. None takes one that fills the device; on a CPU, the smallest power of two
+    that takes long enough to be timed.
     """
     device = torch.device(device)
-    n = SIZES[device.type] if size is None else size
+    if size is not None or device.type == "cuda":
+        n = SIZES[device.type] if size is None else size
+        return _measure(*_operands(n, device, dtype), RUNS[device.type])
+    n = SMALLEST_CPU_SIZE
+    while n < SIZES["cpu"] and 2 * n**3 / _measure(*_operands(n, device, dtype), 1) < LONG_ENOUGH:
+        n *= 2
+    return _measure(*_operands(n, device, dtype), RUNS["cpu"])
+
+
+def _operands(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(n, n, generator=generator, device=device).to(dtype) for _ in range(2))
+    return left, right
+
+
+def _measure(left: Tensor, right: Tensor, runs: int) -> float:
     out = torch.empty_like(left)
     torch.mm(left, right, out=out)
     seconds = []
-    for _ in range(RUNS[device.type]):
-        if device.type == "cuda":
+    for _ in range(runs):
+        if left.device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             torch.mm(left, right, out=out)
@@ -37,4 +56,4 @@ def measure_matmul_peak(device: torch.device | str, dtype: torch.dtype, size: in
             start = time.perf_counter()
             torch.mm(left, right, out=out)
             seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(seconds)
+    return 2 * left.shape[0] ** 3 / statistics.median(seconds)
