@@ -116,10 +116,12 @@ def test_no_torch() -> None:
     """A dry run answers at once: nothing that it needs imports torch."""
     code = (
         "import sys\n"
-        "from deskside.study import definition, expand, forecast, show\n"
-        "study = definition.load('matrix16'); found = expand.expand(study); here = forecast.here('nowhere')\n"
+        "from deskside.study import forecast\n"
+        "from deskside.study.narrative import dry_run\n"
+        "from deskside.study.spec import expand, parse_spec\n"
+        "study = parse_spec.load('matrix16'); found = expand.expand(study); here = forecast.here('nowhere')\n"
         "known = {a.id: forecast.forecast(a, here, study.memory_fraction) for a in found.arms}\n"
-        "show.plan_table(study, found, known, here)\n"
+        "dry_run.plan_table(study, found, known, here)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(

@@ -108,7 +108,7 @@ def test_conversations_are_the_same_from_one_process_and_from_several(
 PREPARE = """
 import sys
 from pathlib import Path
-from deskside.data import pool
+from deskside.data.corpus import process_pool
 from deskside.data.chat.prepare_chat import ChatSpec, prepare_chat
 process_pool.cpu_cores = lambda: 2
 prepare_chat(ChatSpec((sys.argv[1],)), Path(sys.argv[2]), Path(sys.argv[3]), quiet=True)
