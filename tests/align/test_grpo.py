@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from deskside.align import answers, samples
+from deskside.align import answers, grpo, samples
 from deskside.align.grpo import Grpo, RolloutBatch, passes
 from deskside.align.grpo_data import Question, Questions, prepare_questions
 from deskside.align.policy import policy_terms
@@ -260,8 +260,8 @@ def test_the_reference_is_there_before_the_sampler_takes_what_memory_is_left(
         order.append("copy")
         return copy_of(*arguments)
 
-    monkeypatch.setattr(grpo_command, "Sampler", Noted)
-    monkeypatch.setattr(grpo_command, "copy_of", copied)
+    monkeypatch.setattr(grpo, "Sampler", Noted)
+    monkeypatch.setattr(grpo, "copy_of", copied)
     train(tmp_path, taught, "r", "--schedule.steps", "1", "--questions", "4", "--align.kl", "0.1")
     assert order == ["copy", "sampler"]
 
