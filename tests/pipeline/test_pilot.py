@@ -21,6 +21,7 @@ from deskside.train.loop.stop import StopSignal
 from tests.train import tiny_run
 from tests.train.tiny_run import rows
 
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 STEPS = 400
 
 
@@ -242,13 +243,8 @@ def test_a_band_that_may_not_fit_is_never_the_better_one() -> None:
     assert better_band({**plan, "bands": alone}, tokens, bpb, UNIQUE, 0.9) is None
 
 
-def test_what_a_new_start_would_have_left(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
     """Neither the tail nor a second set-up is training, and a plan's tokens have none of either."""
-    monkeypatch.setattr(
-        "deskside.pipeline.pipeline_journal.contention", lambda: 1.0
-    )  # whatever else this machine does
     journal = road(tmp_path, hours=1.0)
     pilot = Pilot(journal, tiny_run.config(data), {"pretrain_seconds": 3500.0}, None)
     deskside.STARTED -= 100.0  # setting up

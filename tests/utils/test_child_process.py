@@ -111,7 +111,8 @@ def test_the_time_limit_ends_everything_that_it_started(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_child(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    code = f"from deskside.utils import child_process; child_process.run({HERE + 'hang'!r}, {{'pids': {str(pids)!r}}}, 500)"
+    call = f"child_process.run({HERE + 'hang'!r}, {{'pids': {str(pids)!r}}}, 500)"
+    code = f"from deskside.utils import child_process; {call}"
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     began = time.monotonic()
     while not (pids.exists() and pids.read_text()) and time.monotonic() - began < 60:
