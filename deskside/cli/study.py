@@ -23,7 +23,7 @@ from deskside.study.results import Results
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, expand
 from deskside.study.spec.parse_spec import check_seeds
-from deskside.study.spec.spec import Study
+from deskside.study.spec.spec import StudySpec
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
@@ -130,7 +130,7 @@ class _Wanted:
 
     def __init__(self, options: StudyOptions, given: dict[str, Any], argv: Sequence[str]):
         assert options.study is not None
-        self.study: Study = parse_spec.with_overrides(parse_spec.load(options.study), given)
+        self.study: StudySpec = parse_spec.with_overrides(parse_spec.load(options.study), given)
         budget = parse_spec.budget(options.minutes_per_arm, options.tokens_per_arm)
         self.expansion: Expansion = expand(self.study, seeds=options.seeds, budget=budget, only=options.only)
         self.devices = choose(options.devices, {arm.config.compute.device for arm in self.expansion.arms})

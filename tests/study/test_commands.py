@@ -168,7 +168,7 @@ def test_what_is_refused_before_anything_is_made(
         ([], f"which study? one of {', '.join(names())}"),
         (["matrix61"], "matrix61: no such study; did you mean matrix16?"),
         (["nothing.toml"], "nothing.toml: no such file"),
-        (["tiny.toml", "--seeds", "0"], "--seeds: is how many seeds"),
+        (["tiny.toml", "--seeds", "0"], "--seeds: must be"),
         (["tiny.toml", "--minutes-per-arm", "1", "--tokens-per-arm", "1M"], "an arm has one budget"),
         (["tiny.toml", "--only", "depth=three"], "--only depth=three: there is no such level"),
         (["tiny.toml", "--devices", "0"], "--devices 0: there is no GPU 0; there is none that torch can use"),
@@ -177,7 +177,7 @@ def test_what_is_refused_before_anything_is_made(
             "--again repeats trials of a study that was run: give --resume too",
         ),
         (["tiny.toml", "--resume", "--again", "pending"], "--again pending: no trial ends so"),
-        (["tiny.toml", "--model.num_hidden_layers", "3"], "the study varies it (factor depth)"),
+        (["tiny.toml", "--model.num_hidden_layers", "3"], "factor depth of the study varies it"),
         (["tiny.toml", "--schedule.steps", "3"], "--schedule.steps: a study decides it"),
         (["tiny.toml", "--data.path", "nowhere"], "arm depth_one: data.path: nowhere is not prepared data"),
         (["tiny.toml", "--sedes", "2"], "--sedes: there is no such option; did you mean --seeds?"),
@@ -219,7 +219,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(
 
 
 def test_a_dry_run_needs_no_torch(study: Path) -> None:
-    dry_run = "import sys; from deskside import cli; main(['study', 'tiny.toml', '--dry-run']); "
+    dry_run = "import sys; from deskside.cli.main import main; main(['study', 'tiny.toml', '--dry-run']); "
     code = dry_run + "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"

@@ -23,7 +23,7 @@ from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.study.results import Factor, Group
 from deskside.study.spec.expand import Expansion, PlannedArm, trials
-from deskside.study.spec.spec import Study
+from deskside.study.spec.spec import StudySpec
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
@@ -57,7 +57,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        study: Study,
+        study: StudySpec,
         expansion: Expansion,
         forecasts: Mapping[str, float | None],
         created: str,

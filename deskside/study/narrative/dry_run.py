@@ -12,7 +12,7 @@ from deskside.config.run import RunConfig
 from deskside.study.forecast import Forecast, Here, total_seconds
 from deskside.study.results import Group
 from deskside.study.spec.expand import Expansion, PlannedArm
-from deskside.study.spec.spec import Study
+from deskside.study.spec.spec import StudySpec
 from deskside.utils.format import count, duration
 
 WIDEST = 100
@@ -21,7 +21,7 @@ Forecasts = Mapping[str, Forecast]  # by the arm's id
 
 
 def plan_table(
-    study: Study,
+    study: StudySpec,
     expansion: Expansion,
     forecasts: Forecasts,
     here: Here,
@@ -51,7 +51,7 @@ def plan_table(
 
 
 def plan_json(
-    study: Study, expansion: Expansion, forecasts: Forecasts, here: Here, devices: int = 1
+    study: StudySpec, expansion: Expansion, forecasts: Forecasts, here: Here, devices: int = 1
 ) -> dict[str, Any]:
     """The same as plain data."""
     trials = _trials(expansion)
@@ -82,7 +82,7 @@ def plan_json(
     }
 
 
-def changes(study: Study, arm: PlannedArm, baseline: PlannedArm) -> dict[str, Any]:
+def changes(study: StudySpec, arm: PlannedArm, baseline: PlannedArm) -> dict[str, Any]:
     """Keys that the study sets for this arm or its baseline, with the arm's values, where the two differ."""
     group = next(group for group in study.groups if group.name == arm.group)
     mine, other = flat(arm.config), flat(baseline.config)
@@ -101,7 +101,9 @@ def flat(config: RunConfig) -> dict[str, Any]:
     return dict(_items(config.model_dump(mode="json")))
 
 
-def _arm_json(study: Study, expansion: Expansion, forecasts: Forecasts, arm: PlannedArm) -> dict[str, Any]:
+def _arm_json(
+    study: StudySpec, expansion: Expansion, forecasts: Forecasts, arm: PlannedArm
+) -> dict[str, Any]:
     found = forecasts[arm.id]
     return {
         "id": arm.id,
@@ -123,7 +125,7 @@ def _arm_json(study: Study, expansion: Expansion, forecasts: Forecasts, arm: Pla
     }
 
 
-def _heading(study: Study, group: Group) -> str:
+def _heading(study: StudySpec, group: Group) -> str:
     if not study.grouped:
         return group.title
     return f"{group.name}: {group.title}" if group.title else group.name
@@ -139,7 +141,7 @@ def _terms(group: Group, seeds: int) -> list[str]:
     return lines
 
 
-def _arms(study: Study, expansion: Expansion, forecasts: Forecasts, group: Group) -> Table:
+def _arms(study: StudySpec, expansion: Expansion, forecasts: Forecasts, group: Group) -> Table:
     arms = [arm for arm in expansion.arms if arm.group == group.name]
     known = [forecasts[arm.id] for arm in arms]
     table = Table(box=None, pad_edge=False)

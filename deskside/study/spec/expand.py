@@ -19,7 +19,7 @@ from deskside.config.run import RunConfig
 from deskside.study.results import Factor, Group
 from deskside.study.spec.expressions import resolve
 from deskside.study.spec.parse_spec import check_seeds
-from deskside.study.spec.spec import Budget, ExtraArm, Layer, Matrix, Study
+from deskside.study.spec.spec import ArmSpec, Budget, GroupSpec, Layer, StudySpec
 from deskside.utils.errors import UsageError
 
 BASELINE = "baseline"
@@ -53,7 +53,7 @@ class Expansion:
 
 
 def expand(
-    study: Study, *, seeds: int | None = None, budget: Budget | None = None, only: Sequence[str] = ()
+    study: StudySpec, *, seeds: int | None = None, budget: Budget | None = None, only: Sequence[str] = ()
 ) -> Expansion:
     """All arms, group by group. seeds, budget: in the place of every group's own.
 
@@ -109,10 +109,12 @@ class _Combination:
     label: str
     levels: dict[str, str]
     baseline: str
-    extra: ExtraArm | None = None
+    extra: ArmSpec | None = None
 
 
-def _expand_group(study: Study, group: Matrix, budget: Budget | None) -> tuple[list[PlannedArm], list[str]]:
+def _expand_group(
+    study: StudySpec, group: GroupSpec, budget: Budget | None
+) -> tuple[list[PlannedArm], list[str]]:
     where = f"{study.name}: group {group.name}" if study.grouped else study.name
     if budget is None:
         raise UsageError(
@@ -147,7 +149,7 @@ def _expand_group(study: Study, group: Matrix, budget: Budget | None) -> tuple[l
     return arms, excluded
 
 
-def _count(group: Matrix) -> int:
+def _count(group: GroupSpec) -> int:
     """How many combinations a group has, exclusions not yet applied."""
     full = group.design == "full"
     outer = math.prod(len(f.levels) for f in group.factors if full or f.name in group.within)
@@ -155,7 +157,7 @@ def _count(group: Matrix) -> int:
     return outer * (1 + inner) + len(group.arms)
 
 
-def _combinations(study: Study, group: Matrix) -> list[_Combination]:
+def _combinations(study: StudySpec, group: GroupSpec) -> list[_Combination]:
     """Every arm of the design, exclusions not yet applied: first the design's own, then those written by hand."""
     full = group.design == "full"
     outer = [factor for factor in group.factors if full or factor.name in group.within]
@@ -182,17 +184,17 @@ def _combinations(study: Study, group: Matrix) -> list[_Combination]:
     return result
 
 
-def _combination(study: Study, group: Matrix, levels: dict[str, str]) -> _Combination:
+def _combination(study: StudySpec, group: GroupSpec, levels: dict[str, str]) -> _Combination:
     return _Combination(
         _id(study, group, levels), _label(group, levels), levels, _id(study, group, levels | group.baseline)
     )
 
 
-def _in_order(group: Matrix, levels: Mapping[str, str]) -> dict[str, str]:
+def _in_order(group: GroupSpec, levels: Mapping[str, str]) -> dict[str, str]:
     return {factor.name: levels[factor.name] for factor in group.factors}
 
 
-def _named_factors(group: Matrix, levels: Mapping[str, str]) -> list[str]:
+def _named_factors(group: GroupSpec, levels: Mapping[str, str]) -> list[str]:
     """The factors that tell this arm from the others: all of them, or where one is changed at a time, that one."""
     if group.design == "full":
         return [factor.name for factor in group.factors]
@@ -203,14 +205,14 @@ def _named_factors(group: Matrix, levels: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _id(study: Study, group: Matrix, levels: Mapping[str, str]) -> str:
+def _id(study: StudySpec, group: GroupSpec, levels: Mapping[str, str]) -> str:
     parts = [f"{name}_{levels[name]}" for name in _named_factors(group, levels)]
     if not set(_named_factors(group, levels)) - set(group.within):
         parts.append(BASELINE)
     return "-".join([group.name, *parts] if study.grouped else parts)
 
 
-def _label(group: Matrix, levels: Mapping[str, str]) -> str:
+def _label(group: GroupSpec, levels: Mapping[str, str]) -> str:
     named = _named_factors(group, levels)
     parts = [factor.level(levels[factor.name]).label for factor in group.factors if factor.name in named]
     if not set(named) - set(group.within):
@@ -218,7 +220,7 @@ def _label(group: Matrix, levels: Mapping[str, str]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _build(study: Study, group: Matrix, budget: Budget, combination: _Combination) -> PlannedArm:
+def _build(study: StudySpec, group: GroupSpec, budget: Budget, combination: _Combination) -> PlannedArm:
     levels = [factor.level(combination.levels[factor.name]) for factor in group.factors]
     layers: list[Layer] = [*presets.layers(group.base)]
     for level in levels:
@@ -266,7 +268,7 @@ def _refuse_bad_ids(arms: Sequence[PlannedArm]) -> None:
         seen.add(arm.id.lower())
 
 
-def _kept(study: Study, arms: list[PlannedArm], only: Sequence[str]) -> list[PlannedArm]:
+def _kept(study: StudySpec, arms: list[PlannedArm], only: Sequence[str]) -> list[PlannedArm]:
     """The arms that the filters keep, in the same order, and the baselines that those are compared with."""
     kept = arms
     named: set[str] | None = None
@@ -284,7 +286,7 @@ def _kept(study: Study, arms: list[PlannedArm], only: Sequence[str]) -> list[Pla
     return [arm for arm in arms if arm.id in needed]
 
 
-def _levels(study: Study, name: str, values: Sequence[str]) -> set[str]:
+def _levels(study: StudySpec, name: str, values: Sequence[str]) -> set[str]:
     known: dict[str, dict[str, None]] = {}
     for group in study.groups:
         for factor in group.factors:
@@ -314,7 +316,7 @@ def _near(given: str, known: list[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"there is {', '.join(known) or 'none'}"
 
 
-def _described(group: Matrix, budget: Budget | None) -> Group:
+def _described(group: GroupSpec, budget: Budget | None) -> Group:
     """The group as results.json has it."""
     factors = [Factor(f.name, f.label, [level.name for level in f.levels]) for f in group.factors]
     words = budget.words if budget is not None else ""

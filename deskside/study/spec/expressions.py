@@ -23,6 +23,18 @@ def is_expression(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("=")
 
 
+def leaves(layer: Mapping[str, Any], prefix: merge.Path = ()) -> list[merge.Path]:
+    """Return the paths of all values of a layer. `data.weights` is a table, but one value."""
+    found: list[merge.Path] = []
+    for key, value in layer.items():
+        path = (*prefix, key)
+        if isinstance(value, Mapping) and path != ("data", "weights"):
+            found += leaves(value, path)
+        else:
+            found.append(path)
+    return found
+
+
 def resolve(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The layers with every expression replaced by its number. Raises UsageError for one that has none."""
     result = [copy.deepcopy(dict(layer)) for layer in layers]
@@ -30,7 +42,7 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     asked = {path: origin for path, origin in origins.items() if is_expression(_at(merged, path))}
     values = {path: _value(path, merged, ()) for path in asked}
     for index, layer in enumerate(result):
-        for path in [path for path in _leaves(layer) if is_expression(_at(layer, path))]:
+        for path in [path for path in leaves(layer) if is_expression(_at(layer, path))]:
             *parents, last = path
             table = _at(layer, parents)
             if asked.get(path) == index:
@@ -86,14 +98,6 @@ def _number(path: merge.Path, given: Any, merged: Mapping[str, Any], above: tupl
             f"{'.'.join(path)}: is {given!r} and no whole number, so nothing can be computed from it"
         )
     return given
-
-
-def _leaves(layer: Mapping[str, Any], prefix: merge.Path = ()) -> list[merge.Path]:
-    found: list[merge.Path] = []
-    for key, value in layer.items():
-        path = (*prefix, key)
-        found += _leaves(value, path) if isinstance(value, Mapping) else [path]
-    return found
 
 
 def _at(layer: Mapping[str, Any], path: Sequence[str]) -> Any:

@@ -1,31 +1,81 @@
-"""What a study is, before it is expanded: factors with levels, designs, budgets, exclusions.
+"""The schema of a study's TOML file: factors with levels, designs, budgets, exclusions.
 
-A study has one or more groups (sub-matrices), each with a base configuration and a budget of its own. `definition.py`
-reads them from TOML, `expand.py` turns them into arms.
+    name = "gqa"
+    question = "What does grouped-query attention cost?"
+    base = "small"                       # a preset or .toml, as in deskside train
+    seeds = 3
+    within = ["size"]                    # each size has its own baseline
+    [budget]
+    minutes_per_arm = 30                 # or tokens_per_arm = "100M", or steps_per_arm = 400
+    [set]
+    batch.tokens = 65536                 # configuration of every arm
+    [[factor]]
+    name = "size"
+    [[factor.level]]
+    name = "small"
+    [[factor.level]]
+    name = "medium"
+    preset = "medium"                    # applied after `base` and before `set`
+    [[factor]]
+    name = "gqa"
+    [[factor.level]]                     # the first level is the baseline, unless [baseline] names another
+    name = "off"
+    set.model.num_key_value_heads = "= model.num_attention_heads"
+    [[factor.level]]
+    name = "on"
+    set.model.num_key_value_heads = "= model.num_attention_heads / 4"
+    [[exclude]]
+    where = { size = "medium", gqa = "off" }
+    why = "it does not fit"
+
+design = "one-at-a-time" changes one factor at a time instead of combining all; [[arm]] adds an arm by hand. Top-level
+keys are the defaults of every [[group]]; a file without groups has one group named "main". The names of configuration
+keys (`set`) are checked here, and their values when the arms are built (`expand.py`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import difflib
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+from deskside.config import merge, presets
+from deskside.config.base import Part
 from deskside.config.duration import Duration
+from deskside.facts.claims import chosen, claims
+from deskside.study.spec.expressions import leaves
+from deskside.utils.errors import UsageError
 
 Design = Literal["full", "one-at-a-time"]
 Layer = Mapping[str, Any]
 
-MAIN = "main"  # the group of a study that names none
+DEFAULT_GROUP = "main"  # the group of a study that names none
 EVALUATIONS = 6  # per trial, the last one at its end, so that arms can be compared at equal tokens
+MAX_SEEDS = 100
+BUDGETS = {"minutes_per_arm": "minutes", "tokens_per_arm": "tokens", "steps_per_arm": "steps"}
+# Configuration keys that the study sets itself: the budget gives the length, the trial gives the seed.
+RESERVED = {
+    "seed": "every arm is run with several; give seeds = 3, or --seeds 3",
+    **{
+        f"schedule.{key}": "the budget gives it; use [budget], --minutes-per-arm or --tokens-per-arm"
+        for key in ("length", "clock", *merge.LENGTH_ALIASES)
+    },
+}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every arm of a group is given: time (of training alone), tokens or steps."""
+    """The training time, tokens or steps of every arm of a group."""
 
     length: Duration
 
     @property
     def words(self) -> str:
-        """As a person says it: "30 minutes of training", "100M tokens", "400 steps"."""
+        """Return the budget as text: "30 minutes of training", "100M tokens", "400 steps"."""
         if self.length.unit != "seconds":
             return str(self.length)
         seconds = self.length.value
@@ -34,10 +84,9 @@ class Budget:
 
     @property
     def default_layer(self) -> dict[str, Any]:
-        """Configuration that a study may overrule: how often a trial is evaluated on the way.
+        """Return the evaluation interval, which a study may override.
 
-        An interval is the budget over EVALUATIONS, rounded up where it is whole: the last evaluation is the one at the
-        end.
+        It is the budget over EVALUATIONS, rounded up where it is an integer, so that the last evaluation is at the end.
         """
         unit, value = self.length.unit, self.length.value
         every = (
@@ -47,87 +96,245 @@ class Budget:
 
     @property
     def layer(self) -> dict[str, Any]:
-        """Configuration that it decides: the run's length, and that time is counted without compile and evaluation."""
+        """Return the run's length, and for a time budget a clock that excludes compilation and evaluation."""
         schedule = {"length": str(self.length)}
         if self.length.unit == "seconds":
             schedule["clock"] = "training"
         return {"schedule": schedule}
 
 
-@dataclass(frozen=True)
-class Level:
-    """One value of a factor: configuration keys, and perhaps a preset beneath them. label: as it stands in a table."""
+def parse_budget(given: object) -> object:
+    """Parse {"minutes_per_arm": 30}, {"tokens_per_arm": "100M"} or {"steps_per_arm": 400}. Raises ValueError."""
+    if given is None or isinstance(given, Budget):
+        return given
+    if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= BUDGETS.keys():
+        raise ValueError(f"give exactly one of {', '.join(BUDGETS)}, not {given!r}")
+    ((key, value),) = given.items()
+    unit = BUDGETS[key]
+    if key == "minutes_per_arm":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{key}: must be a positive number of minutes, not {value!r}")
+        return Budget(Duration(round(60 * float(value), 6), "seconds"))
+    text = str(value).strip()
+    try:
+        length = Duration.parse(text if unit[:-1] in text.lower() else f"{text} {unit}")
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    if isinstance(value, (bool, float)) or length.unit != unit:
+        raise ValueError(f"{key}: must be a whole number of {unit}, not {value!r}")
+    return Budget(length)
 
-    name: str
-    label: str
-    set: Layer = field(default_factory=dict)
-    preset: str | None = None
+
+def suggestion(given: str, known: Collection[str]) -> str:
+    """Return "did you mean X?", or the known names when none is close."""
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known) or '(none)'}"
 
 
-@dataclass(frozen=True)
-class Factor:
-    """What is varied."""
+def _check_known(given: str, known: Collection[str], kind: str, where: str) -> None:
+    if given not in known:
+        raise ValueError(f"{where}: {given}: unknown {kind}; {suggestion(given, known)}")
 
-    name: str
-    label: str
-    levels: tuple[Level, ...]
 
-    def level(self, name: str) -> Level:
-        """The level of this name; it is known to be there."""
+def _check_unique(names: Iterable[str], kind: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{kind} {name}: duplicate name; rename one of them")
+        seen.add(name)
+
+
+def _check_set(layer: Layer) -> Layer:
+    """Refuse configuration keys that are unknown, or that the study sets itself."""
+    known = _configuration_keys()
+    for path in leaves(layer):
+        key = ".".join(path)
+        if key in RESERVED:
+            raise ValueError(f"{key}: a study sets it: {RESERVED[key]}")
+        below = [other for other in known if other[: len(path)] == path and other != path]
+        if below:
+            raise ValueError(f"{key}: is a table of options, such as {'.'.join(min(below))}")
+        if path not in known:
+            raise ValueError(str(merge.unknown_key(key)))
+    return layer
+
+
+@cache
+def _configuration_keys() -> frozenset[tuple[str, ...]]:
+    return frozenset(dict(merge.keys()))
+
+
+def _check_preset(name: str, info: ValidationInfo) -> str:
+    """Resolve a .toml path against the folder of the study's file, and load the preset once to check it."""
+    folder = (info.context or {}).get("folder", Path())
+    found = str(folder / name) if name.endswith(".toml") else name
+    try:
+        presets.for_pretraining(found)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
+def _check_claims(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        chosen(patterns, claims())
+    except UsageError as error:
+        raise ValueError(str(error).removeprefix("claims: ")) from None
+    return patterns
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+FactorName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+LevelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+-]*$")]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=100)]
+PresetName = Annotated[str, AfterValidator(_check_preset)]
+Settings = Annotated[dict[str, Any], AfterValidator(_check_set)]
+SeedCount = Annotated[int, Field(ge=1, le=MAX_SEEDS, strict=True)]
+
+
+class SpecPart(Part):
+    """The base of the models below. Refuses unknown keys; accepts field names as well as aliases."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: object) -> object:
+        if isinstance(data, Mapping):
+            known = {name for key, field in cls.model_fields.items() for name in (field.alias or key, key)}
+            for key in data.keys() - known:
+                shown = [field.alias or name for name, field in cls.model_fields.items()]
+                raise ValueError(f"{key}: unknown key; {suggestion(key, shown)}")
+        return data
+
+
+class LevelSpec(SpecPart):
+    """One value of a factor: configuration keys, and optionally a preset applied before them."""
+
+    name: LevelName
+    label: str = ""
+    set: Settings = Field(default_factory=dict)
+    preset: PresetName | None = None
+
+
+class FactorSpec(SpecPart):
+    """A varied factor. The labels of its levels default to "FACTOR LEVEL"."""
+
+    name: FactorName
+    label: str = ""
+    levels: tuple[LevelSpec, ...] = Field(alias="level")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.levels) < 2:
+            raise ValueError("a factor needs two levels or more; put what all arms share into [set]")
+        _check_unique((level.name for level in self.levels), "level")
+        label = self.label or self.name.replace("_", " ")
+        labelled = tuple(
+            level if level.label else level.model_copy(update={"label": f"{label} {level.name}"})
+            for level in self.levels
+        )
+        object.__setattr__(self, "label", label)
+        object.__setattr__(self, "levels", labelled)
+        return self
+
+    def level(self, name: str) -> LevelSpec:
+        """Return the level of this name."""
         return next(level for level in self.levels if level.name == name)
 
 
-@dataclass(frozen=True)
-class ExtraArm:
-    """An arm written by hand: the baseline's levels but for `levels`, and `set` on top."""
+class ArmSpec(SpecPart):
+    """An arm written by hand: the baseline's levels except for `levels`, and `set` on top."""
 
-    name: str
-    label: str
-    levels: dict[str, str]
-    set: Layer
+    name: FolderName
+    label: str = ""
+    levels: dict[str, str] = Field(default_factory=dict)
+    set: Settings = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _set_label(self) -> Self:
+        object.__setattr__(self, "label", self.label or self.name)
+        return self
 
 
-@dataclass(frozen=True)
-class Exclusion:
+class Exclusion(SpecPart):
     """Combinations that are not run. where: factor -> levels."""
 
-    where: dict[str, tuple[str, ...]]
+    where: dict[str, Annotated[tuple[str, ...], BeforeValidator(_as_list)]] = Field(min_length=1)
     why: str
 
     def covers(self, levels: Mapping[str, str]) -> bool:
-        """Whether an arm with these levels is left out."""
+        """Return whether an arm with these levels is excluded."""
         return all(levels.get(factor) in names for factor, names in self.where.items())
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """One group. set: layers of configuration for every arm, lowest first; within: factors whose levels are each
-    compared with their own baseline; baseline: the level of every other factor that the others are compared with."""
+class GroupSpec(SpecPart):
+    """One sub-matrix with its own base configuration and budget.
 
-    name: str
-    title: str
-    base: str
-    budget: Budget | None
-    seeds: int
-    design: Design
-    factors: tuple[Factor, ...]
-    within: tuple[str, ...]
-    baseline: dict[str, str]
-    set: tuple[Layer, ...]
-    arms: tuple[ExtraArm, ...]
-    exclusions: tuple[Exclusion, ...]
+    set: layers of configuration for every arm, lowest first. within: factors whose levels each have a baseline of
+    their own. baseline: the baseline's level of every other factor, by default the first.
+    """
+
+    name: LevelName
+    title: str = ""
+    base: PresetName
+    budget: Annotated[Budget | None, BeforeValidator(parse_budget)] = None
+    seeds: SeedCount = 1
+    design: Design = "full"
+    factors: tuple[FactorSpec, ...] = Field((), alias="factor")
+    within: tuple[str, ...] = ()
+    baseline: dict[str, str] = Field(default_factory=dict)
+    set: Annotated[tuple[Settings, ...], BeforeValidator(lambda v: [v] if isinstance(v, Mapping) else v)] = ()
+    arms: tuple[ArmSpec, ...] = Field((), alias="arm")
+    exclusions: tuple[Exclusion, ...] = Field((), alias="exclude")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_unique((factor.name for factor in self.factors), "factor")
+        if any(factor.name == "arm" for factor in self.factors):
+            raise ValueError("factor arm: this name is reserved for arms written by hand; rename it")
+        _check_unique((arm.name for arm in self.arms), "arm")
+        by_name = {factor.name: [level.name for level in factor.levels] for factor in self.factors}
+        for factor in self.within:
+            _check_known(factor, by_name, "factor", "within")
+        chosen_levels: list[tuple[str, Iterable[tuple[str, str]]]] = [("baseline", self.baseline.items())]
+        chosen_levels += [(f"arm {arm.name}: levels", arm.levels.items()) for arm in self.arms]
+        for number, exclusion in enumerate(self.exclusions, 1):
+            pairs = {(factor, name) for factor, names in exclusion.where.items() for name in names or ("",)}
+            chosen_levels.append((f"exclude {number}: where", pairs))
+        for where, levels in chosen_levels:
+            for factor, name in levels:
+                _check_known(factor, by_name, "factor", where)
+                _check_known(name, by_name[factor], "level", f"{where}: {factor}")
+        for factor in self.baseline.keys() & set(self.within):
+            raise ValueError(
+                f"baseline: {factor} has no effect: each level of a factor in `within` has its own baseline"
+            )
+        baseline = {name: self.baseline.get(name, levels[0]) for name, levels in by_name.items()}
+        object.__setattr__(self, "baseline", {k: v for k, v in baseline.items() if k not in self.within})
+        return self
 
 
-@dataclass(frozen=True)
-class Study:
-    """A study as it was written. text: the TOML; claims: ids of facts/claims.toml that it speaks to; grouped: whether
-    it names groups; overrides: configuration from the command line, which every group's `set` ends with."""
+class StudySpec(SpecPart):
+    """A whole study.
 
-    name: str
-    question: str
-    memory_fraction: float
-    claims: tuple[str, ...]
-    groups: tuple[Matrix, ...]
-    text: str
-    grouped: bool
-    overrides: Layer = field(default_factory=dict)
+    claims: ids of facts/claims.toml, with * and ?. grouped: whether the file names groups. text: the file.
+    overrides: configuration from the command line, which is also the last layer of every group's `set`.
+    """
+
+    name: FolderName
+    question: str = ""
+    memory_fraction: float = Field(0.85, gt=0, le=1, strict=True)
+    claims: Annotated[tuple[str, ...], AfterValidator(_check_claims)] = ()
+    groups: tuple[GroupSpec, ...] = Field(alias="group")
+    grouped: bool = False
+    text: str = ""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_unique((group.name for group in self.groups), "group")
+        return self

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,7 +11,7 @@ from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.study.spec.expand import PlannedArm, expand, trials
 from deskside.study.spec.parse_spec import load, parse
-from deskside.study.spec.spec import Budget, Exclusion, ExtraArm, Factor, Level, Matrix, Study
+from deskside.study.spec.spec import ArmSpec, Budget, Exclusion, FactorSpec, GroupSpec, LevelSpec, StudySpec
 from deskside.utils.errors import UsageError
 
 KEYS = ("checkpoint.keep", "guard.window", "data.prefetch", "guard.max_skips")  # any value is possible
@@ -24,13 +23,15 @@ def leaf(key: str, value: int) -> dict[str, dict[str, int]]:
 
 
 @st.composite
-def studies(draw: st.DrawFn) -> Study:
+def studies(draw: st.DrawFn) -> StudySpec:
     sizes = draw(st.lists(st.integers(2, 4), min_size=0, max_size=len(KEYS)))
     factors = tuple(
-        Factor(
-            f"f{i}",
-            f"factor {i}",
-            tuple(Level(f"l{n}", f"{i}:{n}", leaf(KEYS[i], n + 10)) for n in range(size)),
+        FactorSpec(
+            name=f"f{i}",
+            label=f"factor {i}",
+            levels=tuple(
+                LevelSpec(name=f"l{n}", label=f"{i}:{n}", set=leaf(KEYS[i], n + 10)) for n in range(size)
+            ),
         )
         for i, size in enumerate(sizes)
     )
@@ -42,8 +43,10 @@ def studies(draw: st.DrawFn) -> Study:
     for factor in varied:
         others = [level.name for level in factor.levels if level.name != baseline[factor.name]]
         if draw(st.booleans()):
-            exclusions.append(Exclusion({factor.name: (draw(st.sampled_from(others)),)}, "not today"))
-    group = Matrix(
+            exclusions.append(
+                Exclusion(where={factor.name: (draw(st.sampled_from(others)),)}, why="not today")
+            )
+    group = GroupSpec(
         name="main",
         title="",
         base="demo",
@@ -54,17 +57,17 @@ def studies(draw: st.DrawFn) -> Study:
         within=within,
         baseline=baseline,
         set=(),
-        arms=(ExtraArm("extra", "by hand", {}, {"model": {"num_hidden_layers": 7}}),)
+        arms=(ArmSpec(name="extra", label="by hand", set={"model": {"num_hidden_layers": 7}}),)
         if draw(st.booleans())
         else (),
         exclusions=tuple(exclusions),
     )
-    return Study(draw(st.sampled_from(["a", "b"])), "", 0.85, (), (group,), "", False)
+    return StudySpec(name=draw(st.sampled_from(["a", "b"])), groups=(group,))
 
 
 @settings(max_examples=60, deadline=None)
 @given(studies())
-def test_counts_baselines_and_ids(study: Study) -> None:
+def test_counts_baselines_and_ids(study: StudySpec) -> None:
     (group,) = study.groups
     found = expand(study)
     names = [[(f.name, level.name) for level in f.levels] for f in group.factors]
@@ -100,7 +103,7 @@ def test_counts_baselines_and_ids(study: Study) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(studies())
-def test_the_order_is_a_permutation_in_blocks(study: Study) -> None:
+def test_the_order_is_a_permutation_in_blocks(study: StudySpec) -> None:
     found = expand(study)
     order = trials(found.arms, found.seeds, study.name)
     seeds = study.groups[0].seeds
@@ -133,7 +136,7 @@ def test_no_place_in_the_block_is_an_arms_own() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(studies(), st.data())
-def test_a_filter_keeps_what_it_names_and_its_baselines(study: Study, data: st.DataObject) -> None:
+def test_a_filter_keeps_what_it_names_and_its_baselines(study: StudySpec, data: st.DataObject) -> None:
     (group,) = study.groups
     assume(group.factors)
     everything = expand(study).arms
@@ -301,11 +304,10 @@ def test_refusals(old: str, new: str, message: str | None) -> None:
 def test_an_exclusion_without_effect_is_refused() -> None:
     study = load("matrix16")
     group = study.groups[0]
-    one = replace(
-        group, design="one-at-a-time", exclusions=(Exclusion({"gqa": ("on",), "fp4": ("on",)}, "no"),)
-    )
+    exclusion = Exclusion(where={"gqa": ("on",), "fp4": ("on",)}, why="no")
+    one = group.model_copy(update={"design": "one-at-a-time", "exclusions": (exclusion,)})
     with pytest.raises(UsageError, match="exclude: there is no arm with gqa on, fp4 on"):
-        expand(replace(study, groups=(one,)))
+        expand(study.model_copy(update={"groups": (one,)}))
 
 
 def test_excluded_arms_are_listed_with_the_reason() -> None:
