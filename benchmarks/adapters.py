@@ -30,7 +30,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.adapters import trained_parameters
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.train.prepare.activation_checkpointing import recompute
 from deskside.weights import frozen_base
 
@@ -82,7 +82,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         adapter = AdapterConfig.model_validate({"rank": options.rank, "base": arm})
         model = frozen_base.make(config, adapter, 0, Drawn(config), DEVICE)
     fused = arm == "full" and not options.as_written
-    applied = apply(model, "bf16", fused=fused)
+    applied = convert(model, "bf16", fused=fused)
     applied.recompute(options.recompute)
     recompute(model.layers, options.recompute, applied.covers)
     if not fused:

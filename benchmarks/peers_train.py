@@ -13,7 +13,7 @@ from benchmarks.step_config import configuration
 from deskside.budget.shape import num_params
 from deskside.probe.point import RandomRows, memory_peaks, quantile, random_batches
 from deskside.train import environment_record
-from deskside.train.loop.device_timer import Moment
+from deskside.train.loop.device_timer import DeviceEvent
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -49,11 +49,11 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     environment_record.reset_peak_memory(device)
     for number in range(1, spec["warmup"]):
         step(number)
-    marks = [Moment(device)]
+    marks = [DeviceEvent(device)]
     pending = []
     for number in range(spec["steps"]):
         pending.append(step(spec["warmup"] + number))
-        marks.append(Moment(device))
+        marks.append(DeviceEvent(device))
     seconds = [b.seconds_since(a) for a, b in itertools.pairwise(marks)]
     losses += [float(loss) for loss in pending]
     median = statistics.median(seconds)

@@ -37,7 +37,7 @@ from deskside.data.corpus.progress_bar import Progress
 from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
+from deskside.train.objective import Batches, Evaluation, Feed, Loss, RowDataset, Session
 from deskside.train.prepare.dry_step import RowShape
 from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError
@@ -98,7 +98,7 @@ class Dpo:
             )
         else:
             session.say("the reference's log-probabilities of all pairs are computed once")
-            with session.precision.plain():
+            with session.precision.high_precision():
                 found = {split: self._log_reference(session, rows) for split, rows in self.opened.items()}
             if session.world.first:
                 _keep(path, found)
@@ -118,7 +118,7 @@ class Dpo:
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         return 0
 
-    def loader(self, dataset: Rows, feed: Feed) -> Batches:
+    def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
         return _PairLoader(self, cast(PairRows, dataset), feed)
 
     def dry_batch(
@@ -145,7 +145,7 @@ class Dpo:
             "kl": extra["kl"] / max(1.0, extra["scored_tokens"]),
         }
 
-    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
         rows = cast(PairRows, session.validation)
         sums = dict.fromkeys(("loss", *EXTRAS), 0.0)
         pairs = seen = 0
@@ -170,7 +170,7 @@ class Dpo:
             f"{row['val_accuracy']:.1%} of {int(pairs):,} held-out pairs the right way round, margin "
             f"{row['val_margin']:.3f}, KL {row['val_kl']:.4f} per token"
         )
-        return Measured(row, {**row, "val_pairs": int(pairs)}, said, int(seen) * rows.sequence_length)
+        return Evaluation(row, {**row, "val_pairs": int(pairs)}, said, int(seen) * rows.sequence_length)
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         return with_before(session, model, self.opened["val"].directory / SAMPLES_FILE)
@@ -266,7 +266,7 @@ class Dpo:
         key = self._key(session)
         if session.world.shared(self._reference_path(key).is_file):
             return key, None
-        with session.precision.plain():
+        with session.precision.high_precision():
             rows = self._affordable(session)
         return (key, None) if rows is None else (f"{key}-{rows['train']}-{rows['val']}", rows)
 

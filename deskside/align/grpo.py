@@ -59,7 +59,7 @@ from deskside.data.reading.loader import Batch
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.train.objective import Batches, Feed, Loss, Measured, Rows, Session
+from deskside.train.objective import Batches, Evaluation, Feed, Loss, RowDataset, Session
 from deskside.train.prepare.dry_step import RowShape
 from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
@@ -134,7 +134,7 @@ class Grpo:
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
         self.tokenizer = load_tokenizer(session.run.tokenizer)
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
-        with session.precision.plain(), memory_for_sampling():
+        with session.precision.high_precision(), memory_for_sampling():
             left = Left.of(session.world.device)
             self._keep_reference(session)  # first: the sampler shares out the memory that is left
             if left is not None and self.reference is not None:
@@ -208,7 +208,7 @@ class Grpo:
         answers = answers_bytes(config.model, dtype, self.options.group, config.batch.sequence_length)
         return int((copies + answers) / SHARE)
 
-    def loader(self, dataset: Rows, feed: Feed) -> Batches:
+    def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
         return _RolloutLoader(self, cast(Questions, dataset), feed)
 
     def dry_batch(
@@ -269,7 +269,7 @@ class Grpo:
         }
         return found | ({"kl": extra["kl"] / tokens} if self.options.kl else {})
 
-    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
         """Mean reward of greedy answers to held-out questions."""
         questions, world = cast(Questions, session.validation), session.world
         wanted = len(questions.questions)
@@ -290,7 +290,7 @@ class Grpo:
         reward, tokens, count = world.summed(totals).tolist()
         row = {"val_reward": reward / count, "val_answer_tokens": tokens / count}
         said = f"mean reward {row['val_reward']:.3f} on {int(count):,} held-out questions, answered greedily"
-        return Measured(
+        return Evaluation(
             row, {**row, "val_questions": int(count)}, said, int(count) * questions.sequence_length
         )
 

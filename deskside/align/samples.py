@@ -18,7 +18,7 @@ def keep_before(session: Session, questions: Path) -> float:
     """
     began = time.perf_counter()
     if session.world.first:
-        with session.precision.plain():
+        with session.precision.high_precision():
             conversations = read_questions(questions)
             found = answers(session.model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
         session.run.write_json(BEFORE, {"samples": found})

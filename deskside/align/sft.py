@@ -21,7 +21,7 @@ from deskside.engine.sampling import GREEDY
 from deskside.model.transformer import Transformer
 from deskside.ops.lora import is_adapted
 from deskside.run.directory import RunDirectory
-from deskside.train.objective import Measured, NextToken, Session
+from deskside.train.objective import Evaluation, NextToken, Session
 from deskside.train.prepare.time_budget import SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import Unreadable, json_value
@@ -57,7 +57,7 @@ class Sft(NextToken):
                 )
         began = time.perf_counter()
         if not session.resumed and session.world.first and not session.world.sharded:
-            with session.precision.plain():
+            with session.precision.high_precision():
                 answers = self._answers(session, session.model)
             session.run.write_json(BEFORE, {"samples": answers})
         session.world.barrier()
@@ -66,7 +66,7 @@ class Sft(NextToken):
     def samples_seconds(self) -> float:
         return self.sampling_seconds
 
-    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
         dataset = cast(PackedDataset, session.validation)
         # Rows hold more tokens than those that count, and `evaluate` counts rows by all of them.
         share = dataset.num_rows * dataset.sequence_length / max(1, dataset.num_tokens)
@@ -81,7 +81,7 @@ class Sft(NextToken):
             "unigram_bpb": None,
         }
         said = f"{loss:.4f} nats per token that an assistant says, on {found.targets:,} held-out tokens"
-        return Measured({"val_bpb": found.bpb, "val_loss": loss}, summary, said, found.targets)
+        return Evaluation({"val_bpb": found.bpb, "val_loss": loss}, summary, said, found.targets)
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         before: list[dict[str, Any]] = []

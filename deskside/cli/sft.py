@@ -314,15 +314,15 @@ def start(
     default_name: str,
     command: str,
 ) -> Any:
-    """Begin a run (`training_run.Outcome`) from a loaded model. fresh: tokens that no training has seen."""
+    """Begin a run (`training_run.RunOutcome`) from a loaded model. fresh: tokens that no training has seen."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
     from deskside.align.registry import objective_of
     from deskside.train import training_run
     from deskside.train.loop.callback import ReportFollows
-    from deskside.train.state.init_weights import Initial
+    from deskside.train.state.init_weights import InitialWeights
 
-    initial = Initial.of_chat(loaded, source, config, fresh)
+    initial = InitialWeights.of_chat(loaded, source, config, fresh)
     return training_run.start(
         config,
         root,
@@ -336,7 +336,7 @@ def start(
 
 
 def resume(path: str) -> Any:
-    """Go on with a run of any objective (`training_run.Outcome`)."""
+    """Go on with a run of any objective (`training_run.RunOutcome`)."""
     from deskside.run.directory import RunDirectory
 
     config = RunDirectory.open(Path(path)).config()

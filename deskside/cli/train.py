@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
 
     from deskside.train import training_run
     from deskside.train.loop.callback import ReportFollows
-    from deskside.train.state.init_weights import Initial
+    from deskside.train.state.init_weights import InitialWeights
 
     if options.resume is not None:
         from deskside.align.registry import objective_of
@@ -107,7 +107,7 @@ def run(argv: Sequence[str]) -> int:
             options.name,
             _default_name(options),
             shlex.join(["deskside", "train", *argv]),
-            Initial.of(source, str(options.init)) if source is not None else None,
+            InitialWeights.of(source, str(options.init)) if source is not None else None,
             watch=ReportFollows(),
         )
     if outcome.first and outcome.status == "finished":

@@ -10,8 +10,8 @@ from torch import Tensor
 from deskside.doctor.check_tools import Result, compare, median_seconds, speed
 from deskside.kernels.attention import (
     BACKENDS,
+    AttentionBackend,
     AttentionContext,
-    Backend,
     Requirements,
     backend_named,
     choose,
@@ -54,7 +54,9 @@ def check(backend: str, window: bool, device: str) -> Result:
     return measure(attend, chosen, window, device)
 
 
-def measure(attend: Callable[[Requirements], Attend], backend: Backend, window: bool, device: str) -> Result:
+def measure(
+    attend: Callable[[Requirements], Attend], backend: AttentionBackend, window: bool, device: str
+) -> Result:
     """Judge and time what `attend(problem)` computes. Shared with libraries that are no backend of ours."""
     checked = _problem_for(CHECKED, backend, device, CHECKED_WINDOW if window else None)
     inputs = _inputs(checked)
@@ -101,7 +103,9 @@ def flops(need: Requirements) -> float:
     return FORWARD_AND_BACKWARD * 4 * need.batch * need.heads * need.head_dim * pairs
 
 
-def _problem_for(need: Requirements, backend: Backend, device: str, window: int | None) -> Requirements:
+def _problem_for(
+    need: Requirements, backend: AttentionBackend, device: str, window: int | None
+) -> Requirements:
     where = torch.device(device)
     heads = need.kv_heads if backend.grouped else need.heads
     return replace(need, device=where, dtype=DTYPE[where.type], window=window, kv_heads=heads)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deskside.doctor import check_attention
 from deskside.doctor.check_tools import Result, compare, median_seconds, speed
-from deskside.kernels.attention import Backend, Requirements
+from deskside.kernels.attention import AttentionBackend, Requirements
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 512, 384
 TIMED = {"cuda": (16384, 4096, 4096), "cpu": (64, 128, 128)}
@@ -117,7 +117,9 @@ def flash_attention_4(window: bool, device: str) -> Result:
         return function
 
     # No backend of ours yet; this only says which problems it takes.
-    library = Backend("flash-attn-4", lambda q, k, v, _: q, frozenset({"cuda"}), frozenset(), window=True)
+    library = AttentionBackend(
+        "flash-attn-4", lambda q, k, v, _: q, frozenset({"cuda"}), frozenset(), window=True
+    )
     return check_attention.measure(attend, library, window, device)
 
 

@@ -22,11 +22,11 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.setup import prepare_execution
 
 # Loss and worst gradient against float64, several times what is seen: 1e-6 and 1e-5 in fp32, 3e-4 and 2e-2 in bf16.
@@ -102,7 +102,7 @@ def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper,
     # Nothing may begin as zero here: what stands before a zero matrix gets no gradient to be checked.
     initialize(model, 0, InitOptions(output="fan_in", head_std=0.02))
     model = model.to(device)
-    applied = apply(model, precision)
+    applied = convert(model, precision)
     optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 0)
     stepper = Stepper(
@@ -111,7 +111,7 @@ def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper,
         Guard(config.guard),
         World(device),
         config.compute,
-        Attention("sdpa"),
+        AttentionBackends("sdpa"),
         config.optim.grad_clip,
         list(model.parameters()),
         applied,

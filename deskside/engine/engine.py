@@ -30,7 +30,7 @@ from deskside.engine.graphs import Graphs, bucket
 from deskside.engine.pages import Key, Pages, keys_of
 from deskside.engine.requests import Answer, Event, Reason, Request, check_prompt
 from deskside.engine.sampling import NOT_FINITE, Settings, width_of
-from deskside.engine.sequence import Flight, Row
+from deskside.engine.sequence import PendingBatch, Row
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import Forward, Slots
 from deskside.engine.text import TextStream
@@ -101,7 +101,7 @@ class Engine:
         self._free = list(range(max_batch - 1, -1, -1))
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
-        self._flights: deque[Flight] = deque()
+        self._pending: deque[PendingBatch] = deque()
         self._news: list[Event] = []
         self._next = 0
         self._lanes: tuple[list[int], Tensor] = ([], self._slots.to_device([]))
@@ -121,7 +121,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing waits, runs or has to be told."""
-        return not (self._waiting or self._running or self._flights or self._news)
+        return not (self._waiting or self._running or self._pending or self._news)
 
     def submit(self, request: Request) -> int:
         """Take a request in; returns its number, which its events carry.
@@ -162,7 +162,7 @@ class Engine:
         A sample that fails by itself ends with the reason "failed". Where the step itself raises, nothing can be
         computed any more until `abandon` and `restart` were called; the events so far are not lost.
         """
-        before = len(self._flights)
+        before = len(self._pending)
         self._admit()
         starting = [row for row in self._running if not row.prompted]
         going = [row for row in self._running if row.prompted and row.wants_more]
@@ -171,8 +171,8 @@ class Engine:
         if going:
             self._decode(going)
         ahead = self._ahead and (starting or going)
-        for _ in range(before if ahead else len(self._flights)):
-            self._land(self._flights.popleft())
+        for _ in range(before if ahead else len(self._pending)):
+            self._land(self._pending.popleft())
         news, self._news = self._news, []
         return news
 
@@ -216,7 +216,7 @@ class Engine:
             row.ended = True
             self._news.append(Event(row.number, row.sample, None, "failed", error=why))
         self._running.clear()
-        self._flights.clear()
+        self._pending.clear()
         self._pages = Pages(self._pages.count)
         self._free = list(range(self.max_batch - 1, -1, -1))
         news, self._news = self._news, []
@@ -232,7 +232,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """Forget what was computed with other weights. Raises UsageError while something runs."""
-        if self._running or self._flights:
+        if self._running or self._pending:
             raise UsageError(
                 "engine: weights changed while answers are being written; let them end, or cancel"
             )
@@ -353,17 +353,17 @@ class Engine:
             arrived = torch.cuda.Event()
             arrived.record()
             packed = host
-        self._flights.append(Flight(rows, packed, logprobs, arrived))
+        self._pending.append(PendingBatch(rows, packed, logprobs, arrived))
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, batch: PendingBatch) -> None:
         """What a step's tokens mean for their rows. Lanes beyond the rows are nobody's."""
-        if flight.arrived is not None:
-            flight.arrived.synchronize()
-        for row, lane in zip(flight.rows, flight.packed.tolist(), strict=False):
+        if batch.arrived is not None:
+            batch.arrived.synchronize()
+        for row, lane in zip(batch.rows, batch.packed.tolist(), strict=False):
             if row is None:
                 continue
             row.flying -= 1
-            for token, logprob, sampled_logprob in steps.unpacked(lane, flight.logprobs):
+            for token, logprob, sampled_logprob in steps.unpacked(lane, batch.logprobs):
                 if row.ended:
                     break
                 try:

@@ -232,7 +232,7 @@ def draw(
         sampled_B = torch.zeros_like(token_B, dtype=torch.float32) if logprobs else None
     else:
         log_p_BW, token_BW = candidates(penalised_BV, settings, width)
-        winner_B1 = race(log_p_BW, settings.stream_B, count_B, counter_rng.DRAW, token_BW)[:, None]
+        winner_B1 = gumbel_argmax(log_p_BW, settings.stream_B, count_B, counter_rng.DRAW, token_BW)[:, None]
         token_B = token_BW.gather(1, winner_B1)[:, 0]
         # One NaN or infinite logit makes the normalised log-probability of every token NaN.
         decided_B = log_p_BW.gather(1, winner_B1)[:, 0]
@@ -247,7 +247,9 @@ def raw_logprobs(logits_BV: Tensor, settings: Settings, token_B: Tensor) -> Tens
     return scaled_BV.gather(1, token_B[:, None])[:, 0] - scaled_BV.logsumexp(-1)
 
 
-def race(log_p_BW: Tensor, stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor) -> Tensor:
+def gumbel_argmax(
+    log_p_BW: Tensor, stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor
+) -> Tensor:
     """Which candidate wins, int64 (B,). log_p needs no normalisation; -inf never wins."""
     return (log_p_BW - counter_rng.exponentials(stream_B, count_B, purpose, token_BW).log()).argmax(-1)
 

@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass
-class Flight:
+class PendingBatch:
     """A queued step: the rows whose tokens it brings, None for a lane that brings nothing, and where they arrive."""
 
     rows: Sequence[Row | None]

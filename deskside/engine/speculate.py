@@ -20,8 +20,8 @@ from deskside.engine.sampling import (
     UNRANKED,
     Settings,
     candidates,
+    gumbel_argmax,
     penalise,
-    race,
     raw_logprobs,
 )
 from deskside.engine.steps import Forward, How, Output, Slots
@@ -100,7 +100,7 @@ def probabilities(logits_BV: Tensor, settings: Settings, width: int, seen_BV: Te
 
 def _drawn(p_BV: Tensor, settings: Settings, count_B: Tensor, purpose: int) -> Tensor:
     token_BV = torch.arange(p_BV.shape[1], device=p_BV.device).expand_as(p_BV)
-    return race(p_BV.log(), settings.stream_B, count_B, purpose, token_BV)
+    return gumbel_argmax(p_BV.log(), settings.stream_B, count_B, purpose, token_BV)
 
 
 def _with(seen_BV: Tensor | None, token_B: Tensor) -> Tensor | None:

@@ -53,14 +53,14 @@ def _norms() -> Iterator[CompileCase]:
     for name, cast in (("E4M3", E4M3), ("E5M2", E5M2)):
         yield recorded(f"cast to {name}", WITH_FP8, launch.cast_fp8, _new(N, 768), cast)
     x, scales = _new(N, 768), (_float(N), _float(768))
-    yield recorded("largest of rows and columns", CAPABILITIES, launch.largest_both, x)
+    yield recorded("largest of rows and columns", CAPABILITIES, launch.row_col_amax, x)
     yield recorded("cast by row", WITH_FP8, launch.cast_both, x, torch.float8_e4m3fn, *scales)
     yield recorded("sums of a norm", CAPABILITIES, launch.column_sums, _float(2112, 1, 768), 1)
     yield recorded("sums of two norms", CAPABILITIES, launch.column_sums, _float(1024, 5, 64), 4)
     yield recorded(
-        "turn",
+        "transpose",
         CAPABILITIES,
-        launch.turn,
+        launch.transpose,
         _new(N, 768, dtype=E5M2.dtype),
         _new(768, 4 * N, dtype=E5M2.dtype)[:, :N],
     )

@@ -20,7 +20,7 @@ from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts, MixtureOfExperts
 from deskside.ops.norm import Norm, RMSNorm, make_norm
 from deskside.ops.rope import rotate
-from deskside.ops.sublayer import AttentionHalf, MLPHalf
+from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 
@@ -49,7 +49,7 @@ class LayerCache(NamedTuple):
         return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, window)
 
 
-class Attention(AttentionHalf):
+class Attention(AttentionSublayer):
     """Grouped-query attention with its norm and projections. `window` is this layer's; None is full attention."""
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -69,8 +69,8 @@ class Attention(AttentionHalf):
         self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
         """`context` is prepared for this layer's window; `rotation` is None without RoPE."""
-        if self.execution is not None:
-            residual_BTD, delta_BTD = self.execution(residual_BTD, delta_BTD, rotation, context)
+        if self.forward_override is not None:
+            residual_BTD, delta_BTD = self.forward_override(residual_BTD, delta_BTD, rotation, context)
             return residual_BTD, delta_BTD
         residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
         return residual_BTD, self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
@@ -101,7 +101,7 @@ class Attention(AttentionHalf):
         return residual_BTD, q_BTHC, k_BTKC, v_BTKC
 
 
-class MLP(MLPHalf):
+class MLP(MLPSublayer):
     """The dense MLP, gated or not, with its norm."""
 
     def __init__(self, config: ModelConfig):
@@ -115,8 +115,8 @@ class MLP(MLPHalf):
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta)."""
-        if self.execution is not None:
-            residual_BTD, delta_BTD = self.execution(residual_BTD, delta_BTD)
+        if self.forward_override is not None:
+            residual_BTD, delta_BTD = self.forward_override(residual_BTD, delta_BTD)
             return residual_BTD, delta_BTD
         residual_BTD, inputs = self.input(residual_BTD, delta_BTD)
         return residual_BTD, self.output(*inputs)

@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         rotation = self._rotation(T, positions_BT)
         contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
         # A hand-written half takes the embedding as it is, and saves four passes over it.
-        whole = isinstance(self.layers[0], Block) and self.layers[0].attn.execution is not None
+        whole = isinstance(self.layers[0], Block) and self.layers[0].attn.forward_override is not None
         residual_BTD, delta_BTD = self._halved(x_BTD) if not whole else (x_BTD, None)
         statistics: list[Tensor] = []
         for layer in self.layers:

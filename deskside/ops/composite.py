@@ -45,7 +45,7 @@ class AddNormLinear(nn.Module):
         self.norm = norm
         self.projections = projections
         self.position = position
-        self.execution: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self.forward_override: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the new residual and one tensor (B, T, rows) per logical projection, in order."""
@@ -57,8 +57,8 @@ class AddNormLinear(nn.Module):
 
     def add_norm(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The residual that goes on, and what the projections read. `execution`, where a recipe set it, does this."""
-        if self.execution is not None:
-            return self.execution(residual_BTD, delta_BTD)
+        if self.forward_override is not None:
+            return self.forward_override(residual_BTD, delta_BTD)
         residual_BTD = residual_BTD + delta_BTD
         normed_BTD = self.norm(residual_BTD)
         return (normed_BTD if self.position == "post" else residual_BTD), normed_BTD

@@ -13,7 +13,7 @@ class HeadLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.execution: Callable[..., Tensor] | None = None
+        self.forward_override: Callable[..., Tensor] | None = None
 
     def forward(
         self,
@@ -26,7 +26,7 @@ class HeadLoss(nn.Module):
         rows: ReplacedRows | None = None,
     ) -> Tensor:
         """See `linear_cross_entropy`. Raises TypeError for rows where a recipe computes the head."""
-        function = self.execution or linear_cross_entropy
+        function = self.forward_override or linear_cross_entropy
         options: dict[str, Any] = {} if rows is None else {"rows": rows}
         return function(
             hidden_ND,

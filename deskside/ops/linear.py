@@ -51,14 +51,14 @@ class Linear(nn.Module):
         self.out_features = self.slices[-1].stop
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(self.out_features)) if bias else None
-        self.execution: Callable[[Tensor], Tensor] | None = None
+        self.forward_override: Callable[[Tensor], Tensor] | None = None
         self.adapter: Adapter | None = None
         self.trained: TrainedRows | None = None  # of a head; who computes logits asks for it
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.execution is not None:
-            y = self.execution(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
+        if self.forward_override is not None:
+            y = self.forward_override(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
             return y if bias is None else y + bias
         y = F.linear(x, self.weight.to(x.dtype), bias)
         return y if self.adapter is None else self.adapter(x, y)

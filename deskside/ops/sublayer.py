@@ -17,7 +17,7 @@ from deskside.ops.norm import RMSNorm
 Execution = Callable[..., Any]
 
 
-class AttentionHalf(nn.Module):
+class AttentionSublayer(nn.Module):
     """`input` gives q, k and v; `output` is o_proj. `heads` query heads, `kv_heads` of keys and values."""
 
     heads: int
@@ -30,10 +30,10 @@ class AttentionHalf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.execution: Execution | None = None
+        self.forward_override: Execution | None = None
 
 
-class MLPHalf(nn.Module):
+class MLPSublayer(nn.Module):
     """`input` gives gate and up (or up alone); `output` activates and projects down."""
 
     input: AddNormLinear
@@ -41,4 +41,4 @@ class MLPHalf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.execution: Execution | None = None
+        self.forward_override: Execution | None = None

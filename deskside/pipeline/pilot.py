@@ -20,10 +20,10 @@ from deskside.config.run import RunConfig
 from deskside.data.reading.rows import PackedDataset
 from deskside.pipeline.pipeline_journal import Journal, damaged
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callback import Watch
+from deskside.train.loop.callback import Callback
 from deskside.train.loop.step_hooks import Terminal
 from deskside.train.loop.stop import StopSignal
-from deskside.train.objective import Rows
+from deskside.train.objective import RowDataset
 
 FILE = "pilot.json"
 SHARE, LONGEST = (
@@ -46,7 +46,7 @@ class Projection:
     bpb: float
 
 
-class Pilot(Watch):
+class Pilot(Callback):
     """Follows a run of `deskside go`. plan: the recommended band and all bands, as `phases.plan` keeps them."""
 
     go_on = "deskside go --resume"
@@ -77,7 +77,7 @@ class Pilot(Watch):
             raise damaged(self.journal.run.path, f"results.plan.bands: {name} is not there any more")
         return dict(band)
 
-    def begin(self, run: RunDirectory, stop: StopSignal, validation: Rows) -> None:
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
         assert isinstance(validation, PackedDataset)  # pretraining has no other
         self.run, self.stop = run, stop
         self.setup_seconds = self.journal.seconds() - self._made

@@ -1,7 +1,7 @@
 """Putting adapters on a model: its weights are frozen in the base's format, and only what is added here trains.
 
 Nothing is asked of a model but that its blocks are made of `Linear`s with named projections. The hand-written halves do
-not know adapters; `precision.apply.not_covered` says so, and such a model runs as it is written.
+not know adapters; `precision.convert.not_covered` says so, and such a model runs as it is written.
 """
 
 import hashlib

@@ -60,7 +60,7 @@ class FrozenLinear(Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = source.in_features, source.out_features
         self.role, self.slices, self.format = source.role, source.slices, format
-        self.execution = None
+        self.forward_override = None
         self.adapter, self.trained = source.adapter, None
         self.bias = source.bias
         self.register_parameter("weight", None)

@@ -22,23 +22,23 @@ from torch import Tensor
 
 from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.attention.manual_backward import Saved, attention_backward, attention_forward
+from deskside.kernels.attention.manual_backward import SavedAttention, attention_backward, attention_forward
 from deskside.kernels.fused import Fp8, QkvLayout
 from deskside.ops.norm import RMSNorm
-from deskside.ops.sublayer import AttentionHalf, MLPHalf
-from deskside.precision.quantized_linear import LinearPlan
-from deskside.precision.quantized_operand import Prepared
+from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
+from deskside.precision.quantized_linear import QuantizedLinear
+from deskside.precision.quantized_operand import QuantizedOperand
 
 Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class MLPPlan:
+class FusedMLP:
     """The MLP half and the plans of its two layers. `recompute`: keep the residual alone, and do the rest again."""
 
-    half: MLPHalf
-    first: LinearPlan
-    second: LinearPlan
+    half: MLPSublayer
+    first: QuantizedLinear
+    second: QuantizedLinear
     recompute: bool = False
 
     @cached_property
@@ -63,12 +63,12 @@ class MLPPlan:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class FusedAttention:
     """The attention half and the plans of its two layers. `recompute`: as in the MLP."""
 
-    half: AttentionHalf
-    first: LinearPlan
-    second: LinearPlan
+    half: AttentionSublayer
+    first: QuantizedLinear
+    second: QuantizedLinear
     recompute: bool = False
 
     @cached_property
@@ -114,7 +114,7 @@ class _MLPState:
     hidden: tuple[Tensor, ...]
 
 
-def _mlp(plan: MLPPlan, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[Prepared, _MLPState]:
+def _mlp(plan: FusedMLP, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[QuantizedOperand, _MLPState]:
     """The second layer's input, which is as far as a recomputation has to go, and the state."""
     rows, kept_normed = plan.first.x.split(normed)
     inner = plan.first.output(rows, dtype)
@@ -128,7 +128,7 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: MLPPlan,
+        plan: FusedMLP,
         residual_BTD: Tensor,
         delta_BTD: Tensor,
         norm_weight: Tensor,
@@ -148,7 +148,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan: MLPPlan = ctx.plan
+        plan: FusedMLP = ctx.plan
         grad_residual, grad_delta = grads
         residual, rstd, norm_weight = ctx.saved_tensors
         state, ctx.state = ctx.state, None
@@ -172,19 +172,19 @@ class _AttentionState:
     """What attention's backward needs besides the residual."""
 
     qkv: Tensor
-    attention: Saved
+    attention: SavedAttention
     normed: tuple[Tensor, ...]
     o: tuple[Tensor, ...]
 
 
 def _attention(
-    plan: AttentionPlan,
+    plan: FusedAttention,
     context: AttentionContext,
     batch: int,
     angles: tuple[Tensor, Tensor] | None,
     normed: Tensor | Fp8,
     dtype: torch.dtype,
-) -> tuple[Prepared, _AttentionState]:
+) -> tuple[QuantizedOperand, _AttentionState]:
     """As `_mlp`."""
     half, layout = plan.half, plan.layout
     rows, kept_normed = plan.first.x.split(normed)
@@ -203,7 +203,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: AttentionPlan,
+        plan: FusedAttention,
         context: AttentionContext,
         angles: tuple[Tensor, Tensor] | None,
         residual_BTD: Tensor,
@@ -229,7 +229,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan: AttentionPlan = ctx.plan
+        plan: FusedAttention = ctx.plan
         layout, (context, angles), batch = plan.layout, ctx.how, ctx.shape[0]
         grad_residual, grad_delta = grads
         residual, rstd, norm_weight, q_weight, k_weight = ctx.saved_tensors
@@ -258,7 +258,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _second_backward(
-    plan: LinearPlan, grad_delta_BTD: Tensor, kept: tuple[Tensor, ...]
+    plan: QuantizedLinear, grad_delta_BTD: Tensor, kept: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Through the second layer: (gradient of its input, of its weight)."""
     rows, kept_grad = plan.g.split(_flat(grad_delta_BTD))
@@ -267,7 +267,7 @@ def _second_backward(
 
 
 def _first_backward(
-    plan: LinearPlan,
+    plan: QuantizedLinear,
     grad_inner: Tensor | Fp8,
     kept: tuple[Tensor, ...],
     residual: Tensor,
@@ -310,7 +310,7 @@ class _AddNorm(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: LinearPlan, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: QuantizedLinear, x: Tensor, weight: Tensor) -> Tensor:
         rows, kept = plan.x.split(x.contiguous())
         ctx.plan, ctx.dtype = plan, x.dtype
         ctx.save_for_backward(*kept)
@@ -318,7 +318,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        plan: LinearPlan = ctx.plan
+        plan: QuantizedLinear = ctx.plan
         rows, kept = plan.g.split(grads[0].contiguous())
         grad = plan.input_gradient(rows, ctx.dtype)
         return None, grad, plan.weight_gradient(plan.g.columns_of(kept), plan.x.columns_of(ctx.saved_tensors))
@@ -330,7 +330,7 @@ def add_norm(norm: RMSNorm, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Te
     return residual_BTD, normed_BTD
 
 
-def linear(plan: LinearPlan, x_NK: Tensor) -> Tensor:
+def linear(plan: QuantizedLinear, x_NK: Tensor) -> Tensor:
     """(N, K) -> (N, M): a layer of its own, for models whose halves are not covered."""
     y = _Linear.apply(plan, x_NK, plan.linear.weight)
     assert isinstance(y, Tensor)

@@ -21,23 +21,23 @@ AGREEMENT = 1e-2  # relative; both sum in float32 and round to bfloat16
 
 
 @dataclass(frozen=True)
-class Units:
+class HardwareCaps:
     """fp4: NVFP4 natively. mxfp8: FP8 as MXFP8 with unit scales."""
 
     fp4: bool = False
     mxfp8: bool = False
 
 
-NONE = Units()
+NONE = HardwareCaps()
 
 
-def units(device: torch.device, mxfp8: bool | None = None) -> Units:
+def hardware_caps(device: torch.device, mxfp8: bool | None = None) -> HardwareCaps:
     """Of this device. mxfp8: what a trial found before; None: on compute capability 12.x two products are timed, which
     takes milliseconds once they are compiled."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return Units()
+        return HardwareCaps()
     major = torch.cuda.get_device_capability(device)[0]
-    return Units(
+    return HardwareCaps(
         fp4=major in (10, 12),
         mxfp8=major == 12 and (_mxfp8_is_faster(device) if mxfp8 is None else mxfp8),
     )

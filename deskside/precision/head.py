@@ -20,14 +20,14 @@ from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
 from deskside.kernels.functional import scaled
 from deskside.precision.products import product
 from deskside.precision.quantized_linear import ConvertedWeight, Quantizer, Shared
-from deskside.precision.quantized_operand import Prepared, cast_with_own_scale
+from deskside.precision.quantized_operand import QuantizedOperand, cast_with_own_scale
 
 GRADIENT_SCALE = 2.0**14
 CHUNKS = 2  # whose gradients are kept for one product; more would raise the peak of memory
 IGNORED = -100
 
 
-class HeadPlan:
+class QuantizedHead:
     """The head's weight in FP8, converted once per optimiser step. native: its products run on tensor cores, whatever
     those of the layers do."""
 
@@ -67,7 +67,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: HeadPlan,
+        plan: QuantizedHead,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
@@ -91,21 +91,29 @@ class _Loss(torch.autograd.Function):
             for start in range(first, last, chunk_tokens):
                 part = slice(start, min(start + chunk_tokens, last))
                 logits = product(
-                    "output", Prepared(hidden.rows[part], inverse), weight_rows, hidden_ND.dtype, native
+                    "output",
+                    QuantizedOperand(hidden.rows[part], inverse),
+                    weight_rows,
+                    hidden_ND.dtype,
+                    native,
                 )
                 of_chunk, rows = kernel(logits, targets_N[part], softcap, z_loss, IGNORED, GRADIENT_SCALE)
                 losses.append(of_chunk)
                 del logits
                 d_hidden[part] = product(
-                    "input_gradient", Prepared(rows, grad_scale), weight_columns, hidden_ND.dtype, native
+                    "input_gradient",
+                    QuantizedOperand(rows, grad_scale),
+                    weight_columns,
+                    hidden_ND.dtype,
+                    native,
                 )
                 if turned is None:
                     turned = rows.new_empty(rows.shape[1], last - first)
-                fused.turn(rows, turned[:, part.start - first : part.stop - first])
+                fused.transpose(rows, turned[:, part.start - first : part.stop - first])
                 del rows
             assert turned is not None
-            columns = Prepared(turned, grad_scale, transposed=True)
-            inputs = Prepared(hidden.columns[:, first:last], inverse, transposed=True)
+            columns = QuantizedOperand(turned, grad_scale, transposed=True)
+            inputs = QuantizedOperand(hidden.columns[:, first:last], inverse, transposed=True)
             share = product("weight_gradient", columns, inputs, torch.float32, native)
             d_weight = share if d_weight is None else d_weight.add_(share)
             del columns, turned

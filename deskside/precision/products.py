@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deskside.precision.quantized_operand import Prepared
+from deskside.precision.quantized_operand import QuantizedOperand
 
 Kind = Literal["output", "input_gradient", "weight_gradient"]
 
@@ -24,7 +24,12 @@ LAYOUTS: dict[Kind, Literal["nt", "nn", "tn"]] = {
 
 
 def product(
-    kind: Kind, left: Prepared, right: Prepared, dtype: torch.dtype, native: bool, mxfp8: bool = False
+    kind: Kind,
+    left: QuantizedOperand,
+    right: QuantizedOperand,
+    dtype: torch.dtype,
+    native: bool,
+    mxfp8: bool = False,
 ) -> Tensor:
     """output: (N, K) x (M, K) -> (N, M). input_gradient: (N, M) x (M, K) -> (N, K). weight_gradient: (N, M) x (N, K)
     -> (M, K). The shapes are the tensors' own; one that is stored transposed has the summed dimension last.
@@ -52,7 +57,7 @@ def product(
     return _plain(*_oriented(a, b, layout), dtype)
 
 
-def _native(kind: Kind, left: Prepared, right: Prepared, dtype: torch.dtype) -> Tensor:
+def _native(kind: Kind, left: QuantizedOperand, right: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     """Gradients are summed in full float32: the faster accumulation of Hopper's tensor cores keeps about 14 bits, which
     is felt over the 65,536 tokens of a weight gradient. The output's sums are short; there it saves 3 to 8 %."""
     a, b = left.scale, right.scale

@@ -18,15 +18,15 @@ from deskside.kernels import fused
 from deskside.kernels.fused import Cast, Fp8
 from deskside.ops.linear import Linear
 from deskside.precision.formats import DTYPE
-from deskside.precision.hardware_caps import NONE, Units
+from deskside.precision.hardware_caps import NONE, HardwareCaps
 from deskside.precision.products import Kind, product
 from deskside.precision.quantized_operand import (
     PLAIN,
     Draws,
-    Prepared,
+    QuantizedOperand,
     cast_with_own_scale,
     cast_with_scales_of_rows,
-    prepare,
+    quantize_operand,
 )
 from deskside.precision.scales import DelayedScales
 
@@ -47,7 +47,7 @@ class Shared:
     hits: int = 0
     misses: int = 0
     round: int = 0
-    units: Units = NONE
+    units: HardwareCaps = NONE
 
 
 class Quantizer:
@@ -76,15 +76,15 @@ class Quantizer:
             return None
         return self.shared.scales.cast(self._slot)
 
-    def split(self, x: Tensor | Fp8) -> tuple[Prepared, tuple[Tensor, ...]]:
+    def split(self, x: Tensor | Fp8) -> tuple[QuantizedOperand, tuple[Tensor, ...]]:
         """The rows, and what must be kept to make the columns later."""
         if self._by_row:
             assert isinstance(x, Tensor)
             both, of_rows, of_columns = cast_with_scales_of_rows(x, DTYPE[self.rows.format])
-            return Prepared(both.rows, of_rows), (both.columns, of_columns)
+            return QuantizedOperand(both.rows, of_rows), (both.columns, of_columns)
         if not self._one_cast:
             assert isinstance(x, Tensor)
-            made = prepare(
+            made = quantize_operand(
                 x, self.rows, "columns", self.shared.draws, self.products[0], self.shared.units.fp4
             )
             if self._one_form and made.scale is not None:
@@ -98,13 +98,13 @@ class Quantizer:
         else:
             noted = None if self._slot is None else self.shared.scales.cast(self._slot).amax
             x, inverse = cast_with_own_scale(x, DTYPE[self.rows.format], noted)
-        return Prepared(x.rows, inverse), (x.columns, inverse)
+        return QuantizedOperand(x.rows, inverse), (x.columns, inverse)
 
-    def columns_of(self, kept: tuple[Tensor, ...]) -> Prepared:
+    def columns_of(self, kept: tuple[Tensor, ...]) -> QuantizedOperand:
         """The columns, from what `split` said to keep."""
         if len(kept) == 2:
-            return Prepared(kept[0], kept[1], transposed=self._one_cast or self._by_row)
-        return prepare(
+            return QuantizedOperand(kept[0], kept[1], transposed=self._one_cast or self._by_row)
+        return quantize_operand(
             kept[0], self.columns, "rows", self.shared.draws, self.products[1], self.shared.units.fp4
         )
 
@@ -114,9 +114,11 @@ class ConvertedWeight:
 
     def __init__(self, quantizer: Quantizer, shared: Shared):
         self._quantizer, self._shared = quantizer, shared
-        self.kept: tuple[object, Prepared, Prepared] | None = None
+        self.kept: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
 
-    def of(self, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Prepared, Prepared]:
+    def of(
+        self, weight: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[QuantizedOperand, QuantizedOperand]:
         """(rows, columns) of the weight, cast to `dtype` first where one is given."""
         key = (self._shared.round, weight._version, weight.data_ptr(), dtype)
         if self.kept is not None and self.kept[0] == key:
@@ -135,7 +137,7 @@ class ConvertedWeight:
         self.kept = None
 
 
-class LinearPlan:
+class QuantizedLinear:
     """One `Linear` under a recipe. `number` tells its products apart from those of other layers."""
 
     def __init__(self, linear: Linear, recipe: Recipe, shared: Shared, number: int):
@@ -151,15 +153,15 @@ class LinearPlan:
         self.plain = recipe.output.right.format in PLAIN
         self.converted = ConvertedWeight(self.w, shared)
 
-    def output(self, x: Prepared, dtype: torch.dtype) -> Tensor:
+    def output(self, x: QuantizedOperand, dtype: torch.dtype) -> Tensor:
         """(N, K) -> (N, M) in `dtype`, the stream's."""
         return self._product("output", x, self._weight(dtype)[0], dtype)
 
-    def input_gradient(self, g: Prepared, dtype: torch.dtype) -> Tensor:
+    def input_gradient(self, g: QuantizedOperand, dtype: torch.dtype) -> Tensor:
         """(N, M) -> (N, K) in `dtype`, the stream's."""
         return self._product("input_gradient", g, self._weight(dtype)[1], dtype)
 
-    def weight_gradient(self, g: Prepared, x: Prepared) -> Tensor | None:
+    def weight_gradient(self, g: QuantizedOperand, x: QuantizedOperand) -> Tensor | None:
         """(M, K) in the weight's dtype, or None when it has been added to `weight.grad` inside of the product."""
         weight = self.linear.weight
         if self.shared.accumulate_inside and weight.grad is not None and g.scale is None and g.values.is_cuda:
@@ -168,8 +170,10 @@ class LinearPlan:
             return None
         return self._product("weight_gradient", g, x, weight.dtype)
 
-    def _product(self, kind: Kind, left: Prepared, right: Prepared, dtype: torch.dtype) -> Tensor:
+    def _product(
+        self, kind: Kind, left: QuantizedOperand, right: QuantizedOperand, dtype: torch.dtype
+    ) -> Tensor:
         return product(kind, left, right, dtype, self.shared.native, self.shared.units.mxfp8)
 
-    def _weight(self, dtype: torch.dtype) -> tuple[Prepared, Prepared]:
+    def _weight(self, dtype: torch.dtype) -> tuple[QuantizedOperand, QuantizedOperand]:
         return self.converted.of(self.linear.weight, dtype if self.plain else None)

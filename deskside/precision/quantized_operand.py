@@ -22,7 +22,7 @@ PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True)
-class Prepared:
+class QuantizedOperand:
     """values times scale is the tensor. scale: None is 1, else float32: one number, or one per unsummed index.
 
     packed: NVFP4 as a native product reads it (`kernels.nvfp4.quantize.Packed`), whose codes are `values` then.
@@ -71,16 +71,16 @@ class Draws:
         return mixed & (2**31 - 1)
 
 
-def prepare(
+def quantize_operand(
     x_NK: Tensor, operand: Operand, along: Along, draws: Draws, product: int, fp4: bool = False
-) -> Prepared:
+) -> QuantizedOperand:
     """x as the operand of a product that sums over its "columns" (K) or its "rows" (N).
 
     product: a number that both operands of the product share, for the signs of their transform. fp4: NVFP4 for a native
     product, else for an emulated one.
     """
     if operand.format in PLAIN:
-        return Prepared(x_NK)
+        return QuantizedOperand(x_NK)
     if operand.format in DTYPE:
         return _fp8(x_NK, operand, along)
     signs = draws.signs(product, operand.hadamard, x_NK.device) if operand.fresh_signs else None
@@ -90,21 +90,25 @@ def prepare(
 
         if fp4:
             packed = on_card.quantize_packed(x_NK, operand, along, signs=signs, seed=seed)
-            return Prepared(packed.codes, packed.global_scale, along == "rows", packed)
+            return QuantizedOperand(packed.codes, packed.global_scale, along == "rows", packed)
         result = on_card.quantize(x_NK, operand, along, signs=signs, seed=seed)
-        return Prepared(result.values, result.global_scale)
+        return QuantizedOperand(result.values, result.global_scale)
     generator = torch.Generator(x_NK.device).manual_seed(seed)
     exact = nvfp4.quantize(x_NK, operand, along, signs=signs, generator=generator)
-    return Prepared(exact.emulated, exact.global_scale)
+    return QuantizedOperand(exact.emulated, exact.global_scale)
 
 
-def _fp8(x_NK: Tensor, operand: Operand, along: Along) -> Prepared:
+def _fp8(x_NK: Tensor, operand: Operand, along: Along) -> QuantizedOperand:
     if operand.scaling == "row":
         both, of_rows, of_columns = cast_with_scales_of_rows(x_NK, DTYPE[operand.format])
     else:
         both, of_rows = cast_with_own_scale(x_NK, DTYPE[operand.format])
         of_columns = of_rows
-    return Prepared(both.rows, of_rows) if along == "columns" else Prepared(both.columns, of_columns, True)
+    return (
+        QuantizedOperand(both.rows, of_rows)
+        if along == "columns"
+        else QuantizedOperand(both.columns, of_columns, True)
+    )
 
 
 def cast_with_own_scale(
@@ -122,7 +126,7 @@ def cast_with_own_scale(
 
 def cast_with_scales_of_rows(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor, Tensor]:
     """FP8 with one scale per row, transposed with one per column; and the inverses of both."""
-    (row_scale, of_rows), (column_scale, of_columns) = (scale_of(a, dtype) for a in fused.largest_both(x_NK))
+    (row_scale, of_rows), (column_scale, of_columns) = (scale_of(a, dtype) for a in fused.row_col_amax(x_NK))
     return fused.cast_both(x_NK, dtype, row_scale, column_scale), of_rows, of_columns
 
 

@@ -16,9 +16,9 @@ from deskside.config.recipes import Recipe, recipe_named
 from deskside.kernels.autograd_thread import give_context
 from deskside.kernels.functional import gradients
 from deskside.ops.linear import Embedding, Linear
-from deskside.precision.apply import apply, refused
-from deskside.precision.hardware_caps import NONE, Units, units
-from deskside.precision.head import HeadPlan
+from deskside.precision.convert import convert, refused
+from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
+from deskside.precision.head import QuantizedHead
 from deskside.precision.quantized_linear import Shared
 from deskside.precision.quantized_operand import Draws
 from deskside.precision.scales import OWN_STEPS, DelayedScales
@@ -59,7 +59,7 @@ def check(
     device: torch.device | str,
     native: bool | None = None,
     backend: str = "deskside",
-    found: Units | None = None,
+    found: HardwareCaps | None = None,
 ) -> CheckResult:
     """Run the recipe's own linear layer on this device: forward and both gradients. Milliseconds, once compiled.
 
@@ -72,7 +72,7 @@ def check(
     if backend != "deskside" and asked.quantized:
         return _check(asked, device, device.type == "cuda", backend)
     if found is None:
-        found = units(device) if asked.quantized else NONE
+        found = hardware_caps(device) if asked.quantized else NONE
     fp8 = any(f in ("e4m3", "e5m2") for f in asked.formats)
     may_be = device.type == "cuda" and (fp8 or ("nvfp4" in asked.formats and found.fp4))
     return _first_right(lambda way: _check(asked, device, way, found=found), native, may_be)
@@ -99,12 +99,12 @@ def _check(
     device: torch.device,
     native: bool,
     backend: str = "deskside",
-    found: Units | None = None,
+    found: HardwareCaps | None = None,
 ) -> CheckResult:
     if reason := refused(recipe, device):
         return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
-    applied = apply(model, recipe, native=native, backend=backend, found=found)
+    applied = convert(model, recipe, native=native, backend=backend, found=found)
 
     def gemm(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():
@@ -175,7 +175,7 @@ def _check_head(device: torch.device, native: bool) -> CheckResult:
     expected = {"loss": loss.detach(), "hidden gradient": of_hidden, "weight gradient": of_weight}
     hidden.requires_grad_()
     weight.requires_grad_()
-    plan = HeadPlan(Shared(Draws(0), DelayedScales(1), native, cache=False), native)
+    plan = QuantizedHead(Shared(Draws(0), DelayedScales(1), native, cache=False), native)
 
     def run() -> tuple[Tensor, ...]:
         loss = plan(hidden, weight, targets, chunk_tokens=ROWS // 2)

@@ -25,11 +25,11 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
 from deskside.train import environment_record, parallel
-from deskside.train.loop.device_timer import Moment
+from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Guard
-from deskside.train.loop.step import Numbers, Stepper
+from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.prepare import setup
-from deskside.train.prepare.batch_size_finder import Settler
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.dry_step import Fit, rows_per_rank
 from deskside.train.prepare.step_planning import modelled_memory_gib
 
@@ -148,14 +148,14 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
         execution.precision,
         config.precision,
     )
-    settler = Settler(
+    finder = BatchSizeFinder(
         config,
         stepper,
         lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, native),
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
-    (fit,), _ = settler.settle([RandomStage(config.stages()[0], config.batch.tokens, rows)], None)
+    (fit,), _ = finder.find([RandomStage(config.stages()[0], config.batch.tokens, rows)], None)
     mark("compiled and fitted")
     return Ready(config, recipe, stepper, fit, facts, native, execution.mode, peak, notes)
 
@@ -232,7 +232,7 @@ class Timer:
         """
         seconds: list[float] = []
         sensed: list[dict[str, Any]] = []
-        previous, pending = Moment(self.stepper.world.device), None
+        previous, pending = DeviceEvent(self.stepper.world.device), None
         began = time.perf_counter()
         while len(seconds) < steps or time.perf_counter() - began < at_least:
             numbers = self.launch()
@@ -246,7 +246,7 @@ class Timer:
         self.read(pending)
         return seconds, sensed
 
-    def launch(self) -> Numbers:
+    def launch(self) -> StepMetrics:
         """Begin one step."""
         self.step += 1
         self.stepper.set_progress(LR_FACTOR, 0.0, self.step)
@@ -266,7 +266,7 @@ class Timer:
             self.read(numbers)
         return min(found)
 
-    def read(self, numbers: Numbers) -> None:
+    def read(self, numbers: StepMetrics) -> None:
         """Wait for a step and note its loss."""
         loss, _, skipped = numbers.read()
         self.losses.append(loss)

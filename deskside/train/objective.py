@@ -29,24 +29,24 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.precision.apply import Applied
+from deskside.precision.convert import QuantizedModel
 from deskside.run.directory import RunDirectory
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.dry_step import RowShape, worst_case_batch
 from deskside.train.prepare.time_budget import SAMPLE_SHARE, UNLIMITED, TimeBudget
 from deskside.train.state import finalize
 from deskside.utils.errors import UsageError
 
 
-class Rows(RowShape, Protocol):
+class RowDataset(RowShape, Protocol):
     """A split, cut into rows of one length; `PackedDataset` is one. An epoch is `num_rows` rows."""
 
     @property
     def num_rows(self) -> int: ...
     @property
     def num_tokens(self) -> int:
-        """What an evaluation of the whole split counts: see `Measured.tokens`."""
+        """What an evaluation of the whole split counts: see `Evaluation.tokens`."""
 
     @property
     def fingerprint(self) -> str:
@@ -89,7 +89,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Evaluation:
     """An evaluation. `row` goes into metrics.jsonl, `summary` into summary.json, `said` tells a person.
 
     `tokens` of the split's `num_tokens` were counted: the loop scales the time by it. `baselines` computes the entries
@@ -116,9 +116,9 @@ class Session:
     config: RunConfig
     world: World
     model: Transformer
-    attention: Attention
-    precision: Applied
-    validation: Rows
+    attention: AttentionBackends
+    precision: QuantizedModel
+    validation: RowDataset
     micro_rows: int
     resumed: bool
     say: Callable[[str], None]
@@ -138,7 +138,7 @@ class Objective(Protocol):
     measured_first: bool
     """Whether the run is measured before its first step too ("before" in plan.json and summary.json)."""
 
-    def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> Rows:
+    def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> RowDataset:
         """A split ("train" or "val"). Raises UsageError when it is not there, or the model cannot hold its tokens."""
 
     def begin(self, session: Session) -> None:
@@ -156,7 +156,7 @@ class Objective(Protocol):
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         """What `begin` will make on a GPU and keep beside the steps; the micro-batch is settled so that it has room."""
 
-    def loader(self, dataset: Rows, feed: Feed) -> Batches: ...
+    def loader(self, dataset: RowDataset, feed: Feed) -> Batches: ...
     def dry_batch(
         self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
     ) -> Batch:
@@ -168,7 +168,7 @@ class Objective(Protocol):
     def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
         """The step's sums -> what metrics.jsonl shows. `count`: the batch's `num_valid_step`."""
 
-    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
         """On the validation split, or on about `max_tokens` spread over it. Every process calls it at the same time."""
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ class NextToken:
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         return 0
 
-    def loader(self, dataset: Rows, feed: Feed) -> Batches:
+    def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
         return Loader(cast(PackedDataset, dataset), **vars(feed))
 
     def dry_batch(
@@ -228,7 +228,7 @@ class NextToken:
     def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
         return {name: total / count for name, total in extra.items()}
 
-    def measure(self, session: Session, max_tokens: int | None) -> Measured:
+    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
         dataset = cast(PackedDataset, session.validation)
         result = self.evaluate(session, dataset, max_tokens)
         split = dataset.index.splits["val"]
@@ -242,12 +242,12 @@ class NextToken:
         }
         said = f"{result.bpb:.4f} bits per byte on the validation text"
         if result.bytes == split.token_text_bytes:
-            return Measured({"val_bpb": result.bpb}, summary, said, result.tokens)
+            return Evaluation({"val_bpb": result.bpb}, summary, said, result.tokens)
         said = (
             f"{result.bpb:.4f} bits per byte on {result.bytes:,} of {split.text_bytes:,} bytes of validation"
         )
         rows = evaluated_rows(dataset, max_rows_of(dataset, max_tokens))
-        return Measured(
+        return Evaluation(
             {"val_bpb": result.bpb}, summary, said, result.tokens, lambda: baselines_of_rows(dataset, rows)
         )
 

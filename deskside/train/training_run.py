@@ -19,17 +19,17 @@ from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
 from deskside.run.directory import RunDirectory
 from deskside.train import environment_record, parallel
-from deskside.train.loop.callback import Watch
+from deskside.train.loop.callback import Callback
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
 from deskside.train.loop.step_hooks import MetricsFile, Terminal, check_trackers, trackers
 from deskside.train.loop.stop import StopSignal
-from deskside.train.loop.trainer import Hook, Progress, StageWork, Trainer
-from deskside.train.objective import Measured, NextToken, Objective, Session
+from deskside.train.loop.trainer import StageWork, StepLogger, Trainer, TrainProgress
+from deskside.train.objective import Evaluation, NextToken, Objective, Session
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
-from deskside.train.prepare.batch_size_finder import Settler
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.dry_step import Fit
 from deskside.train.prepare.preflight import check_start
 from deskside.train.prepare.step_planning import (
@@ -42,15 +42,15 @@ from deskside.train.prepare.step_planning import (
 )
 from deskside.train.prepare.time_budget import MEASURE_SHARE, TimeBudget
 from deskside.train.state import finalize
-from deskside.train.state.checkpointer import CheckpointKeeper
-from deskside.train.state.init_weights import Initial, keep_tokenizer
+from deskside.train.state.checkpointer import Checkpointer
+from deskside.train.state.init_weights import InitialWeights, keep_tokenizer
 from deskside.train.state.lora_run import facts as adapter_facts
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What became of a run: `status` is "finished", or the signal that stopped it."""
 
     run: RunDirectory
@@ -70,11 +70,11 @@ def start(
     name: str | None,
     default_name: str,
     command: str,
-    initial: Initial | None = None,
-    watch: Watch | None = None,
+    initial: InitialWeights | None = None,
+    watch: Callback | None = None,
     into: RunDirectory | None = None,
     objective: Objective | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Begin a new run, in a directory of its own or in one that was made for it (`into`).
 
     objective: None is pretraining; for others the one that `config.align` names.
@@ -106,7 +106,7 @@ def start(
         run = RunDirectory(Path(path[0]))
         try:
             with run.held(world.first):
-                return _Run(run, config, world, objective, initial, False, watch or Watch()).train()
+                return _Run(run, config, world, objective, initial, False, watch or Callback()).train()
         except BaseException:
             # What failed or was interrupted before it had a plan left nothing worth keeping.
             if world.first and into is None and not (run.path / "plan.json").exists():
@@ -116,7 +116,7 @@ def start(
         parallel.leave(world)
 
 
-def resume(path: Path, watch: Watch | None = None, objective: Objective | None = None) -> Outcome:
+def resume(path: Path, watch: Callback | None = None, objective: Objective | None = None) -> RunOutcome:
     """Continue a run from its newest good checkpoint, exactly.
 
     A run that was stopped before its first checkpoint starts over, from the weights that it was started from. Raises
@@ -136,11 +136,11 @@ def resume(path: Path, watch: Watch | None = None, objective: Objective | None =
     try:
         with run.held(world.first):
             begun = world.shared(run.has_begun)
-            initial = None if begun else Initial.recorded(run, config)
+            initial = None if begun else InitialWeights.recorded(run, config)
             if not begun and world.first:
                 run.event("there is no checkpoint: starting from the beginning")
                 Terminal.say("there is no checkpoint: starting from the beginning")
-            return _Run(run, config, world, objective, initial, begun, watch or Watch()).train()
+            return _Run(run, config, world, objective, initial, begun, watch or Callback()).train()
     finally:
         parallel.leave(world)
 
@@ -162,9 +162,9 @@ class _Run:
         config: RunConfig,
         world: World,
         objective: Objective,
-        initial: Initial | None,
+        initial: InitialWeights | None,
         resumed: bool,
-        watch: Watch,
+        watch: Callback,
     ):
         self.run, self.config, self.world, self.resumed, self.watch = run, config, world, resumed, watch
         self.objective = objective
@@ -206,7 +206,7 @@ class _Run:
             self.run.event(text)
             Terminal.say(text)
 
-    def check_data(self, data: Path, initial: Initial | None) -> None:
+    def check_data(self, data: Path, initial: InitialWeights | None) -> None:
         """Refuse weights of another tokenizer, and to go on with other data. Keeps the tokenizer in the run."""
         self.fingerprint = self.validation.fingerprint
         if self.recorded.get("data", self.fingerprint) != self.fingerprint:
@@ -221,7 +221,7 @@ class _Run:
 
     # The run
 
-    def train(self) -> Outcome:
+    def train(self) -> RunOutcome:
         self.stepper = Stepper(
             self.model,
             self.build_optimizer(self.config.batch.tokens, self.config.batch.tokens),
@@ -237,8 +237,8 @@ class _Run:
         )
         # A resumed run is refused nothing: it ends late rather than not at all.
         budget = TimeBudget(None if self.resumed else self.wall_limit(), self.clock.seconds)
-        settler = Settler(self.config, self.stepper, self.modelled_memory, self.say, budget)
-        fits, dry_seconds = settler.settle(self.stage_plans, self.recorded.get("fit"))
+        finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.say, budget)
+        fits, dry_seconds = finder.find(self.stage_plans, self.recorded.get("fit"))
         stages = [
             StageWork(
                 until=plan.stage.until,
@@ -276,7 +276,7 @@ class _Run:
         plan = self.first_plan(stages)
         facts = self.facts(plan, fits, stages)
         self.stepper.optimizer = self.build_optimizer(facts["scaling_tokens"], mean_tokens(stages))
-        keeper = CheckpointKeeper(
+        keeper = Checkpointer(
             self.run,
             self.config,
             self.world,
@@ -303,13 +303,13 @@ class _Run:
         write_plan(plan)
         if progress is None:
             # Proves at once that the disk takes a checkpoint, and shows how long that is.
-            progress = Progress()
+            progress = TrainProgress()
             began = time.perf_counter()
             keeper.save(progress, self.clock.seconds())
             facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
             write_plan(plan)
 
-        hooks: list[Hook] = []
+        hooks: list[StepLogger] = []
         if self.world.first:
             resolved = self.config.model_dump(mode="json")
             hooks = [MetricsFile(self.run), Terminal(progress.step, plan.total_steps(progress.step))]
@@ -345,13 +345,13 @@ class _Run:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             go_on = self.watch.go_on or f"{self.objective.command} --resume"
             self.say(f"{status}: saved at step {trainer.progress.step}; go on with: {go_on} {self.run.path}")
-            return Outcome(self.run, status, {}, self.world.first)
+            return RunOutcome(self.run, status, {}, self.world.first)
         if trainer.progress.step != restored:  # else it was stopped while finishing: that checkpoint is there
             keeper.save(trainer.progress, self.clock.seconds())
         # What is evaluated and exported is the configuration's model, not a stage's.
         self.stepper.set_window(None)
         self.precision.use(False)
-        return Outcome(self.run, status, self.finish(trainer), self.world.first)
+        return RunOutcome(self.run, status, self.finish(trainer), self.world.first)
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
         """Evaluate on everything, sample, export, and write the summary. Every rank calls this."""
@@ -387,7 +387,7 @@ class _Run:
         if self.world.first:
             self.run.event(text)
 
-    def restore(self, keeper: CheckpointKeeper) -> Progress | None:
+    def restore(self, keeper: Checkpointer) -> TrainProgress | None:
         if not self.resumed:
             return None
         progress = keeper.load_newest()
@@ -479,10 +479,10 @@ class _Run:
         if self.world.device.type != "cpu" or took <= self.session.budget.share(MEASURE_SHARE / 5):
             self.measure(tokens)
 
-    def measure(self, max_tokens: int | None) -> Measured:
+    def measure(self, max_tokens: int | None) -> Evaluation:
         """The objective's own measure on the validation split."""
         began = time.perf_counter()
-        with self.precision.plain():
+        with self.precision.high_precision():
             measured = self.objective.measure(self.session, max_tokens)
         if self.world.sharded:
             parallel.reshard(self.model)

@@ -26,7 +26,7 @@ from deskside.evaluate.bpb import evaluate_dataset
 from deskside.kernels.attention import AttentionContext
 from deskside.serve.chat import ChatOptions, Conversation
 from deskside.train import training_run
-from deskside.train.prepare.batch_size_finder import Settler
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.utils.errors import UsageError
 from deskside.weights.load import load_model
 from tests.align import tiny
@@ -244,7 +244,7 @@ def test_killed_before_the_first_checkpoint_it_starts_over(
     for when in ("planning", "saving"):
         with monkeypatch.context() as patch, within(place), pytest.raises(tiny.Killed):
             if when == "planning":
-                patch.setattr(Settler, "settle", killed)
+                patch.setattr(BatchSizeFinder, "settle", killed)
                 # A killed process removes nothing.
                 patch.setattr(training_run, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
             else:

@@ -14,7 +14,7 @@ from deskside.data import tokenizer as bpe
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.train.loop.step import Stepper
-from deskside.train.state.checkpointer import CheckpointKeeper
+from deskside.train.state.checkpointer import Checkpointer
 from deskside.weights.hf import save_hf
 
 RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "2 steps")
@@ -104,7 +104,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
         def killed(*_: Any) -> None:
             raise Killed
 
-        monkeypatch.setattr(CheckpointKeeper, "save", killed)
+        monkeypatch.setattr(Checkpointer, "save", killed)
         return
     run = Stepper.run
 

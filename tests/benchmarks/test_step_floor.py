@@ -10,7 +10,7 @@ from deskside.budget.shape import matmul_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.recipes import RECIPES, recipe_named
 from deskside.config.run import RunConfig
-from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.attention_backends import AttentionBackends
 
 
 def _config(**config: object) -> RunConfig:
@@ -55,7 +55,7 @@ def test_measured_on_this_device() -> None:
     torch.set_num_threads(1)
     config = configuration({"preset": "demo", "tokens": 1024, "precision": "fp32"})
     device = torch.device("cpu")
-    found = step_floor.measure(config, "fp32", True, Attention("sdpa"), 1024, torch.float32, device)
+    found = step_floor.measure(config, "fp32", True, AttentionBackends("sdpa"), 1024, torch.float32, device)
     assert {"gemm", "attention", "elementwise", "loss", "memory", "embedding", "optimizer"} == set(
         found["kinds"]
     )

@@ -31,7 +31,7 @@ from deskside.model.transformer import Transformer
 from deskside.ops.lora import Adapter
 from deskside.optim.build import build
 from deskside.precision.adapters import attach, trained_parameters
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.precision.frozen import stored_bytes
 from deskside.train.prepare.activation_checkpointing import recompute
 from tests.budget.test_memory_oracle import SMALL
@@ -154,7 +154,7 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
     assert spec.adapter is not None
     with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps its table of quantiles
         model = adapted(shape, spec.adapter)
-        apply(model, spec.precision)
+        convert(model, spec.precision)
         recompute(model.layers, spec.activation_checkpointing)
         optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
         optimizer.set_progress(1.0, 0.0, 1)

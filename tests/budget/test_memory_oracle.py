@@ -25,7 +25,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.train.prepare.activation_checkpointing import recompute
 
 SMALL = {
@@ -55,7 +55,7 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
     """One optimiser step under the tracker, its passes one after another as `train.step.Stepper` does them."""
     with FakeTensorMode():
         model = Transformer(shape)
-        apply(model, spec.precision)
+        convert(model, spec.precision)
         recompute(model.layers, spec.activation_checkpointing)
         optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
         optimizer.set_progress(1.0, 0.0, 1)

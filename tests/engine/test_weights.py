@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from deskside.engine.weights import inference_copy, refresh
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.utils.errors import UsageError
 from tests.engine.test_generate import VARIANTS, make
 
@@ -24,7 +24,7 @@ TOKENS = torch.arange(24).view(2, 12)
 def test_the_copy_computes_what_the_model_does(name: str, recipe: str) -> None:
     """Also in BF16, where the model casts its float32 weights at every use: to the last bit."""
     model = make(**VARIANTS[name])
-    apply(model, recipe)
+    convert(model, recipe)
     copy = inference_copy(model)
     assert torch.equal(copy(TOKENS), model(TOKENS))
     before = {name: parameter.data_ptr() for name, parameter in copy.named_parameters()}
@@ -55,7 +55,7 @@ class InHalf(TorchDispatchMode):
 def test_the_copy_never_takes_the_memory_of_float32() -> None:
     """It is made beside training, on a card that training fills."""
     model = make()
-    apply(model, "bf16")
+    convert(model, "bf16")
     with InHalf(model.parameters()):
         copy = inference_copy(model)
     assert copy.embed.weight.dtype == torch.bfloat16
@@ -63,7 +63,7 @@ def test_the_copy_never_takes_the_memory_of_float32() -> None:
 
 def test_the_engine_runs_on_the_copy() -> None:
     model = make()
-    apply(model, "bf16")
+    convert(model, "bf16")
     copy = inference_copy(model)
     engine = Engine(copy, max_batch=2, max_tokens=128)
     asked = [Request((1, 2, 3), 8), Request((50, 4), 8)]

@@ -18,9 +18,9 @@ from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
 from deskside.optim.build import build
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.precision.frozen import FrozenLinear, freeze
-from deskside.train.state.init_weights import Initial
+from deskside.train.state.init_weights import InitialWeights
 from deskside.weights import frozen_base
 from deskside.weights.load import load_model
 from tests.gpu.card import DEVICE, NEEDS_CARD, config
@@ -76,7 +76,7 @@ def step_of(
     initialize(plain, 0)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     model = frozen_base.make(SHAPE, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
-    apply(model, "bf16")
+    convert(model, "bf16")
     optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 1)
     optimizer.create_state()
@@ -121,7 +121,7 @@ def test_compiled_blocks_compute_the_same_and_memory_is_as_modelled(format: Any)
 def test_a_run_learns(format: Any, data: Path, tmp_path: Path) -> None:
     train(tmp_path, config(data, schedule={"length": "60 steps"}), "base")
     pretrained = tmp_path / "base"
-    initial = Initial.of(load_model(pretrained), str(pretrained))
+    initial = InitialWeights.of(load_model(pretrained), str(pretrained))
     wanted = config(
         data,
         adapter={"rank": 8, "base": format},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deskside.kernels.attention import AttentionContext
 from deskside.ops.linear import Embedding, Linear
-from deskside.precision import apply, check
+from deskside.precision import check, convert
 from deskside.precision.backends import torchao, transformer_engine
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
@@ -61,7 +61,7 @@ def products(recipe: str, passes: int = 1, **options: Any) -> tuple[Tensor, ...]
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     model = model.to(DEVICE)
-    applied = apply(model, recipe, **options)
+    applied = convert(model, recipe, **options)
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(512, 384, generator=generator).to(DEVICE).bfloat16() for _ in range(passes)]
     output = torch.empty(0)

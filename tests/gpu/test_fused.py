@@ -87,7 +87,7 @@ def test_a_cast_gives_the_same_bytes(shape: tuple[int, int], dtype: torch.dtype,
     assert torch.equal(found.columns.view(torch.uint8), truth.columns.view(torch.uint8))
     assert torch.equal(ours.amax, theirs.amax)
     wide = torch.zeros(shape[1], shape[0] + 64, dtype=dtype, device=card.DEVICE)
-    fused.turn(found.rows, wide[:, 32:-32])
+    fused.transpose(found.rows, wide[:, 32:-32])
     bytes_of = wide.view(torch.uint8)
     assert torch.equal(bytes_of[:, 32:-32], found.rows.view(torch.uint8).T)
     assert not bool(bytes_of[:, :32].any()) and not bool(bytes_of[:, -32:].any())
@@ -106,8 +106,8 @@ def test_a_value_that_is_not_finite_is_noted(value: float) -> None:
 def test_casts_by_row_and_column(shape: tuple[int, int]) -> None:
     x = random(*shape)
     x[3] = 0
-    largest = fused.largest_both(x)
-    for ours, theirs in zip(largest, reference.largest_both(x), strict=True):
+    largest = fused.row_col_amax(x)
+    for ours, theirs in zip(largest, reference.row_col_amax(x), strict=True):
         assert torch.equal(ours, theirs)
     scales = [torch.where(a > 0, 448 / a, 1.0) for a in largest]
     found, truth = fused.cast_both(x, E4, *scales), reference.cast_both(x, E4, *scales)

@@ -16,7 +16,7 @@ from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.decode import gather, paged_attention
 from deskside.model.block import AS_WRITTEN
 from deskside.model.transformer import Transformer
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
 from tests.gpu.card import DEVICE, NEEDS_CARD
 
@@ -124,7 +124,7 @@ def test_bf16_takes_the_best_token_of_the_uncached_model(name: str) -> None:
     """Two tokens can be equal in bfloat16's eight bits. So the choice may differ from the uncached argmax, but where
     it does, the uncached logit must be as good up to rounding; and that must be rare."""
     model = card_model(name)
-    apply(model, "bf16")
+    convert(model, "bf16")
     results = generate(model, PROMPTS, max_new_tokens=NEW)
     same, all_of_them = 0, 0
     for prompt, result in zip(PROMPTS, results, strict=True):

@@ -4,8 +4,8 @@ import time
 
 import torch
 
-from deskside.train.loop.device_timer import Moment
-from deskside.train.loop.step import Numbers
+from deskside.train.loop.device_timer import DeviceEvent
+from deskside.train.loop.step import StepMetrics
 from tests.gpu.card import DEVICE, NEEDS_CARD, spin
 
 pytestmark = NEEDS_CARD
@@ -13,7 +13,7 @@ pytestmark = NEEDS_CARD
 
 def use_page_locked_memory(values: torch.Tensor) -> None:
     """The first steps of a run allocate it, which may wait for the card; all others use it again."""
-    for numbers in [Numbers(values) for _ in range(4)]:
+    for numbers in [StepMetrics(values) for _ in range(4)]:
         assert numbers.read() == (1.5, 2.25, False)
 
 
@@ -22,10 +22,10 @@ def test_reading_waits_for_this_step_alone() -> None:
     use_page_locked_memory(values)
     torch.cuda.synchronize()
 
-    step = Numbers(values)
+    step = StepMetrics(values)
     values.copy_(torch.tensor([7.0, 8.0, 1.0], device=DEVICE))  # the next step writes to the same place
     spin(1000)
-    following = Numbers(values)
+    following = StepMetrics(values)
     launched = torch.cuda.Event()
     launched.record()
     assert step.read() == (1.5, 2.25, False)
@@ -38,12 +38,12 @@ def test_a_step_ends_when_the_card_is_done_and_not_when_it_is_read() -> None:
     use_page_locked_memory(values)
     torch.cuda.synchronize()
 
-    begin = Moment(values.device)
+    begin = DeviceEvent(values.device)
     spin(20)
-    step = Numbers(values)
+    step = StepMetrics(values)
     launched = time.perf_counter()
     spin(20)
-    following = Numbers(values)
+    following = StepMetrics(values)
     time.sleep(1.0)
     assert following.read() == step.read() == (1.5, 2.25, False)
     assert time.perf_counter() - launched >= 1.0

@@ -11,10 +11,15 @@ from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext, document_positions
 from deskside.model.transformer import Transformer
 from deskside.precision import check
-from deskside.precision.apply import Applied, apply, restore
+from deskside.precision.convert import QuantizedModel, convert, restore
 from deskside.precision.products import Kind, product
 from deskside.precision.quantized_linear import Quantizer, Shared
-from deskside.precision.quantized_operand import Draws, Prepared, cast_with_scales_of_rows, prepare
+from deskside.precision.quantized_operand import (
+    Draws,
+    QuantizedOperand,
+    cast_with_scales_of_rows,
+    quantize_operand,
+)
 from deskside.precision.scales import OWN_STEPS, DelayedScales
 from deskside.precision.selfcheck import check_head
 from tests.gpu import card
@@ -61,7 +66,7 @@ def test_the_self_check_passes(name: str) -> None:
 SIZES = {"output": (512, 256, 384), "input_gradient": (512, 384, 256), "weight_gradient": (256, 384, 2048)}
 
 
-def dequantized(x: Prepared) -> Tensor:
+def dequantized(x: QuantizedOperand) -> Tensor:
     """In the tensor's own orientation if it is stored so, else transposed."""
     values = x.values.double()
     if x.scale is None:
@@ -86,12 +91,15 @@ def test_fp8_products(scaling: str, kind: Kind, native: bool) -> None:
     a = torch.randn(rows, summed, device=card.DEVICE).bfloat16()
     b = torch.randn(columns, summed, device=card.DEVICE).bfloat16()
     if kind == "output":
-        x, y = prepare(a, left, "columns", draws, 0), prepare(b, right, "columns", draws, 0)
+        x, y = quantize_operand(a, left, "columns", draws, 0), quantize_operand(b, right, "columns", draws, 0)
     elif kind == "input_gradient":
-        x, y = prepare(a, left, "columns", draws, 0), prepare(b.T.contiguous(), right, "rows", draws, 0)
+        x, y = (
+            quantize_operand(a, left, "columns", draws, 0),
+            quantize_operand(b.T.contiguous(), right, "rows", draws, 0),
+        )
     else:
-        x = prepare(a.T.contiguous(), left, "rows", draws, 0)
-        y = prepare(b.T.contiguous(), right, "rows", draws, 0)
+        x = quantize_operand(a.T.contiguous(), left, "rows", draws, 0)
+        y = quantize_operand(b.T.contiguous(), right, "rows", draws, 0)
     truth = dequantized(x) @ dequantized(y).T
     assert truth.shape == (rows, columns)
     low = product(kind, x, y, torch.bfloat16, native)
@@ -114,9 +122,9 @@ def test_nvfp4_products(scaling: str, kind: Kind) -> None:
     shape_b = (columns, summed) if kind == "output" else (summed, columns)
     a, b = (torch.randn(*s, device=card.DEVICE).bfloat16() for s in (shape_a, shape_b))
     along_a, along_b = ("rows" if s[0] == summed else "columns" for s in (shape_a, shape_b))
-    x, y = prepare(a, left, along_a, draws, 0), prepare(b, right, along_b, draws, 0)  # type: ignore[arg-type]
+    x, y = quantize_operand(a, left, along_a, draws, 0), quantize_operand(b, right, along_b, draws, 0)  # type: ignore[arg-type]
     for made, given, operand, along in ((x, a, left, along_a), (y, b, right, along_b)):
-        exact = prepare(given.cpu(), operand, along, draws, 0)  # type: ignore[arg-type]
+        exact = quantize_operand(given.cpu(), operand, along, draws, 0)  # type: ignore[arg-type]
         assert torch.equal(made.values.cpu(), exact.values)
         assert made.scale is not None and exact.scale is not None
         assert torch.equal(made.scale.cpu(), exact.scale)
@@ -184,7 +192,7 @@ def test_bf16_halves_against_float64(changes: dict[str, Any]) -> None:
     errors = {}
     for fused_halves in (False, True):
         model = on_card(make(**changes))
-        applied = apply(model, "bf16", fused=fused_halves)
+        applied = convert(model, "bf16", fused=fused_halves)
         low, found = backward(model, context)
         errors[fused_halves] = error_and_slope(found, truth)
         assert low == pytest.approx(loss, rel=0.01)
@@ -200,7 +208,7 @@ def test_documents_of_packed_rows() -> None:
     options = {"positions_BT": document_positions(cu_seqlens, B, T)}
     truth = backward(on_card(make(torch.float64)), context, **options)[1]
     model = on_card(make())
-    apply(model, "bf16", fused=True)
+    convert(model, "bf16", fused=True)
     error, slope = error_and_slope(backward(model, context, **options)[1], truth)
     assert error < 0.05 and slope == pytest.approx(1, abs=0.01)
 
@@ -210,19 +218,21 @@ def test_recipes_on_the_card_are_those_of_a_cpu(name: str) -> None:
     """Loss and size of the gradients' errors; native products where there are some, and emulated ones."""
     loss, truth = backward(fresh())
     model = fresh()
-    expected = steps(model, apply(model, everywhere(name), fused=True, native=False), truth)
+    expected = steps(model, convert(model, everywhere(name), fused=True, native=False), truth)
     for native in (True, False):
         if native and (name not in FP8 or not check(name, card.DEVICE, native=True).ok):
             continue
         model = on_card(fresh())
-        applied = apply(model, everywhere(name), fused=True, native=native)
+        applied = convert(model, everywhere(name), fused=True, native=native)
         for (low, error, slope), (_, wanted, _) in zip(steps(model, applied, truth), expected, strict=True):
             assert low == pytest.approx(loss, rel=1e-3)
             assert error == pytest.approx(wanted, rel=0.1)
             assert slope == pytest.approx(1, abs=0.01)
 
 
-def steps(model: Transformer, applied: Applied, truth: dict[str, Tensor]) -> list[tuple[float, float, float]]:
+def steps(
+    model: Transformer, applied: QuantizedModel, truth: dict[str, Tensor]
+) -> list[tuple[float, float, float]]:
     made = []
     for step in range(1, OWN_STEPS + 2):
         applied.begin_step(step)
@@ -237,7 +247,7 @@ def steps(model: Transformer, applied: Applied, truth: dict[str, Tensor]) -> lis
 def test_what_is_recomputed_is_the_same(name: str) -> None:
     """Scales, signs and stochastic rounding are those of the first time; only an embedding's sums may be reordered."""
     model = on_card(make())
-    applied = apply(model, everywhere(name), fused=True)
+    applied = convert(model, everywhere(name), fused=True)
     made = []
     for rung in ("none", "block"):
         applied.recompute(rung)
@@ -257,7 +267,7 @@ def test_converted_weights_are_kept_for_a_step_and_no_longer(name: str) -> None:
     for cache in (True, False):
         model = on_card(make())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        applied = apply(model, everywhere(name), fused=True, cache=cache)
+        applied = convert(model, everywhere(name), fused=True, cache=cache)
         losses[cache] = []
         for step in (1, 2, 3):
             applied.begin_step(step)
@@ -277,7 +287,7 @@ def test_weight_gradients_are_added_inside_of_their_product() -> None:
     model = on_card(fresh())
     truth = None
     for inside in (False, True):
-        apply(model, "bf16", fused=True, accumulate_inside=inside)
+        convert(model, "bf16", fused=True, accumulate_inside=inside)
         found = backward(model, SDPA, passes=4)[1]
         truth = truth or {n: t.double() for n, t in found.items()}
         assert worst(found, truth) < 5e-3
@@ -298,7 +308,7 @@ def test_the_head_in_fp8(native: bool) -> None:
         native_fp8()
     model = on_card(fresh(vocab_size=4096))
     loss, truth = backward(model, SDPA)
-    apply(model, "fp8-delayed", fused=True, native=native, head=True).begin_step(1)
+    convert(model, "fp8-delayed", fused=True, native=native, head=True).begin_step(1)
     low, found = backward(model, SDPA)
     error, slope = error_and_slope(found, truth)
     assert low == pytest.approx(loss, rel=1e-3)
@@ -308,7 +318,7 @@ def test_the_head_in_fp8(native: bool) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_trouble(value: float) -> None:
     model = on_card(make())
-    applied = apply(model, everywhere("fp8-delayed"), fused=True)
+    applied = convert(model, everywhere("fp8-delayed"), fused=True)
     for step in range(1, OWN_STEPS + 1):
         applied.begin_step(step)
         backward(model, SDPA)

@@ -68,14 +68,14 @@ def main() -> None:
     found["a NaN is noted"] = 0.0 if a.amax.isinf() else 1.0
     found["cast fp8"] = error(launch.cast_fp8(residual, cast(E5)), reference.cast_fp8(residual, cast(E5)))
     scales = (torch.rand(N) + 10, torch.rand(D) + 10)
-    found["largest_both"] = error(launch.largest_both(residual), reference.largest_both(residual))
+    found["row_col_amax"] = error(launch.row_col_amax(residual), reference.row_col_amax(residual))
     ours, truth = (module.cast_both(residual, E4, *scales) for module in (launch, reference))
     for part in ("rows", "columns"):
         found[f"cast_both fp8 {part}"] = error(getattr(ours, part).float(), getattr(truth, part).float())
     wide = torch.zeros(D, N + 24, dtype=torch.uint8).view(E5)
     truth = torch.nn.functional.pad(ours.rows.view(torch.uint8).T, (8, 16))
-    launch.turn(ours.rows.view(E5), wide[:, 8:-16])
-    found["turn"] = float((wide.view(torch.uint8) != truth).sum())
+    launch.transpose(ours.rows.view(E5), wide[:, 8:-16])
+    found["transpose"] = float((wide.view(torch.uint8) != truth).sum())
     sums(found)
     rope(found)
     gated(found)

@@ -16,8 +16,8 @@ from torch import Tensor
 from deskside.kernels import decode
 from deskside.kernels.attention import (
     BACKENDS,
+    AttentionBackend,
     AttentionContext,
-    Backend,
     Requirements,
     choose,
     decode_attention,
@@ -267,7 +267,7 @@ def test_choose_rejects_a_broken_backend(fault: str) -> None:
             return right * torch.nan
         return ZeroGradient.apply(q, k, v, right.detach())
 
-    register(Backend("broken", broken, frozenset({"cpu"}), frozenset({torch.float32})))
+    register(AttentionBackend("broken", broken, frozenset({"cpu"}), frozenset({torch.float32})))
     try:
         choice = choose(need(), ["broken", "sdpa"])
         assert choice.name == "sdpa" and "broken" not in choice.seconds

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from deskside.kernels.attention import (
     BACKENDS,
+    AttentionBackend,
     AttentionContext,
-    Backend,
-    Pair,
+    FwdBwd,
     Requirements,
     attention_backward,
     attention_forward,
@@ -134,7 +134,7 @@ def zero_gradient() -> Iterator[str]:
         return o.detach(), (o, *leaves)
 
     cpu, floats = frozenset({"cpu"}), frozenset({torch.float32})
-    register(Backend("half right", exact.function, cpu, floats, pair=Pair(forward, backward)))
+    register(AttentionBackend("half right", exact.function, cpu, floats, pair=FwdBwd(forward, backward)))
     yield "half right"
     del BACKENDS["half right"]
 

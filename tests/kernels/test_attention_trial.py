@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention import BACKENDS, AttentionContext, Backend, Pair, choose
+from deskside.kernels.attention import BACKENDS, AttentionBackend, AttentionContext, FwdBwd, choose
 from deskside.kernels.attention.context import register
 from tests.kernels.test_attention import need
 
@@ -34,7 +34,7 @@ class Device:
         assert enable_timing
         return Event(self)
 
-    def backend(self, host: float, work: float) -> Backend:
+    def backend(self, host: float, work: float) -> AttentionBackend:
         """A backend whose forward and backward each cost this, in hand-written gradients; it has no other way."""
 
         def forward(*inputs: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -49,7 +49,9 @@ class Device:
         def function(*inputs: Any) -> Tensor:
             raise AssertionError("the default step calls the pair")
 
-        return Backend("made up", function, frozenset({"cuda"}), frozenset(), pair=Pair(forward, backward))
+        return AttentionBackend(
+            "made up", function, frozenset({"cuda"}), frozenset(), pair=FwdBwd(forward, backward)
+        )
 
 
 class Event:
@@ -69,7 +71,9 @@ class Event:
         return 1e3 * (end.seconds - self.seconds)
 
 
-def timed(device: Device, backend: Backend, monkeypatch: pytest.MonkeyPatch, best: float = 1.0) -> float:
+def timed(
+    device: Device, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch, best: float = 1.0
+) -> float:
     monkeypatch.setattr(torch.cuda, "Event", device.Event)
     inputs: Any = [SimpleNamespace(device=torch.device("cuda"))] * 4
     seconds: float = choosing._time(backend, AttentionContext(), inputs, best)
@@ -104,7 +108,7 @@ def test_on_a_gpu_what_is_far_slower_is_not_timed_on(
 )
 def test_of_two_that_are_level_the_one_with_a_pair_is_taken(pair: float, plain: float, name: str) -> None:
     reference = BACKENDS["reference"]
-    made = Pair(lambda *inputs: (inputs[0], ()), lambda *inputs: inputs[:3])
+    made = FwdBwd(lambda *inputs: (inputs[0], ()), lambda *inputs: inputs[:3])
     register(replace(reference, name="pair", pair=made))
     register(replace(reference, name="plain", pair=None))
     try:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deskside.kernels.attention import AttentionContext
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 
 
@@ -19,7 +19,7 @@ from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 def test_bf16_recipe_reaches_everything(changes: dict[str, Any]) -> None:
     model = make(**changes)
     full = model(tokens())
-    apply(model, "bf16")
+    convert(model, "bf16")
     dtypes = set()
     hooks = [
         m.register_forward_hook(lambda _m, _i, o: dtypes.add(o.dtype))

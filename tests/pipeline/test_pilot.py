@@ -37,7 +37,7 @@ def train(
     target: float | None = None,
     hours: float = 1.0,
     **changes: Any,
-) -> tuple[Pilot, training_run.Outcome]:
+) -> tuple[Pilot, training_run.RunOutcome]:
     journal = road(folder, hours)
     config = tiny_run.config(data, **{"schedule": {"length": f"{STEPS} steps"}, **changes})
     pilot = Pilot(journal, config, plan or {}, target)

@@ -19,7 +19,7 @@ from deskside.ops.lora import Adapter
 from deskside.optim.build import build
 from deskside.optim.groups import classify
 from deskside.precision.adapters import attach, trained_parameters
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.precision.frozen import FrozenLinear
 from deskside.utils.errors import UsageError
 from tests.optim.models import NO_SCALING
@@ -97,9 +97,11 @@ def test_initial_values_are_of_seed_and_name_alone() -> None:
 @pytest.mark.parametrize("base", FORMATS)
 def test_the_hand_written_halves_leave_adapted_blocks_alone(base: Any) -> None:
     model = adapted(base)
-    applied = apply(model, "bf16", fused=True)
+    applied = convert(model, "bf16", fused=True)
     assert not any(applied.covers(half) for block in model.layers for half in (block.attn, block.mlp))
-    assert all(block.attn.execution is None and block.mlp.execution is None for block in model.layers)
+    assert all(
+        block.attn.forward_override is None and block.mlp.forward_override is None for block in model.layers
+    )
 
 
 @pytest.mark.parametrize("base", FORMATS)
@@ -107,7 +109,7 @@ def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
     """Whatever dtype is frozen: its values, in float32 products."""
     model = adapted(base)
     whole = copy.deepcopy(model).float()
-    apply(model, "fp32")
+    convert(model, "fp32")
     assert model.activation_dtype == torch.float32
     torch.testing.assert_close(model(TOKENS), whole(TOKENS), rtol=1e-6, atol=1e-6)
 
@@ -122,7 +124,7 @@ def test_compiled_blocks_compute_the_same_and_keep_no_dense_weights(base: Any, f
         for parameter in model.parameters():
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.1)
-        apply(model, "bf16")
+        convert(model, "bf16")
         if compiled:
             for block in model.layers:
                 block.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
@@ -153,7 +155,7 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.5)
-    applied = apply(model, "fp32", seed=3)
+    applied = convert(model, "fp32", seed=3)
 
     def loss_of(step: int) -> float:
         applied.begin_step(step)

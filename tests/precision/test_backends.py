@@ -18,7 +18,7 @@ from deskside.config.recipes import RECIPES, recipe_named
 from deskside.config.sections import BACKEND_RECIPES
 from deskside.kernels.attention import AttentionContext
 from deskside.ops.linear import Embedding, Linear
-from deskside.precision import Applied, apply, backends, check, restore
+from deskside.precision import QuantizedModel, backends, check, convert, restore
 from deskside.precision.backends import torchao, transformer_engine
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
@@ -66,7 +66,7 @@ def test_the_configuration_names_what_the_adapters_have() -> None:
 @pytest.mark.parametrize("backend", ["torchao", "transformer-engine"])
 def test_a_recipe_without_counterpart_is_refused_by_name(backend: str) -> None:
     with pytest.raises(UsageError, match=f"{backend} has no recipe nvfp4-eden; use one of fp8-") as refused:
-        apply(small(), "nvfp4-eden", backend=backend)
+        convert(small(), "nvfp4-eden", backend=backend)
     assert all(name in str(refused.value) for name in BACKEND_RECIPES[backend])
 
 
@@ -82,12 +82,12 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError, match=rf"{backend}.*pip install 'deskside\[{extra}\]'"):
-        apply(small(), "fp8-tensorwise", backend=backend)
+        convert(small(), "fp8-tensorwise", backend=backend)
 
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError, match="'bitsandbytes' does not exist; use one of deskside, torchao"):
-        apply(small(), "fp8-tensorwise", backend="bitsandbytes")
+        convert(small(), "fp8-tensorwise", backend="bitsandbytes")
 
 
 # torchao
@@ -116,9 +116,9 @@ def test_tensorwise_is_our_fp8_tensorwise() -> None:
     """The same formats and scales, so the same products: up to the order of float32 sums before a BF16 rounding, and up
     to the BF16 (2^-9 = 2.0e-3 at most, 1.7e-3 on average) in which torchao's weight gradient leaves its product."""
     ours, theirs, plain = small(), small(), small()
-    apply(ours, "fp8-tensorwise", native=False)
-    assert apply(theirs, "fp8-tensorwise", backend="torchao").quantized_layers == 1
-    apply(plain, "bf16")
+    convert(ours, "fp8-tensorwise", native=False)
+    assert convert(theirs, "fp8-tensorwise", backend="torchao").quantized_layers == 1
+    convert(plain, "bf16")
     expected, got, other = products(ours), products(theirs), products(plain)
     assert off(got[0], expected[0]) < 1e-4
     assert off(got[1], expected[1]) < 1e-4
@@ -139,7 +139,7 @@ def by_rows(x: Tensor, summed: int) -> np.ndarray:
 def test_rowwise_is_e4m3_by_rows_in_all_three_products() -> None:
     """torchao rounds scales by rows down to powers of two, which ours does not: here ml_dtypes does the same."""
     model = small()
-    apply(model, "fp8-rowwise", backend="torchao")
+    convert(model, "fp8-rowwise", backend="torchao")
     x, weight, grad = model[0](torch.arange(ROWS)), model[1].weight, incoming()
     expected = (
         by_rows(x, 1) @ by_rows(weight, 1).T,
@@ -155,7 +155,7 @@ def test_the_weight_is_shared_and_gathers_gradients_of_micro_batches() -> None:
     model, first, second = small(bias=True), small(bias=True), small(bias=True)
     names = list(model.state_dict())
     for each in (model, first, second):
-        apply(each, "fp8-tensorwise", backend="torchao")
+        convert(each, "fp8-tensorwise", backend="torchao")
     assert list(model.state_dict()) == names and len(list(model.parameters())) == 3
     products(model, 1)
     products(model, 2)
@@ -175,9 +175,9 @@ def test_the_weight_is_shared_and_gathers_gradients_of_micro_batches() -> None:
 def test_a_weight_that_was_replaced_is_seen() -> None:
     """Sharding replaces a layer's parameter after the recipe was applied."""
     model, other = small(), small()
-    apply(model, "fp8-tensorwise", backend="torchao")
+    convert(model, "fp8-tensorwise", backend="torchao")
     model[1].weight = nn.Parameter(3 * model[1].weight.detach())
-    apply(other, "fp8-tensorwise", backend="torchao")
+    convert(other, "fp8-tensorwise", backend="torchao")
     got, expected = products(model), products(other)
     assert off(got[0], 3 * expected[0]) < 1e-2
     assert model[1].weight.grad is not None and off(got[2], expected[2]) < 1e-2
@@ -187,9 +187,9 @@ def test_a_weight_that_was_replaced_is_seen() -> None:
 def test_it_goes_off_and_on_and_is_taken_off() -> None:
     model, tokens = small(), torch.arange(ROWS)
     full = model(tokens)
-    applied = apply(model, "fp8-tensorwise", backend="torchao")
+    applied = convert(model, "fp8-tensorwise", backend="torchao")
     quantised = model(tokens)
-    with applied.plain():
+    with applied.high_precision():
         assert off(model(tokens), full) < 5e-3
     assert torch.equal(model(tokens), quantised) and off(quantised, full) > 0.03
     assert applied.state_dict() == {} and not applied.trouble().isnan()
@@ -201,7 +201,7 @@ def test_it_goes_off_and_on_and_is_taken_off() -> None:
 def test_a_size_that_fp8_cannot_take_is_refused() -> None:
     model = nn.Sequential(Embedding(8, 24), Linear(24, [("q_proj", 32)]))
     with pytest.raises(UsageError, match="q_proj has 24 input features, which must be divisible by 16"):
-        apply(model, "fp8-tensorwise", backend="torchao")
+        convert(model, "fp8-tensorwise", backend="torchao")
 
 
 def given(**changes: Any) -> Any:
@@ -360,7 +360,7 @@ def test_each_recipe_is_built_as_its_name_says(stand: Stand, monkeypatch: pytest
     built = {}
     for name in transformer_engine.RECIPES:
         model = small()
-        apply(model, name, backend="transformer-engine")
+        convert(model, name, backend="transformer-engine")
         model(torch.arange(ROWS))
         built[name] = stand.recipes[-1]
     assert built["fp8-delayed"].delayed() and built["fp8-delayed"].amax_compute_algo == "max"
@@ -377,7 +377,7 @@ def test_each_recipe_is_built_as_its_name_says(stand: Stand, monkeypatch: pytest
 def test_their_layers_share_our_weights(stand: Stand) -> None:
     model, tokens = small(bias=True), torch.arange(ROWS)
     full, names = model(tokens), list(model.state_dict())
-    applied = apply(model, "fp8-tensorwise", backend="transformer-engine")
+    applied = convert(model, "fp8-tensorwise", backend="transformer-engine")
     assert list(model.state_dict()) == names
     assert off(model(tokens), full) < 1e-2 and stand.inside_calls == 1
     products(model, 1)
@@ -385,7 +385,7 @@ def test_their_layers_share_our_weights(stand: Stand) -> None:
     gradient = (incoming(1).double() + incoming(2).double()).T @ model[0].weight.detach().double()
     assert off(model[1].weight.grad, gradient) < 1e-2 and model[1].weight.grad.dtype == torch.float32
     calls = stand.inside_calls
-    with applied.plain():
+    with applied.high_precision():
         model(tokens)
     restore(model)
     assert torch.equal(model(tokens), full)
@@ -397,11 +397,11 @@ def test_a_forward_pass_is_one_region(stand: Stand) -> None:
     config = given(precision={"name": "fp8-delayed", "backend": "transformer-engine"})
     world = World(torch.device("cpu"))
     model = setup.build_model(config, world, "fp8-delayed")
-    precision: Applied = setup.prepare_execution(config, model, world, "fp8-delayed").precision
+    precision: QuantizedModel = setup.prepare_execution(config, model, world, "fp8-delayed").precision
     for passes in (1, 2):
         loss_of(model).backward()
         assert stand.passes == passes and stand.inside_calls == 2 * 4 * passes
-    with precision.plain():
+    with precision.high_precision():
         loss_of(model)
     assert stand.passes == 2
 
@@ -422,15 +422,15 @@ def test_a_card_and_a_size_that_it_cannot_take_are_named(
 ) -> None:
     model = nn.Sequential(Embedding(8, 48), Linear(48, [("q_proj", 64)]))
     with pytest.raises(UsageError, match="input features divisible by 32 for nvfp4, and q_proj has 48"):
-        apply(model, "nvfp4", backend="transformer-engine")
-    apply(model, "fp8-delayed", backend="transformer-engine")
+        convert(model, "nvfp4", backend="transformer-engine")
+    convert(model, "fp8-delayed", backend="transformer-engine")
     monkeypatch.setattr(Stand, "available", ("is_fp8_available",))
     with pytest.raises(UsageError, match=r"cannot run nvfp4 on this card \(no such card\)"):
-        apply(small(), "nvfp4", backend="transformer-engine")
+        convert(small(), "nvfp4", backend="transformer-engine")
     monkeypatch.undo()
     if "transformer_engine.pytorch" not in sys.modules:
         with pytest.raises(UsageError, match="transformer-engine does not import here"):
-            apply(small(), "fp8-tensorwise", backend="transformer-engine")
+            convert(small(), "fp8-tensorwise", backend="transformer-engine")
 
 
 def test_the_signatures_are_those_of_the_sources() -> None:

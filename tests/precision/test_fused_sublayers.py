@@ -8,8 +8,8 @@ import torch
 from deskside.config.recipes import RECIPES
 from deskside.kernels.attention import AttentionContext, document_positions
 from deskside.model.block import Block
-from deskside.ops.sublayer import AttentionHalf
-from deskside.precision.apply import apply, not_covered, restore
+from deskside.ops.sublayer import AttentionSublayer
+from deskside.precision.convert import convert, not_covered, restore
 from tests.precision.small import B, T, backward, error_and_slope, everywhere, fresh, make, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
@@ -34,7 +34,7 @@ def test_float64_gradients_are_those_of_the_model(changes: dict[str, Any], backe
     model = make(torch.float64, **changes)
     context = AttentionContext(backend="reference" if changes.get("sliding_window") else backend)
     loss, truth = backward(model, context)
-    applied = apply(model, "fp32", fused=True)
+    applied = convert(model, "fp32", fused=True)
     assert all(applied.covers(half) for block in model.layers for half in (block.attn, block.mlp))
     again, found = backward(model, context)
     assert again == pytest.approx(loss, rel=1e-14)
@@ -52,7 +52,7 @@ def test_documents_of_packed_rows() -> None:
     options = {"positions_BT": document_positions(cu_seqlens, B, T)}
     truth = backward(model, context, **options)[1]
     assert worst(backward(model)[1], truth) > 1e-3  # boundaries matter
-    apply(model, "fp32", fused=True)
+    convert(model, "fp32", fused=True)
     assert worst(backward(model, context, **options)[1], truth) < 1e-13
 
 
@@ -61,11 +61,11 @@ def test_documents_of_packed_rows() -> None:
 def test_checkpointing_and_micro_batches(what: str, passes: int) -> None:
     model = make(torch.float64)
     truth = backward(model)[1]
-    applied = apply(model, "fp32", fused=True)
+    applied = convert(model, "fp32", fused=True)
     applied.recompute(what)
     for half in (half for block in model.layers for half in (block.attn, block.mlp)):
-        kind = "attention" if isinstance(half, AttentionHalf) else "mlp"
-        assert half.execution.recompute is (what in (kind, "block"))
+        kind = "attention" if isinstance(half, AttentionSublayer) else "mlp"
+        assert half.forward_override.recompute is (what in (kind, "block"))
     assert worst(backward(model, passes=passes)[1], truth) < 1e-13
 
 
@@ -80,7 +80,7 @@ def test_checkpointing_and_micro_batches(what: str, passes: int) -> None:
 def test_what_is_recomputed_is_the_same_to_the_bit(name: str, what: str) -> None:
     """Scales, signs and, in every operand of a forward, rounding are those of the first time."""
     model = make()
-    applied = apply(model, everywhere(name), fused=True, native=False)
+    applied = convert(model, everywhere(name), fused=True, native=False)
     made = []
     for rung in ("none", what):
         applied.recompute(rung)
@@ -96,7 +96,7 @@ def test_what_is_recomputed_is_the_same_to_the_bit(name: str, what: str) -> None
 def test_a_recomputation_stops_before_the_second_product() -> None:
     """Its result is the half's, which nobody needs again."""
     model = make()
-    applied = apply(model, "bf16", fused=True)
+    applied = convert(model, "bf16", fused=True)
     uses = {}
     for rung in ("none", "mlp", "block"):
         applied.recompute(rung)
@@ -122,7 +122,7 @@ BANDS = {
 def test_gradient_errors_lie_within_their_band(name: str) -> None:
     model = fresh()
     loss, truth = backward(model)
-    applied = apply(model, everywhere(name), fused=True, native=False)
+    applied = convert(model, everywhere(name), fused=True, native=False)
     assert applied.quantized_layers == (0 if name == "bf16" else 4 * len(model.layers))
     least, most = BANDS.get(name) or BANDS[name.partition("-")[0]]
     for step in (1, 2, 3):
@@ -140,7 +140,7 @@ def test_delayed_scales_of_what_begins_as_zero() -> None:
     is made of that first step would flush the gradients after it. Later ones may saturate, and keep their direction.
     """
     model = fresh()
-    applied = apply(model, everywhere("fp8-delayed"), fused=True, native=False)
+    applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(1, 7):
         optimizer.param_groups[0]["lr"] = 1e-3 * step / 40
@@ -163,7 +163,7 @@ def test_delayed_scales_of_what_begins_as_zero() -> None:
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-unbiased", "nvfp4-eden"])
 def test_rounding_differs_from_step_to_step_and_repeats(name: str) -> None:
     model = make()
-    applied = apply(model, everywhere(name), native=False, seed=5)
+    applied = convert(model, everywhere(name), native=False, seed=5)
 
     def step(number: int) -> dict[str, torch.Tensor]:
         applied.begin_step(number)
@@ -175,7 +175,7 @@ def test_rounding_differs_from_step_to_step_and_repeats(name: str) -> None:
     assert worst(step(2), first) > 0.01
     assert worst(step(1), first) == 0
     restore(model)
-    other = apply(model, everywhere(name), native=False, seed=6)
+    other = convert(model, everywhere(name), native=False, seed=6)
     other.begin_step(1)
     assert worst(backward(model)[1], first) > 0.01
 
@@ -201,10 +201,10 @@ def test_single_layers_take_what_the_halves_do_not_cover(changes: dict[str, Any]
     """Quantised layer by layer; and FP32 leaves such a model as it is."""
     model = fresh(**changes)
     truth = {n: t.double() for n, t in backward(model)[1].items()}
-    applied = apply(model, everywhere("fp8-tensorwise"), native=False)
+    applied = convert(model, everywhere("fp8-tensorwise"), native=False)
     assert applied.quantized_layers == 4 * len(model.layers)
     applied.begin_step(1)
     error, slope = error_and_slope(backward(model)[1], truth)
     assert BANDS["fp8"][0] < error < BANDS["fp8"][1] and slope == pytest.approx(1, abs=0.01)
-    apply(model, "fp32", fused=True)
+    convert(model, "fp32", fused=True)
     assert worst(backward(model)[1], truth) == 0

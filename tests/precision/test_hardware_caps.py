@@ -12,10 +12,10 @@ from torch import Tensor
 from deskside.config.recipes import RECIPES, Operand
 from deskside.ops.linear import Linear
 from deskside.precision import nvfp4, products
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.precision.formats import e2m1_decode, pack, unpack
-from deskside.precision.hardware_caps import Units, units
-from deskside.precision.quantized_operand import Prepared
+from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
+from deskside.precision.quantized_operand import QuantizedOperand
 
 pytest.importorskip("triton")
 
@@ -47,14 +47,16 @@ def fp8_on_cpu(left: Tensor, right: Tensor, alpha: Tensor, *, second: Tensor, dt
     return ((left.float() @ right.float().T) * alpha * second).to(dtype)
 
 
-def gradients(recipe: str, monkeypatch: pytest.MonkeyPatch, found: Units) -> list[Tensor]:
+def gradients(recipe: str, monkeypatch: pytest.MonkeyPatch, found: HardwareCaps) -> list[Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     layer = Linear(128, [("out", 256)])
     torch.nn.init.normal_(layer.weight, std=0.1)
     model.append(layer)
-    monkeypatch.setattr(sys.modules["deskside.precision.apply"], "units", lambda device: found)
-    applied = apply(model, replace(RECIPES[recipe], keep_first=0.0, keep_last=0.0), native=found != Units())
+    monkeypatch.setattr(sys.modules["deskside.precision.convert"], "hardware_caps", lambda device: found)
+    applied = convert(
+        model, replace(RECIPES[recipe], keep_first=0.0, keep_last=0.0), native=found != HardwareCaps()
+    )
     applied.begin_step(1)
     x = torch.randn(64, 128).repeat(2, 1).bfloat16().requires_grad_()
     y = layer(x)
@@ -71,9 +73,9 @@ def test_native_nvfp4_is_the_emulated_layer(recipe: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(quantize, "quantize_packed", packed_on_cpu)
     monkeypatch.setattr(native, "nvfp4_matmul", counted)
-    ours = gradients(recipe, monkeypatch, Units(fp4=True))
+    ours = gradients(recipe, monkeypatch, HardwareCaps(fp4=True))
     assert len(calls) == 3
-    emulated = gradients(recipe, monkeypatch, Units())
+    emulated = gradients(recipe, monkeypatch, HardwareCaps())
     for got, expected in zip(ours, emulated, strict=True):
         torch.testing.assert_close(
             got.float(), expected.float(), rtol=1e-2, atol=1e-2 * float(expected.std())
@@ -88,9 +90,9 @@ def test_fp8_as_mxfp8_is_the_plain_layer(monkeypatch: pytest.MonkeyPatch) -> Non
         return fp8_on_cpu(*arguments, **named)
 
     monkeypatch.setattr(native, "fp8_matmul", counted)
-    ours = gradients("fp8-tensorwise", monkeypatch, Units(mxfp8=True))
+    ours = gradients("fp8-tensorwise", monkeypatch, HardwareCaps(mxfp8=True))
     assert len(calls) == 3
-    plain = gradients("fp8-tensorwise", monkeypatch, Units())
+    plain = gradients("fp8-tensorwise", monkeypatch, HardwareCaps())
     for got, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(
             got.float(), expected.float(), rtol=1e-2, atol=1e-2 * float(expected.std())
@@ -104,7 +106,7 @@ def test_a_sum_that_no_block_of_32_divides_is_a_plain_product(
     taken: list[str] = []
     monkeypatch.setattr(native, "fp8_matmul", lambda *_, **__: taken.append("blocks"))
     monkeypatch.setattr(products, "_native", lambda *_: taken.append("plain"))
-    x = Prepared(torch.ones(64, size).to(torch.float8_e4m3fn), torch.ones(()))
+    x = QuantizedOperand(torch.ones(64, size).to(torch.float8_e4m3fn), torch.ones(()))
     products.product("output", x, x, torch.bfloat16, native=True, mxfp8=True)
     assert taken == ["blocks" if size == 32 else "plain"]
 
@@ -117,10 +119,10 @@ def test_the_stopwatch_is_asked_once_in_a_run(major: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_mxfp8_is_faster", lambda device: pytest.fail("timed again"))
     card = torch.device("cuda")
     for before in (True, False):
-        assert units(card, before) == Units(fp4=major > 9, mxfp8=before and major == 12)
+        assert hardware_caps(card, before) == HardwareCaps(fp4=major > 9, mxfp8=before and major == 12)
     monkeypatch.setattr(module, "_mxfp8_is_faster", lambda device: True)
-    assert units(card).mxfp8 == (major == 12)
+    assert hardware_caps(card).mxfp8 == (major == 12)
 
 
 def test_a_cpu_has_neither() -> None:
-    assert units(torch.device("cpu")) == Units(fp4=False, mxfp8=False)
+    assert hardware_caps(torch.device("cpu")) == HardwareCaps(fp4=False, mxfp8=False)

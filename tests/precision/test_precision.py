@@ -12,7 +12,7 @@ from deskside.config.recipes import RECIPES
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.norm import LayerNorm, RMSNorm
 from deskside.precision import head
-from deskside.precision.apply import apply, restore
+from deskside.precision.convert import convert, restore
 from deskside.precision.quantized_linear import Shared
 from deskside.precision.quantized_operand import Draws, cast_with_own_scale
 from deskside.precision.scales import DelayedScales
@@ -34,7 +34,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters() -> None:
     model, tokens = tiny(), torch.arange(20)
     full = model(tokens)
     assert full.dtype == torch.float32
-    apply(model, "bf16")
+    convert(model, "bf16")
     low = model(tokens)
     assert low.dtype == torch.bfloat16
     error = (low.float() - full).norm() / full.norm()
@@ -50,14 +50,14 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters() -> None:
 def test_fp32_changes_nothing() -> None:
     model, tokens = tiny(), torch.arange(20)
     full = model(tokens)
-    apply(model, "bf16")
-    apply(model, "fp32")
+    convert(model, "bf16")
+    convert(model, "fp32")
     assert torch.equal(model(tokens), full)
 
 
 def test_unknown_recipe_is_named() -> None:
     with pytest.raises(UsageError, match="'fp3'"):
-        apply(tiny(), "fp3")
+        convert(tiny(), "fp3")
 
 
 @pytest.mark.parametrize("norm", [RMSNorm(64, 1e-6), LayerNorm(64, 1e-6, bias=True)])
@@ -194,7 +194,7 @@ def test_the_heads_chunks_are_multiplied_in_groups(
     hidden = torch.randn(176, 32).bfloat16().requires_grad_()
     weight = torch.randn(48, 32, requires_grad=True)
     targets = torch.randint(48, (176,))
-    plan = head.HeadPlan(Shared(Draws(0), DelayedScales(1), False, cache=False), False)
+    plan = head.QuantizedHead(Shared(Draws(0), DelayedScales(1), False, cache=False), False)
 
     def run(chunk_tokens: int) -> tuple[Tensor, ...]:
         loss = plan(hidden, weight, targets, chunk_tokens=chunk_tokens)

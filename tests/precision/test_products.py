@@ -6,14 +6,14 @@ from torch import Tensor
 
 from deskside.config.recipes import RECIPES, Operand, Product
 from deskside.precision.products import Kind, product
-from deskside.precision.quantized_operand import Draws, Prepared, prepare
+from deskside.precision.quantized_operand import Draws, QuantizedOperand, quantize_operand
 
 N, K, M = 256, 128, 384
 KINDS: tuple[Kind, ...] = ("output", "input_gradient", "weight_gradient")
 QUANTIZED = [(name, kind) for name in RECIPES for kind in KINDS if RECIPES[name].quantized]
 
 
-def operands(kind: Kind, asked: Product) -> tuple[Prepared, Prepared, Tensor, Tensor]:
+def operands(kind: Kind, asked: Product) -> tuple[QuantizedOperand, QuantizedOperand, Tensor, Tensor]:
     """(left, right, both as matrices to be summed over their last dimension, in float64 of what they stand for)."""
     generator = torch.Generator().manual_seed(0)
 
@@ -29,14 +29,14 @@ def operands(kind: Kind, asked: Product) -> tuple[Prepared, Prepared, Tensor, Te
     else:
         tensors, along = (random(N, M), random(N, K)), ("rows", "rows")
     made = [
-        prepare(x, operand, way, draws, 7)  # type: ignore[arg-type]
+        quantize_operand(x, operand, way, draws, 7)  # type: ignore[arg-type]
         for x, operand, way in zip(tensors, (asked.left, asked.right), along, strict=True)
     ]
     wide = [summed_last(x, way) for x, way in zip(made, along, strict=True)]
     return made[0], made[1], wide[0], wide[1]
 
 
-def summed_last(x: Prepared, along: str) -> Tensor:
+def summed_last(x: QuantizedOperand, along: str) -> Tensor:
     values = x.values.double()
     if along == "rows" and not x.transposed:
         values = values.T
@@ -84,7 +84,7 @@ def test_plain_products_are_matrix_products(kind: Kind) -> None:
     assert left.scale is None and right.scale is None
     low = product(kind, left, right, torch.bfloat16, native=True)
     assert low.dtype == torch.bfloat16 and relative(low, a @ b.T) < 3e-3
-    wide = [Prepared(x.values.double()) for x in (left, right)]
+    wide = [QuantizedOperand(x.values.double()) for x in (left, right)]
     assert relative(product(kind, wide[0], wide[1], torch.float64, native=False), a @ b.T) < 1e-15
 
 
@@ -95,7 +95,9 @@ def test_scales_per_row_reach_their_own_rows() -> None:
     x[5] *= 1e6
     w[9] *= 1e-6
     by_row = asked("fp8-rowwise", "output")
-    left, right = (prepare(t, o, "columns", Draws(0), 0) for t, o in ((x, by_row.left), (w, by_row.right)))
+    left, right = (
+        quantize_operand(t, o, "columns", Draws(0), 0) for t, o in ((x, by_row.left), (w, by_row.right))
+    )
     found, truth = product("output", left, right, torch.float32, native=False), x.double() @ w.double().T
     errors = (found - truth).norm(dim=1) / truth.norm(dim=1)
     assert float(errors.max()) < 0.06

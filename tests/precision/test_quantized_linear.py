@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from deskside.config.recipes import RECIPES
 from deskside.model.transformer import Transformer
-from deskside.precision.apply import Applied, apply
-from deskside.precision.quantized_linear import LinearPlan
+from deskside.precision.convert import QuantizedModel, convert
+from deskside.precision.quantized_linear import QuantizedLinear
 from tests.precision.small import backward, everywhere, fresh, make, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 RECIPES_WITH_COPIES = ["bf16", *QUANTIZED]
 
 
-def held(applied: Applied) -> list[LinearPlan]:
+def held(applied: QuantizedModel) -> list[QuantizedLinear]:
     """Layers that hold a converted weight."""
     return [plan for plan in applied._plans if plan.converted.kept is not None]
 
 
-def weight_bytes(plan: LinearPlan) -> int:
+def weight_bytes(plan: QuantizedLinear) -> int:
     """Of what a layer holds, counting memory that two forms share once."""
     assert plan.converted.kept is not None
     own = {
@@ -34,7 +34,9 @@ def weight_bytes(plan: LinearPlan) -> int:
     return sum(own.values())
 
 
-def run(model: Transformer, applied: Applied, step: int, passes: int) -> tuple[float, dict[str, Tensor]]:
+def run(
+    model: Transformer, applied: QuantizedModel, step: int, passes: int
+) -> tuple[float, dict[str, Tensor]]:
     applied.begin_step(step)
     made = backward(model, passes=passes)
     applied.end_step()
@@ -45,7 +47,7 @@ def run(model: Transformer, applied: Applied, step: int, passes: int) -> tuple[f
 def test_a_weight_is_converted_once_per_step(name: str) -> None:
     """Forward and backward of every micro-batch hit; the first use of a step misses."""
     model, passes, steps = fresh(), 2, 2
-    applied = apply(model, everywhere(name), fused=True, native=False)
+    applied = convert(model, everywhere(name), fused=True, native=False)
     weights = 4 * len(model.layers)
     for step in range(1, steps + 1):
         run(model, applied, step, passes)
@@ -59,7 +61,7 @@ def test_without_the_cache_the_numbers_are_the_same(name: str) -> None:
     found = []
     for cache in (True, False):
         model = fresh(num_hidden_layers=2)
-        applied = apply(model, everywhere(name), fused=True, native=False, cache=cache)
+        applied = convert(model, everywhere(name), fused=True, native=False, cache=cache)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in (1, 2, 3):
             loss, gradients = run(model, applied, step, 2)
@@ -116,7 +118,7 @@ CHANGES: list[Callable[[nn.Parameter], None]] = [
 )
 def test_a_changed_weight_is_seen_in_the_next_step(name: str, change: Callable[[nn.Parameter], None]) -> None:
     model = make(num_hidden_layers=2)
-    applied = apply(model, everywhere(name), fused=True, native=False)
+    applied = convert(model, everywhere(name), fused=True, native=False)
     run(model, applied, 1, 1)
     with torch.no_grad():
         change(model.layers[1].mlp.input.projections[0].weight)  # type: ignore[union-attr, index]
@@ -126,13 +128,13 @@ def test_a_changed_weight_is_seen_in_the_next_step(name: str, change: Callable[[
 
 def uncached(model: Transformer, name: str, step: int) -> tuple[float, dict[str, Tensor]]:
     """The same step by a recipe that has nothing to remember."""
-    return run(model, apply(model, everywhere(name), fused=True, native=False, cache=False), step, 1)
+    return run(model, convert(model, everywhere(name), fused=True, native=False, cache=False), step, 1)
 
 
 def test_a_version_is_enough_within_a_step() -> None:
     """A change between two passes of one step, which autograd's version tells of."""
     model = make(num_hidden_layers=2)
-    applied = apply(model, everywhere("fp8-tensorwise"), fused=True, native=False)
+    applied = convert(model, everywhere("fp8-tensorwise"), fused=True, native=False)
     applied.begin_step(1)
     before = backward(model)[0]
     in_place(model.layers[0].attn.input.projections[0].weight)  # type: ignore[union-attr, index, arg-type]
@@ -153,7 +155,7 @@ def test_bytes_that_are_held(name: str, per_weight: int) -> None:
     from deskside.budget.formats import weight_copies
 
     model = fresh()
-    applied = apply(model, everywhere(name), fused=True, native=False)
+    applied = convert(model, everywhere(name), fused=True, native=False)
     run(model, applied, 1, 1)
     for plan in held(applied):
         assert weight_bytes(plan) == per_weight * plan.linear.weight.numel()
@@ -167,11 +169,11 @@ def test_bytes_that_are_held(name: str, per_weight: int) -> None:
 @pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4-eden"])
 def test_evaluation_leaves_no_copies_behind(name: str, fused: bool) -> None:
     model = fresh()
-    applied = apply(model, everywhere(name), fused=fused, native=False)
+    applied = convert(model, everywhere(name), fused=fused, native=False)
     run(model, applied, 1, 1)
     weights = 4 * len(model.layers)
     assert len(held(applied)) == weights
-    with applied.plain(), torch.no_grad():
+    with applied.high_precision(), torch.no_grad():
         assert not held(applied)  # the recipe's own are stale after the step
         for seed in (0, 1):
             model.loss(torch.full((2, 64), seed), torch.zeros(2, 64, dtype=torch.long))
@@ -184,7 +186,7 @@ def test_evaluation_leaves_no_copies_behind(name: str, fused: bool) -> None:
 
 def test_a_late_switch_to_bf16_drops_what_is_quantised() -> None:
     model = fresh()
-    applied = apply(model, everywhere("nvfp4"), fused=True, native=False, head=False)
+    applied = convert(model, everywhere("nvfp4"), fused=True, native=False, head=False)
     run(model, applied, 1, 1)
     applied.use(False)
     assert not held(applied)
@@ -195,7 +197,7 @@ def test_a_late_switch_to_bf16_drops_what_is_quantised() -> None:
 def test_blocks_kept_in_bf16_have_one_plan_for_both() -> None:
     model = fresh()
     recipe: Any = RECIPES["nvfp4"]  # keeps the first and the last of three
-    applied = apply(model, recipe, fused=True, native=False)
+    applied = convert(model, recipe, fused=True, native=False)
     assert applied.quantized_layers == 4
     run(model, applied, 1, 1)
     assert [plan.plain for plan in held(applied)].count(False) == 4 and len(held(applied)) == 12
@@ -203,7 +205,7 @@ def test_blocks_kept_in_bf16_have_one_plan_for_both() -> None:
 
 def test_the_heads_weight_is_converted_once_per_step_too() -> None:
     model, passes = fresh(), 4
-    applied = apply(model, everywhere("fp8-delayed"), fused=True, native=False, head=True)
+    applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False, head=True)
     for step in (1, 2):
         run(model, applied, step, passes)
     weights = 4 * len(model.layers)

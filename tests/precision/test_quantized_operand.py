@@ -10,7 +10,13 @@ from torch import Tensor
 
 from deskside.config.recipes import RECIPES, Operand
 from deskside.precision.hadamard import Along
-from deskside.precision.quantized_operand import Draws, Prepared, cast_with_own_scale, prepare, scale_of
+from deskside.precision.quantized_operand import (
+    Draws,
+    QuantizedOperand,
+    cast_with_own_scale,
+    quantize_operand,
+    scale_of,
+)
 
 DTYPES = {
     "e4m3": (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
@@ -37,7 +43,7 @@ def by_numpy(x: np.ndarray, scale: np.ndarray, kind: str) -> np.ndarray:  # type
 def test_fp8_is_that_of_ml_dtypes(kind: str, scaling: str, along: Along) -> None:
     """Summed over its rows, an operand is stored transposed; then a row of what is stored is a column."""
     x = matrix()
-    made = prepare(x, Operand(kind, scaling), along, Draws(0), 0)  # type: ignore[arg-type]
+    made = quantize_operand(x, Operand(kind, scaling), along, Draws(0), 0)  # type: ignore[arg-type]
     stored = x if along == "columns" else x.T
     assert made.transposed == (along == "rows") and made.values.is_contiguous() and made.scale is not None
     assert made.values.shape == stored.shape and made.values.dtype == DTYPES[kind][0]
@@ -81,7 +87,7 @@ def test_what_is_not_finite_comes_out_as_such(scaling: str, value: float) -> Non
     x = matrix()
     x[3, 7] = value
     operand = Operand("nvfp4" if scaling == "1x16" else "e4m3", scaling)  # type: ignore[arg-type]
-    made = prepare(x, operand, "columns", Draws(0), 0)
+    made = quantize_operand(x, operand, "columns", Draws(0), 0)
     assert made.scale is not None
     scale = made.scale[:, None] if made.scale.ndim else made.scale
     assert not bool((made.values.float() * scale).isfinite().all())
@@ -89,7 +95,7 @@ def test_what_is_not_finite_comes_out_as_such(scaling: str, value: float) -> Non
 
 def test_bf16_is_the_tensor_itself() -> None:
     x = matrix()
-    assert prepare(x, Operand("bfloat16"), "rows", Draws(0), 0) == Prepared(x)
+    assert quantize_operand(x, Operand("bfloat16"), "rows", Draws(0), 0) == QuantizedOperand(x)
 
 
 # Random numbers
@@ -125,7 +131,7 @@ def test_a_hadamard_transform_cancels_in_the_product() -> None:
     draws.begin(1)
 
     def product(which: int) -> Tensor:
-        left, right = (prepare(x, eden, "rows", draws, p) for x, p in ((a, 0), (b, which)))
+        left, right = (quantize_operand(x, eden, "rows", draws, p) for x, p in ((a, 0), (b, which)))
         assert left.scale is not None and right.scale is not None
         return left.values.double().T @ right.values.double() * (left.scale * right.scale)
 
@@ -137,7 +143,7 @@ def test_a_hadamard_transform_cancels_in_the_product() -> None:
 def test_each_tensor_is_rounded_with_numbers_of_its_own() -> None:
     stochastic = Operand("nvfp4", "1x16", rounding="stochastic")
     draws, x = Draws(0), matrix()
-    first, second = (prepare(x, stochastic, "columns", draws, 0).values for _ in range(2))
+    first, second = (quantize_operand(x, stochastic, "columns", draws, 0).values for _ in range(2))
     draws.begin(0)
-    again = prepare(x, stochastic, "columns", draws, 0).values
+    again = quantize_operand(x, stochastic, "columns", draws, 0).values
     assert torch.equal(again, first) and not torch.equal(second, first)

@@ -150,13 +150,13 @@ def test_replicas_agree_on_the_largest() -> None:
 
 def test_a_model_in_delayed_scaling_goes_on_from_its_state() -> None:
     """Gradients of the steps after a checkpoint are those of the run that went on, to the last bit."""
-    from deskside.precision.apply import apply
+    from deskside.precision.convert import convert
 
     def steps(
         count: int, state: dict[str, Any] | None = None, first: int = 1
     ) -> tuple[list[Tensor], dict[str, Any]]:
         model = fresh()
-        applied = apply(model, everywhere("fp8-delayed"), fused=True, native=False)
+        applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False)
         if state is not None:
             applied.load_state_dict(state)
         made = []

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deskside.doctor import check_attention, check_gemm, check_recipes
 from deskside.doctor.scaled_operands import FORMATS, Format, Operand
-from deskside.kernels.attention import AttentionContext, Backend, backend_named
+from deskside.kernels.attention import AttentionBackend, AttentionContext, backend_named
 from deskside.kernels.attention.context import register
 from deskside.precision import selfcheck
 
@@ -73,5 +73,7 @@ def windowless_attention() -> dict[str, Any]:
 
 
 def _attention(function: Any, window: bool) -> dict[str, Any]:
-    register(Backend("planted", function, frozenset({"cpu"}), frozenset({torch.float32}), window=True))
+    register(
+        AttentionBackend("planted", function, frozenset({"cpu"}), frozenset({torch.float32}), window=True)
+    )
     return check_attention.check("planted", window, "cpu")

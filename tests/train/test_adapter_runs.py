@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
-from deskside.train.loop.step import Numbers, Stepper
-from deskside.train.state.init_weights import Initial
+from deskside.train.loop.step import StepMetrics, Stepper
+from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import load_model
 from deskside.weights.merge import open_adapted
@@ -34,14 +34,14 @@ def pretrained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "base"
 
 
-def given(pretrained: Path) -> Initial:
-    return Initial.of(load_model(pretrained), str(pretrained))
+def given(pretrained: Path) -> InitialWeights:
+    return InitialWeights.of(load_model(pretrained), str(pretrained))
 
 
 def stop_in(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Stepper.run
 
-    def run(self: Stepper, micro_batches: list[Batch], step: int, dry: bool = False) -> Numbers:
+    def run(self: Stepper, micro_batches: list[Batch], step: int, dry: bool = False) -> StepMetrics:
         if step == last and not dry:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, micro_batches, step, dry)

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from deskside.kernels.attention import BACKENDS, AttentionContext, Requirements
-from deskside.kernels.attention.choose import Choice
+from deskside.kernels.attention.choose import BackendChoice
 from deskside.train.prepare import setup
 from deskside.train.state import finalize
 from tests.train import tiny_run
@@ -34,10 +34,10 @@ class Watched:
         for name in ("chunked", "reference", "sdpa"):
             object.__setattr__(BACKENDS[name], "function", self.counting(name, BACKENDS[name].function))
 
-    def choose(self, need: Requirements, candidates: Any) -> Choice:
+    def choose(self, need: Requirements, candidates: Any) -> BackendChoice:
         self.asked.append((need.tokens, need.window))
         name = FASTEST[need.tokens, need.window]
-        return Choice(name, {name: 1e-3}, {name: 1e-7}, {})
+        return BackendChoice(name, {name: 1e-3}, {name: 1e-7}, {})
 
     def counting(self, name: str, function: Any) -> Any:
         def counted(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:

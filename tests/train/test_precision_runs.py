@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.train.loop.step import Numbers, Stepper
+from deskside.train.loop.step import StepMetrics, Stepper
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
 
@@ -91,7 +91,7 @@ def poisoned(root: Path, config: tiny_run.RunConfig) -> None:
 
     run = Stepper.run
 
-    def counted(stepper: Stepper, batches: Any, step: int, dry: bool = False) -> Numbers:
+    def counted(stepper: Stepper, batches: Any, step: int, dry: bool = False) -> StepMetrics:
         stepper.optimizer_step = 0 if dry else step  # type: ignore[attr-defined]
         numbers = run(stepper, batches, step, dry)
         mine = torch.cat([p.detach().flatten() for p in stepper.parameters])

@@ -27,8 +27,8 @@ import deskside
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
 from deskside.train import training_run
-from deskside.train.loop.step import Numbers, Stepper
-from deskside.train.training_run import Outcome
+from deskside.train.loop.step import StepMetrics, Stepper
+from deskside.train.training_run import RunOutcome
 
 TEXT = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -81,7 +81,7 @@ class VirtualTime:
         self.now = 0.0
         original = Stepper.run
 
-        def run(stepper: Stepper, batches: list[Batch], step: int, dry: bool = False) -> Numbers:
+        def run(stepper: Stepper, batches: list[Batch], step: int, dry: bool = False) -> StepMetrics:
             self.now += seconds_of(step)
             return original(stepper, batches, step, dry)
 
@@ -93,13 +93,13 @@ class VirtualTime:
         return self.now
 
 
-def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> Outcome:
+def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> RunOutcome:
     """A new run in this process."""
     deskside.STARTED = time.perf_counter()
     return training_run.start(config, root, name, "run", "a test", **given)
 
 
-def resume(run: Path) -> Outcome:
+def resume(run: Path) -> RunOutcome:
     deskside.STARTED = time.perf_counter()
     return training_run.resume(run)
 

@@ -16,7 +16,7 @@ from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
 from deskside.model.init import InitOptions, allocate, initialize
 from deskside.model.transformer import Transformer
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import hf, load
 from deskside.weights.hf import save_hf
@@ -198,7 +198,7 @@ def test_bfloat16_gives_the_numbers_of_bf16_training(run: Path, tied: bool) -> N
     (run / "run.json").write_text(json.dumps(content))
     trained = made(10, config)
     save(run, 10, trained)
-    apply(trained, "bf16")
+    convert(trained, "bf16")
     loaded = load_model(run, dtype=torch.bfloat16)
     assert loaded.model.activation_dtype == torch.bfloat16
     assert torch.equal(loaded.model(TOKENS_BT), trained(TOKENS_BT))

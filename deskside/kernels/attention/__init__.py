@@ -1,36 +1,41 @@
 """Attention kernels behind one interface; importing this package registers them and runs nothing."""
 
 from deskside.kernels.attention import fa4, flex, reference, sdpa, varlen
-from deskside.kernels.attention.choose import Choice, choose
+from deskside.kernels.attention.choose import BackendChoice, choose
 from deskside.kernels.attention.context import (
     BACKENDS,
+    AttentionBackend,
     AttentionContext,
-    Backend,
-    Pair,
+    FwdBwd,
     Requirements,
     backend_named,
     document_ids,
     document_positions,
     prepare,
 )
-from deskside.kernels.attention.manual_backward import Saved, attention_backward, attention_forward, pair_of
+from deskside.kernels.attention.manual_backward import (
+    SavedAttention,
+    attention_backward,
+    attention_forward,
+    pair_of,
+)
 from deskside.kernels.attention.reference import decode_attention
 
 __all__ = [
     "AttentionContext",
     "Requirements",
-    "Backend",
-    "Pair",
+    "AttentionBackend",
+    "FwdBwd",
     "BACKENDS",
     "backend_named",
     "prepare",
     "choose",
-    "Choice",
+    "BackendChoice",
     "decode_attention",
     "attention_forward",
     "attention_backward",
     "pair_of",
-    "Saved",
+    "SavedAttention",
     "document_ids",
     "document_positions",
     "fa4",

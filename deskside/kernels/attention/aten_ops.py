@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionContext, Kept, Pair
+from deskside.kernels.attention.context import AttentionContext, FwdBwd, Kept
 
 
 def _cudnn_forward(
@@ -106,5 +106,5 @@ def _flash_backward(
     return dq_BTHC, dk_BTKC, dv_BTKC
 
 
-CUDNN = Pair(_cudnn_forward, _cudnn_backward)
-FLASH = Pair(_flash_forward, _flash_backward)
+CUDNN = FwdBwd(_cudnn_forward, _cudnn_backward)
+FLASH = FwdBwd(_flash_forward, _flash_backward)

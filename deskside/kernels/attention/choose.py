@@ -18,9 +18,9 @@ from torch import Tensor
 
 from deskside.kernels.attention.context import (
     BACKENDS,
+    AttentionBackend,
     AttentionContext,
-    Backend,
-    Pair,
+    FwdBwd,
     Requirements,
     backend_named,
     prepare,
@@ -40,7 +40,7 @@ LEVEL = 0.02  # share of the fastest time within which two are level: as much as
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """What was chosen and why.
 
     seconds: name -> median seconds of forward and backward, called as the default step of a GPU does
@@ -56,7 +56,7 @@ class Choice:
     rejected: dict[str, str]
 
 
-def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: int = 0) -> Choice:
+def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: int = 0) -> BackendChoice:
     """The fastest backend that computes this problem correctly here. Uses a few MiB to a few GiB for seconds.
 
     `candidates` limits the choice, and may ask for backends that are otherwise left out on this device. Raises
@@ -104,7 +104,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
     if not seconds:
         reasons = "; ".join(f"{name} {reason}" for name, reason in rejected.items())
         raise RunError(f"no attention backend works here at this shape: {reasons}")
-    return Choice(_fastest(seconds), seconds, errors, rejected)
+    return BackendChoice(_fastest(seconds), seconds, errors, rejected)
 
 
 def _fastest(seconds: dict[str, float]) -> str:
@@ -155,7 +155,7 @@ def _cut(tensors: Sequence[Tensor], part: Requirements) -> list[Tensor]:
 
 
 def _error(
-    backend: Backend,
+    backend: AttentionBackend,
     context: AttentionContext,
     inputs: list[Tensor],
     expected: list[Tensor],
@@ -211,7 +211,7 @@ def _reference(inputs: list[Tensor], context: AttentionContext, part: Requiremen
     return _forward_backward(_callable(backend, context), [t.to(exact) for t in _cut(inputs, part)])
 
 
-def _callable(backend: Backend, context: AttentionContext) -> Callable[..., Tensor]:
+def _callable(backend: AttentionBackend, context: AttentionContext) -> Callable[..., Tensor]:
     return lambda q, k, v: backend.function(q, k, v, context)
 
 
@@ -223,14 +223,14 @@ def _forward_backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> 
     return [output.detach(), *gradients([output], leaves, [grad])]
 
 
-def _explicit(pair: Pair, context: AttentionContext, inputs: list[Tensor]) -> list[Tensor]:
+def _explicit(pair: FwdBwd, context: AttentionContext, inputs: list[Tensor]) -> list[Tensor]:
     """Output and gradients of q, k, v by the pair that hand-written gradients use."""
     q, k, v, grad = inputs
     output, kept = pair.forward(q, k, v, context)
     return [output, *pair.backward(kept, grad, context)]
 
 
-def _time(backend: Backend, context: AttentionContext, inputs: list[Tensor], best: float) -> float:
+def _time(backend: AttentionBackend, context: AttentionContext, inputs: list[Tensor], best: float) -> float:
     """Median seconds of forward and backward. The check was the run to warm up.
 
     One that takes more than `HOPELESS` times the best so far is not timed any further.

@@ -47,7 +47,7 @@ Kept = tuple[Any, ...]  # what a forward keeps for its backward
 
 
 @dataclass(frozen=True)
-class Pair:
+class FwdBwd:
     """A kernel's forward and backward as plain functions, for code that writes its gradients by hand.
 
     forward: (q_BTHC, k_BTKC, v_BTKC, prepared context) -> (o_BTHC, what the backward needs).
@@ -90,7 +90,7 @@ def no_preparation(context: AttentionContext, batch: int, tokens: int, device: t
 
 
 @dataclass(frozen=True)
-class Backend:
+class AttentionBackend:
     """A kernel and what it declares to support. What it really does is for `choose` to measure."""
 
     name: str
@@ -107,7 +107,7 @@ class Backend:
     )  # devices where `choose` must be asked for it
     for_masks: bool = False  # worth trying, and compiling, only where there are windows or documents
     prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
-    pair: Pair | None = None  # None: `explicit.py` runs `function` under autograd instead
+    pair: FwdBwd | None = None  # None: `explicit.py` runs `function` under autograd instead
     package: str | None = None  # an optional distribution that it needs; also the name of deskside's extra
 
     def why_not(self, need: Requirements) -> str | None:
@@ -141,15 +141,15 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-BACKENDS: dict[str, Backend] = {}
+BACKENDS: dict[str, AttentionBackend] = {}
 
 
-def register(backend: Backend) -> None:
+def register(backend: AttentionBackend) -> None:
     """Add a backend under its name. The modules of this package register theirs when the package is imported."""
     BACKENDS[backend.name] = backend
 
 
-def backend_named(name: str) -> Backend:
+def backend_named(name: str) -> AttentionBackend:
     """Raises UsageError for a name that is not registered."""
     if name not in BACKENDS:
         raise UsageError(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, register
+from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Kept, register
 from deskside.kernels.attention.sdpa import HALF
 
 Kernel = Callable[..., Any]
@@ -195,7 +195,7 @@ def _pair_backward(
 
 
 register(
-    Backend(
+    AttentionBackend(
         "fa4",
         fa4,
         frozenset({"cuda"}),
@@ -204,6 +204,6 @@ register(
         documents=True,
         not_causal=True,
         package="flash-attn-4",
-        pair=Pair(_pair_forward, _pair_backward),
+        pair=FwdBwd(_pair_forward, _pair_backward),
     )
 )

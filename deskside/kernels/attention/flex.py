@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from deskside.kernels.attention.context import AttentionContext, Backend, document_ids, register
+from deskside.kernels.attention.context import AttentionBackend, AttentionContext, document_ids, register
 from deskside.kernels.attention.sdpa import FLOAT
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # a mask of batch, head, query, key
@@ -87,7 +87,7 @@ def _visible(causal: bool, window: int | None) -> Rule:
 
 
 register(
-    Backend(
+    AttentionBackend(
         "flex",
         flex,
         frozenset({"cuda"}),

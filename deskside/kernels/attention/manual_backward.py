@@ -1,7 +1,7 @@
 """Attention outside of autograd: a forward that hands out what its backward needs, and that backward.
 
 A block whose gradients are written by hand (one autograd.Function for half a block) calls these two. A backend that
-has its kernels as plain functions (`Backend.pair`) is called directly. For any other one, the forward runs the
+has its kernels as plain functions (`AttentionBackend.pair`) is called directly. For any other one, the forward runs the
 backend under autograd on detached inputs and the backward asks autograd for that small graph's gradients; this is
 right for every backend and costs some host time.
 """
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, backend_named
+from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Kept, backend_named
 from deskside.utils.errors import RunError
 
 
 @dataclass
-class Saved:
+class SavedAttention:
     """What one forward keeps for one backward, which empties it."""
 
-    pair: Pair
+    pair: FwdBwd
     context: AttentionContext
     kept: Kept | None
 
 
 def attention_forward(
     q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
-) -> tuple[Tensor, Saved]:
+) -> tuple[Tensor, SavedAttention]:
     """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (o_BTHC, saved). `context` has been through `prepare`.
 
     The inputs may be strided views, of one fused projection for example. They are kept, not copied: the caller must
@@ -34,10 +34,10 @@ def attention_forward(
     """
     pair = pair_of(backend_named(context.backend))
     o_BTHC, kept = pair.forward(q_BTHC, k_BTKC, v_BTKC, context)
-    return o_BTHC, Saved(pair, context, kept)
+    return o_BTHC, SavedAttention(pair, context, kept)
 
 
-def attention_backward(saved: Saved, grad_o_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(saved: SavedAttention, grad_o_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_BTHC, dk_BTKC, dv_BTKC). Frees what was saved. Raises RunError when it is called twice."""
     kept, saved.kept = saved.kept, None
     if kept is None:
@@ -45,9 +45,9 @@ def attention_backward(saved: Saved, grad_o_BTHC: Tensor) -> tuple[Tensor, Tenso
     return saved.pair.backward(kept, grad_o_BTHC, saved.context)
 
 
-def pair_of(backend: Backend) -> Pair:
+def pair_of(backend: AttentionBackend) -> FwdBwd:
     """The backend's own pair of functions, or one by way of autograd."""
-    return backend.pair or Pair(_forward_by_autograd, _backward_by_autograd)
+    return backend.pair or FwdBwd(_forward_by_autograd, _backward_by_autograd)
 
 
 def _forward_by_autograd(

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionContext, Backend, document_ids, register
+from deskside.kernels.attention.context import AttentionBackend, AttentionContext, document_ids, register
 
 QUERY_CHUNK = 256
 
@@ -93,7 +93,7 @@ def decode_attention(
 
 
 register(
-    Backend(
+    AttentionBackend(
         name="reference",
         function=reference,
         devices=frozenset({"cpu", "cuda"}),

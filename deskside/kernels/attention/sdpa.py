@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deskside.kernels.attention.aten_ops import CUDNN, FLASH, flash_windowed
 from deskside.kernels.attention.context import (
+    AttentionBackend,
     AttentionContext,
     AttentionFunction,
-    Backend,
     document_ids,
     register,
 )
@@ -99,9 +99,9 @@ flash_full = held_to(SDPBackend.FLASH_ATTENTION)
 CUDA = frozenset({"cuda"})
 
 
-register(Backend("sdpa", sdpa, frozenset({"cpu", "cuda"}), FLOAT | {torch.float64}, not_causal=True))
+register(AttentionBackend("sdpa", sdpa, frozenset({"cpu", "cuda"}), FLOAT | {torch.float64}, not_causal=True))
 register(
-    Backend(
+    AttentionBackend(
         "unplanned",
         held_to(*UNPLANNED),
         CUDA,
@@ -111,7 +111,7 @@ register(
     )
 )
 register(
-    Backend(
+    AttentionBackend(
         "chunked",
         chunked,
         frozenset({"cpu", "cuda"}),
@@ -122,8 +122,12 @@ register(
         prepare=chunk_masks,
     )
 )
-register(Backend("flash", flash, CUDA, HALF, window=True, not_causal=True, pair=FLASH))
-register(Backend("cudnn", held_to(SDPBackend.CUDNN_ATTENTION), CUDA, HALF, not_causal=True, pair=CUDNN))
+register(AttentionBackend("flash", flash, CUDA, HALF, window=True, not_causal=True, pair=FLASH))
 register(
-    Backend("efficient", held_to(SDPBackend.EFFICIENT_ATTENTION), CUDA, FLOAT, grouped=False, not_causal=True)
+    AttentionBackend("cudnn", held_to(SDPBackend.CUDNN_ATTENTION), CUDA, HALF, not_causal=True, pair=CUDNN)
+)
+register(
+    AttentionBackend(
+        "efficient", held_to(SDPBackend.EFFICIENT_ATTENTION), CUDA, FLOAT, grouped=False, not_causal=True
+    )
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels.attention.aten_ops import FLASH
-from deskside.kernels.attention.context import AttentionContext, Backend, Kept, Pair, register
+from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Kept, register
 from deskside.kernels.attention.sdpa import HALF
 
 
@@ -77,7 +77,7 @@ def _forward(
 
 
 register(
-    Backend(
+    AttentionBackend(
         "varlen",
         varlen,
         frozenset({"cuda"}),
@@ -86,6 +86,6 @@ register(
         documents=True,
         for_masks=True,
         prepare=ragged,
-        pair=Pair(_forward, FLASH.backward),
+        pair=FwdBwd(_forward, FLASH.backward),
     )
 )

@@ -23,10 +23,10 @@ __all__ = [
     "cast_fp8",
     "gated",
     "gated_backward",
-    "largest_both",
+    "row_col_amax",
     "qk_norm_rope",
     "qk_norm_rope_backward",
-    "turn",
+    "transpose",
     "writes_fp8",
 ]
 
@@ -54,9 +54,9 @@ def cast_fp8(x_NK: Tensor, cast: Cast) -> Fp8:
     return out
 
 
-def largest_both(x_NK: Tensor) -> tuple[Tensor, Tensor]:
+def row_col_amax(x_NK: Tensor) -> tuple[Tensor, Tensor]:
     """The largest magnitudes of the rows (N,) and of the columns (K,), float32, in one pass."""
-    out: tuple[Tensor, Tensor] = _backend(x_NK).largest_both(x_NK)
+    out: tuple[Tensor, Tensor] = _backend(x_NK).row_col_amax(x_NK)
     return out
 
 
@@ -67,12 +67,12 @@ def cast_both(x_NK: Tensor, dtype: torch.dtype, row_scale_N: Tensor, column_scal
     return out
 
 
-def turn(rows_NK: Tensor, out_KN: Tensor) -> None:
+def transpose(rows_NK: Tensor, out_KN: Tensor) -> None:
     """Write the transpose of an FP8 matrix, whose N is a multiple of 4.
 
     out_KN may be some columns of a wider matrix that begin at, and whose rows are, multiples of 4.
     """
-    _backend(rows_NK).turn(rows_NK, out_KN)
+    _backend(rows_NK).transpose(rows_NK, out_KN)
 
 
 def add_norm(

@@ -66,11 +66,11 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     return out
 
 
-def largest_both(x: Tensor) -> tuple[Tensor, Tensor]:
+def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K) -> (N,) and (K,)."""
     N, K = x.shape
     rows, columns = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in (N, K))
-    triton_rowwise.largest_both[(_cdiv(N, 64), _cdiv(K, 128))](x, rows, columns, N, K, 64, 128, num_warps=4)
+    triton_rowwise.row_col_amax[(_cdiv(N, 64), _cdiv(K, 128))](x, rows, columns, N, K, 64, 128, num_warps=4)
     return rows, columns
 
 
@@ -236,11 +236,13 @@ def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | N
     return fp8
 
 
-def turn(rows: Tensor, out: Tensor) -> None:
+def transpose(rows: Tensor, out: Tensor) -> None:
     """The transpose of an FP8 matrix (N, K) into (K, N), whose rows may lie apart."""
     N, K = rows.shape
     grid, words = (_cdiv(N, 128), _cdiv(K, 128)), out.view(torch.int32)
-    triton_transpose.turn[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)
+    triton_transpose.transpose[grid](
+        rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8
+    )
 
 
 def _words(fp8: Fp8) -> Tensor:

@@ -20,8 +20,8 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     return Fp8(rows, rows.T.contiguous())
 
 
-def largest_both(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `deskside.kernels.fused.largest_both`."""
+def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `deskside.kernels.fused.row_col_amax`."""
     magnitudes = x.detach().abs().float()
     return magnitudes.amax(1), magnitudes.amax(0)
 
@@ -33,8 +33,8 @@ def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor
     return Fp8(rows, (x * of_columns).clamp(-limit, limit).to(dtype).T.contiguous())
 
 
-def turn(rows: Tensor, out: Tensor) -> None:
-    """See `deskside.kernels.fused.turn`."""
+def transpose(rows: Tensor, out: Tensor) -> None:
+    """See `deskside.kernels.fused.transpose`."""
     out.copy_(rows.T)
 
 

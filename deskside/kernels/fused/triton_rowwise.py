@@ -10,7 +10,7 @@ from deskside.kernels.fused.triton_common import magnitude, pack_words, rounded_
 
 
 @triton.jit
-def largest_both(X, ROW_AMAX, COLUMN_AMAX, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def row_col_amax(X, ROW_AMAX, COLUMN_AMAX, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
     """X (N, K). ROW_AMAX (N,) and COLUMN_AMAX (K,), float32, zero before. NaN counts as infinity."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)

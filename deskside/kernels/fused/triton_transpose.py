@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def turn(X, WORDS, N, K, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def transpose(X, WORDS, N, K, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
     """X: (N, K) bytes. WORDS: (K, N / 4) int32, `stride` from row to row."""
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)

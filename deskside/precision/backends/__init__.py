@@ -19,11 +19,11 @@ from deskside.utils.errors import UsageError
 _T = TypeVar("_T")
 
 
-class Backend(Protocol):
+class PrecisionBackend(Protocol):
     """A library that carries out one recipe."""
 
     def execution(self, linear: Linear) -> Callable[[Tensor], Tensor]:
-        """What `linear.execution` is to be. Raises UsageError for sizes that the library cannot take."""
+        """What `linear.forward_override` is to be. Raises UsageError for sizes that the library cannot take."""
         ...
 
     def region(self) -> AbstractContextManager[None]:
@@ -31,7 +31,7 @@ class Backend(Protocol):
         ...
 
 
-def load(name: str, recipe: Recipe, device: torch.device) -> Backend:
+def load(name: str, recipe: Recipe, device: torch.device) -> PrecisionBackend:
     """The backend "torchao" or "transformer-engine" for a recipe on a device.
 
     Raises UsageError where the package is missing, has no counterpart of the recipe, or cannot run it on this device.

@@ -84,7 +84,7 @@ def quantized_parameters(config: RunConfig) -> int:
     """Weights whose products run in fewer than 16 bits: of the blocks that the recipe does not keep, but for
     `precision.keep`; and of the head, where it is in FP8.
 
-    Projections that share one weight stay in BF16 together (precision/apply.py).
+    Projections that share one weight stay in BF16 together (precision/convert.py).
     """
     asked, model = config.precision, config.model
     if asked.name == "auto" or not recipe_named(asked.name).quantized:

@@ -8,11 +8,11 @@ from typing import Any
 
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.stop import StopSignal
-from deskside.train.objective import Rows
+from deskside.train.objective import RowDataset
 from deskside.train.prepare.time_budget import REPORT_SECONDS, REPORT_SHARE
 
 
-class Watch:
+class Callback:
     """The base of what follows a run. Only the process with rank 0 has rows to see.
 
     spent: wall-clock seconds that this run took in earlier processes, lost steps included. go_on: the command that
@@ -22,7 +22,7 @@ class Watch:
     spent = 0.0
     go_on: str | None = None
 
-    def begin(self, run: RunDirectory, stop: StopSignal, validation: Rows) -> None:
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
         """Steps are about to begin; `stop.requested` may be set from now on."""
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
@@ -40,7 +40,7 @@ class Watch:
         return {}
 
 
-class ReportFollows(Watch):
+class ReportFollows(Callback):
     """A run whose command writes the report when the run has ended, within the same limit."""
 
     def reserve(self, limit: float | None) -> float:

@@ -9,7 +9,7 @@ import time
 import torch
 
 
-class Moment:
+class DeviceEvent:
     """The end of all work launched so far: an event of the present CUDA stream, or the time by a CPU's clock."""
 
     def __init__(self, device: torch.device):
@@ -21,12 +21,12 @@ class Moment:
         else:  # done when the call returns
             self._host = time.perf_counter()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Until the device is there."""
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: "Moment") -> float:
+    def seconds_since(self, earlier: "DeviceEvent") -> float:
         """Between two moments of one device; waits for this one."""
         if self._event is None:
             return self._host - earlier._host

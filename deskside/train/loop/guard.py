@@ -26,7 +26,7 @@ class Diverged(RunError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepCheck:
     """What the host learned about a step."""
 
     skipped: bool
@@ -57,12 +57,12 @@ class Guard:
         good = loss * 0 + norm.abs() <= limit
         return 1 - good.to(torch.float32)
 
-    def judge(self, step: int, loss: float, norm: float, skipped: bool) -> Verdict:
+    def record(self, step: int, loss: float, norm: float, skipped: bool) -> StepCheck:
         """Count a step whose numbers have reached the host."""
         if not skipped:
             self._norms.append((step, norm))
             self._in_a_row = 0
-            return Verdict(False, None, False)
+            return StepCheck(False, None, False)
         self._in_a_row += 1
         finite = loss == loss and norm == norm and abs(loss) != float("inf") and norm != float("inf")
         reason = (
@@ -71,7 +71,7 @@ class Guard:
             if finite
             else f"loss {loss} or gradient norm {norm} is not finite"
         )
-        return Verdict(True, reason, self._in_a_row >= self.config.max_skips)
+        return StepCheck(True, reason, self._in_a_row >= self.config.max_skips)
 
     def state(self) -> dict[str, Any]:
         return {"norms": [list(entry) for entry in self._norms], "in_a_row": self._in_a_row}

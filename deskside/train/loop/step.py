@@ -12,16 +12,16 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer
-from deskside.precision.apply import Applied
-from deskside.train.loop.device_timer import Moment
+from deskside.precision.convert import QuantizedModel
+from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Guard
 from deskside.train.objective import Loss, NextToken, Objective
 from deskside.train.parallel import World, set_last_micro_batch, sum_gradients
-from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import RunError
 
 
-class Numbers:
+class StepMetrics:
     """What a step came to, on its way from the device to the host: see `read`.
 
     On a GPU the copy is queued right behind the step, so that reading waits for this step and not for the next one,
@@ -35,7 +35,7 @@ class Numbers:
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-        self.end = Moment(values.device)
+        self.end = DeviceEvent(values.device)
 
     def read(self) -> tuple[float, float, bool]:
         """Wait for the step: its loss, its gradient norm, and whether it was skipped."""
@@ -47,7 +47,7 @@ class Numbers:
         return dict(zip(self._extra, self._all()[3:], strict=True))
 
     def _all(self) -> list[float]:
-        self.end.wait()
+        self.end.synchronize()
         numbers: list[float] = self._values.tolist()
         return numbers
 
@@ -64,10 +64,10 @@ class Stepper:
     guard: Guard
     world: World
     compute: ComputeConfig
-    attention: Attention
+    attention: AttentionBackends
     grad_clip: float
     parameters: Sequence[nn.Parameter]
-    precision: Applied
+    precision: QuantizedModel
     formats: PrecisionConfig
     objective: Objective = field(default_factory=NextToken)
 
@@ -97,7 +97,7 @@ class Stepper:
         )
         return self.objective.loss(self.model, batch, context, self.compute)
 
-    def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> Numbers:
+    def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
         """Step number `step` (from 1). A `dry` one computes everything and changes nothing.
 
         A dry step raises torch.OutOfMemoryError on every process where one is out of memory, or RunError when the
@@ -115,7 +115,7 @@ class Stepper:
         self.optimizer.zero_grad()
         self.precision.end_step()
         values = torch.cat((torch.stack((total, norm.to(total.dtype), skip)), sums[1:]))
-        return Numbers(values, self.objective.extras, micro_batches[0].num_valid_step)
+        return StepMetrics(values, self.objective.extras, micro_batches[0].num_valid_step)
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
         """The gradients of all micro-batches; their loss and extra sums, in one tensor.

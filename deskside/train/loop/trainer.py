@@ -1,9 +1,8 @@
 """The training loop, short enough to read at one sight, and what surrounds a step.
 
-The host runs one step ahead of its knowledge: it reads the numbers of step k while the device computes step k + 1, so
-the GPU never waits for the host. Whatever needs the truth about a step (evaluation, a checkpoint, the end) settles
-first: it waits for the step in flight. A step's time is between the ends of two steps on the device (`Moment`): when
-the host comes to read them says nothing of it.
+The host runs one step ahead: it launches step k + 1 and only then reads the metrics of step k, so the GPU never waits
+for the host. Evaluation, checkpoints and the end of the run first wait for the pending step. Step times are measured
+between `DeviceEvent`s, because the moment at which the host reads the metrics says nothing about when they were ready.
 """
 
 import statistics
@@ -17,12 +16,12 @@ from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
 from deskside.optim.schedule import lr_factor
 from deskside.train.loop.clock import OVERRUN, Clock, StepPlan, decay_steps, remaining_steps, should_revise
-from deskside.train.loop.device_timer import Moment
+from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Diverged
-from deskside.train.loop.step import Numbers, Stepper
+from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.loop.stop import StopSignal
-from deskside.train.loop.trigger import Interval, Position
-from deskside.train.objective import Batches, Feed, Rows
+from deskside.train.loop.trigger import Every, Position
+from deskside.train.objective import Batches, Feed, RowDataset
 
 RECENT_STEPS = 20  # step times that the throughput is taken from
 MEASURED_STEPS = 5  # steps before what was measured replaces the estimate of the dry step
@@ -37,13 +36,13 @@ class StageWork:
     tokens_per_step: int
     micro_rows: int
     window: int | None
-    dataset: Rows
+    dataset: RowDataset
     dry_seconds: float
     flops_per_token: float
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     """Where the run is. `rows` counts the rows used at each sequence length: the position in the data."""
 
     step: int = 0
@@ -55,11 +54,11 @@ class Progress:
 class Keeper(Protocol):
     """Saves and restores; see `keeper.py`."""
 
-    def save(self, progress: Progress, seconds: float) -> None: ...
-    def roll_back(self) -> Progress: ...
+    def save(self, progress: TrainProgress, seconds: float) -> None: ...
+    def roll_back(self) -> TrainProgress: ...
 
 
-class Hook(Protocol):
+class StepLogger(Protocol):
     """Something that wants each step's row, such as the terminal or a tracker."""
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None: ...
@@ -67,12 +66,12 @@ class Hook(Protocol):
 
 
 @dataclass(frozen=True)
-class InFlight:
+class PendingStep:
     """A step that was launched and whose numbers the host has not read."""
 
     stage: int
     row: dict[str, Any]
-    numbers: Numbers
+    numbers: StepMetrics
 
 
 class TooManySkips(Exception):
@@ -93,10 +92,10 @@ class Trainer:
         stepper: Stepper,
         plan: StepPlan,
         clock: Clock,
-        progress: Progress,
+        progress: TrainProgress,
         stages: Sequence[StageWork],
         keeper: Keeper,
-        hooks: Sequence[Hook],
+        hooks: Sequence[StepLogger],
         *,
         evaluate: Callable[[], dict[str, float]],
         measure: Callable[[dict[str, Any], float | None], dict[str, Any]],
@@ -116,8 +115,8 @@ class Trainer:
         self.timed_seconds, self.timed_tokens, self.timed_flops, self.paused_seconds = 0.0, 0, 0.0, 0.0
         # A warm-up in steps is a share of the run as it was first planned, or a revision would move its end.
         self.first_steps = max(1, plan.total_steps(0))
-        self._in_flight: InFlight | None = None
-        self._lap: Moment | None = None  # the end of the last step that was read, or of a pause
+        self._in_flight: PendingStep | None = None
+        self._lap: DeviceEvent | None = None  # the end of the last step that was read, or of a pause
         self._stage = -1
         self._loader: Batches | None = None
 
@@ -153,7 +152,7 @@ class Trainer:
         before = self._in_flight
         lr = next(iter(self.stepper.optimizer.lr_groups().values()))
         row = {"step": number, "tokens": progress.tokens, "lr": lr}
-        self._in_flight = InFlight(self._stage, row, numbers)
+        self._in_flight = PendingStep(self._stage, row, numbers)
         if before is not None:
             self._log(self._read(before))
 
@@ -238,11 +237,11 @@ class Trainer:
                 )
         return stage, self._batches
 
-    def _read(self, step: InFlight) -> dict[str, Any]:
+    def _read(self, step: PendingStep) -> dict[str, Any]:
         """Wait for a step's numbers and complete its row. Raises TooManySkips."""
         row = step.row
         loss, norm, skipped = step.numbers.read()
-        verdict = self.stepper.guard.judge(row["step"], loss, norm, skipped)
+        check = self.stepper.guard.record(row["step"], loss, norm, skipped)
         tokens_per_second = flops_per_second = None
         if self._lap is not None:
             seconds = step.numbers.end.seconds_since(self._lap)
@@ -255,12 +254,12 @@ class Trainer:
             self.timed_tokens += stage.tokens_per_step
             self.timed_flops += stage.tokens_per_step * stage.flops_per_token
         self._lap = step.numbers.end
-        if verdict.skipped:
-            self.event(f"step {row['step']} skipped: {verdict.reason}")
-        if verdict.too_many:
+        if check.skipped:
+            self.event(f"step {row['step']} skipped: {check.reason}")
+        if check.too_many:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
-        row |= {"skipped": verdict.skipped, "tokens_per_second": tokens_per_second}
+        row |= {"skipped": check.skipped, "tokens_per_second": tokens_per_second}
         row |= self.stepper.objective.row(step.numbers.extra(), step.numbers.count)
         return self.measure(row, flops_per_second)
 
@@ -332,12 +331,12 @@ class Trainer:
 
     def _start_intervals(self) -> None:
         start = self.position()
-        self.save_every = Interval(self.config.checkpoint.every, start)
-        self.evaluate_every = Interval(self.config.evaluate.every, start)
+        self.save_every = Every(self.config.checkpoint.every, start)
+        self.evaluate_every = Every(self.config.evaluate.every, start)
 
     def _resume(self) -> None:
         self.clock.start()
-        self._lap = Moment(self.stepper.world.device)
+        self._lap = DeviceEvent(self.stepper.world.device)
 
     def _close_loader(self) -> None:
         if self._loader is not None:

@@ -14,7 +14,7 @@ class Position:
     seconds: float
 
 
-class Interval:
+class Every:
     """Due each time another `every` has passed. In steps and tokens the moments are the same for a resumed run."""
 
     def __init__(self, every: Duration | None, start: Position):

@@ -1,9 +1,8 @@
-"""Activation checkpointing as a ladder, applied to the model from outside.
+"""Selective activation checkpointing, applied to the model from outside by wrapping the forward of its submodules.
 
-Each rung recomputes more in the backward pass and keeps less: nothing, the attention half of every block, the MLP half,
-or whole blocks (Chen et al. 2016, arXiv 1604.06174). The model is not changed; its submodules' forwards are wrapped.
-Halves with hand-written gradients recompute by themselves (`Applied.recompute`): what they keep is no saved tensor that
-torch could drop.
+Each level recomputes more in the backward pass and keeps less: nothing, the attention of every block, its MLP, or whole
+blocks (Chen et al. 2016, arXiv 1604.06174). Fused sublayers recompute by themselves (`QuantizedModel.recompute`): their
+state lives outside autograd's saved tensors, so `torch.utils.checkpoint` could not free it.
 """
 
 from collections.abc import Callable, Iterable

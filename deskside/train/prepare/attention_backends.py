@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionBackends:
     """The attention backends of a run: for full layers and for windowed ones.
 
     `stages` holds them by a stage's (sequence length, window), where those differ from the run's own.

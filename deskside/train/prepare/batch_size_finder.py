@@ -38,7 +38,7 @@ class StageRows(Protocol):
     def dataset(self) -> RowShape: ...
 
 
-class Settler:
+class BatchSizeFinder:
     """`modelled_memory(micro_tokens)` is the modelled peak of a step in GiB."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Settler:
         self.budget = budget
         self.world = stepper.world
 
-    def settle(
+    def find(
         self, plans: Sequence[StageRows], recorded: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Fit], list[float]]:
         """The micro-batch of every stage, as recorded or found, and the seconds of a step with it."""
@@ -69,7 +69,7 @@ class Settler:
             fits.append(self.fit(plan, rows, recorded[index] if recorded else None))
             if self.also_plain and self.kept_bytes():
                 # `held` emptied torch's cache, and who shares out what is left will look at what it has.
-                with self.stepper.precision.plain():
+                with self.stepper.precision.high_precision():
                     self.dry_step(fits[-1].micro_rows, plan.dataset, rows)
             seconds.append(self.step_seconds(plan, rows, fits[-1]))
         self.stepper.precision.forget()  # what the scales have seen were not the run's data
@@ -119,7 +119,7 @@ class Settler:
         def dry(micro_rows: int) -> float:
             if self.also_plain:
                 # BF16 keeps more bytes for the backward than FP8, and has to fit too when its turn comes.
-                with self.stepper.precision.plain():
+                with self.stepper.precision.high_precision():
                     self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
             return self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
 

@@ -13,7 +13,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.kernels.functional import gradients
 from deskside.model.block import Block
 from deskside.model.transformer import Transformer
-from deskside.precision.apply import apply, restore
+from deskside.precision.convert import convert, restore
 from deskside.utils.errors import UsageError
 
 TOKENS = 128
@@ -35,7 +35,7 @@ def check_block(model: Transformer) -> None:
                 parameter.add_(1.0)
     restore(block)
     written = _run(block, model, generator.manual_seed(1))
-    apply(block, "bf16", fused=True)
+    convert(block, "bf16", fused=True)
     error, name = max(
         (_error(a, b), name)
         for (name, a), b in zip(

@@ -17,19 +17,19 @@ from deskside.data.reading.shards import read_index
 from deskside.kernels.attention import Requirements, choose
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
-from deskside.ops.sublayer import AttentionHalf, MLPHalf
-from deskside.precision.apply import Applied, apply, not_covered
+from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 from deskside.precision.backends import not_in_checkpoints
-from deskside.precision.hardware_caps import NONE, Units, units
+from deskside.precision.convert import QuantizedModel, convert, not_covered
+from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
 from deskside.precision.selfcheck import check, check_head
 from deskside.train import parallel
-from deskside.train.objective import Objective, Rows
+from deskside.train.objective import Objective, RowDataset
 from deskside.train.parallel import World
 from deskside.train.prepare.activation_checkpointing import recompute
-from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.check_step import check_block
 from deskside.train.state import lora_run
-from deskside.train.state.init_weights import Initial
+from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.checkpoint_files import load_weights
 
@@ -92,13 +92,15 @@ def choose_recipe(
     return wanted, facts
 
 
-def _units(run: RunConfig, recipe: str, device: torch.device, say: Say, recorded: Mapping[str, Any]) -> Units:
+def _units(
+    run: RunConfig, recipe: str, device: torch.device, say: Say, recorded: Mapping[str, Any]
+) -> HardwareCaps:
     """What the card takes natively besides plain FP8, as far as this run can use it."""
     asked = run.precision
     if not recipe_named(recipe).quantized or asked.native == "never" or asked.backend != "deskside":
         return NONE
     before = recorded.get("units")
-    found = units(device, before.get("mxfp8") if isinstance(before, dict) else None)
+    found = hardware_caps(device, before.get("mxfp8") if isinstance(before, dict) else None)
     if found.fp4 and (reason := run.not_for_native_fp4()):
         say(f"NVFP4 products are emulated: on this card's tensor cores, {reason}")
         return replace(found, fp4=False)
@@ -125,7 +127,7 @@ def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) 
 class Start:
     """What a run's model begins with: given weights or none, or of a resumed run what stands in its directory."""
 
-    initial: Initial | None
+    initial: InitialWeights | None
     run_dir: Path
     resumed: bool
     say: Say
@@ -152,13 +154,13 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
         initialize(model, config.seed)
         if initial is not None:
             load_weights(model, initial.weights)
-    apply(model, "fp32" if recipe == "fp32" else "bf16")
+    convert(model, "fp32" if recipe == "fp32" else "bf16")
     return model
 
 
 def choose_attention(
     config: RunConfig, model: Transformer, world: World, sequence_length: int, recorded: dict[str, Any] | None
-) -> tuple[Attention, dict[str, Any]]:
+) -> tuple[AttentionBackends, dict[str, Any]]:
     """Backends for full and windowed layers: recorded ones for a resumed run, else by checked, timed trials.
 
     A trial for rows of `sequence_length`, which is also what evaluation uses, and one for every stage that has another
@@ -168,7 +170,7 @@ def choose_attention(
         stages = {
             (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
         }
-        return Attention(*_names(recorded), stages), recorded
+        return AttentionBackends(*_names(recorded), stages), recorded
     tried: dict[tuple[int, int | None], dict[str, Any]] = {}
 
     def trial(tokens_per_step: int, length: int, override: int | None) -> dict[str, Any]:
@@ -227,7 +229,7 @@ class Execution:
     """How the step is executed: "fused" (hand-written gradients), "block", "model" or "off"; and in which formats."""
 
     mode: str
-    precision: Applied
+    precision: QuantizedModel
 
 
 def check_execution(config: RunConfig, world: World, recipe: str) -> None:
@@ -250,7 +252,7 @@ def prepare_execution(
     mode = execution_mode(config, model, world, recipe)
     if mode == "fused" and world.device.type == "cuda":
         check_block(model)
-    precision = apply(
+    precision = convert(
         model,
         config.precision.recipe(recipe),
         fused=mode == "fused",
@@ -262,7 +264,7 @@ def prepare_execution(
         keep=config.precision.keep,
         seed=config.seed + world.rank,  # replicas that round alike would not average their noise away
         backend=backend,
-        found=Units(**facts["units"]) if "units" in facts else None,
+        found=HardwareCaps(**facts["units"]) if "units" in facts else None,
     )
     what = config.compute.activation_checkpointing
     if backend == "transformer-engine":
@@ -315,7 +317,7 @@ def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: 
     return mode
 
 
-def _count_passes(model: Transformer, precision: Applied) -> None:
+def _count_passes(model: Transformer, precision: QuantizedModel) -> None:
     """Let the precision's library know where a forward pass of the model begins and ends."""
     forward = model.hidden_and_router
 
@@ -338,7 +340,7 @@ def _why_not_fused(model: Transformer) -> str | None:
     """What the hand-written halves do not cover in this model, None when they cover all of it."""
     for block in model.layers:
         for half in (block.attn, block.mlp):
-            if not isinstance(half, AttentionHalf | MLPHalf):
+            if not isinstance(half, AttentionSublayer | MLPSublayer):
                 return "it is a mixture of experts"
             if reason := not_covered(half):
                 return reason
@@ -362,7 +364,7 @@ class StagePlan:
 
     stage: Stage
     tokens_per_step: int
-    dataset: Rows
+    dataset: RowDataset
 
 
 def open_stages(config: RunConfig, path: Path, objective: Objective) -> list[StagePlan]:

@@ -16,12 +16,12 @@ from deskside.config.base import Part, first_problem
 from deskside.config.run import RunConfig
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import clean_name
-from deskside.precision.apply import Applied
+from deskside.precision.convert import QuantizedModel
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Clock
 from deskside.train.loop.guard import Guard
-from deskside.train.loop.trainer import Progress
-from deskside.train.loop.trigger import Interval, Position
+from deskside.train.loop.trainer import TrainProgress
+from deskside.train.loop.trigger import Every, Position
 from deskside.train.parallel import World
 from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
@@ -49,7 +49,7 @@ class _State(Part):
     permanent: bool
 
 
-class CheckpointKeeper:
+class Checkpointer:
     """Saves a run's state and brings it back."""
 
     def __init__(
@@ -59,7 +59,7 @@ class CheckpointKeeper:
         world: World,
         model: nn.Module,
         optimizer: Optimizer,
-        precision: Applied,
+        precision: QuantizedModel,
         guard: Guard,
         clock: Clock,
         event: Callable[[str], None],
@@ -69,9 +69,9 @@ class CheckpointKeeper:
         self.model, self.optimizer, self.guard, self.clock = model, optimizer, guard, clock
         self.precision = precision
         self.event, self.warn = event, warn
-        self._permanent = Interval(config.checkpoint.keep_every, Position(0, 0, 0.0))
+        self._permanent = Every(config.checkpoint.keep_every, Position(0, 0, 0.0))
 
-    def save(self, progress: Progress, seconds: float) -> None:
+    def save(self, progress: TrainProgress, seconds: float) -> None:
         """Write a checkpoint and delete those that are no longer kept. Raises RunError when the disk refuses."""
         self.optimizer.create_state()  # before the first step too: going back to step 0 must clear what came since
         tensors, data = self.optimizer.state_dict_flat()
@@ -97,7 +97,7 @@ class CheckpointKeeper:
             self.event(f"checkpoint of step {progress.step} saved")
         self.world.barrier()
 
-    def load_newest(self) -> Progress | None:
+    def load_newest(self) -> TrainProgress | None:
         """Restore everything from the newest checkpoint that verifies; None when there is none, and no step either.
 
         Raises RunError when steps were logged, so that checkpoints must have been there, or when one cannot be used.
@@ -127,12 +127,12 @@ class CheckpointKeeper:
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         self.guard.restore(state.guard.model_dump())
         self.clock.restore(state.clock_seconds)
-        progress = Progress(state.step, state.tokens, dict(state.rows), state.rollbacks)
+        progress = TrainProgress(state.step, state.tokens, dict(state.rows), state.rollbacks)
         start = Position(progress.step, progress.tokens, state.clock_seconds)
-        self._permanent = Interval(self.config.checkpoint.keep_every, start)
+        self._permanent = Every(self.config.checkpoint.keep_every, start)
         return progress
 
-    def roll_back(self) -> Progress:
+    def roll_back(self) -> TrainProgress:
         """Return to the newest good checkpoint inside a running process. Raises RunError when there is none."""
         seconds = self.clock.seconds()
         progress = self.load_newest()

@@ -18,7 +18,7 @@ from deskside.weights.load import Loaded, load_model
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialWeights:
     """Weights by parameter name, with the vocabulary that they belong to. `fresh`: tokens that no training has seen."""
 
     source: str
@@ -27,12 +27,12 @@ class Initial:
     fresh: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, loaded: Loaded, source: str) -> "Initial":
+    def of(cls, loaded: Loaded, source: str) -> "InitialWeights":
         weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
         return cls(source, weights, loaded.tokenizer.get_vocab(with_added_tokens=True))
 
     @classmethod
-    def recorded(cls, run: RunDirectory, config: RunConfig) -> "Initial | None":
+    def recorded(cls, run: RunDirectory, config: RunConfig) -> "InitialWeights | None":
         """Return what run.json says that a run was started from; None for random weights.
 
         Raises RunError where that cannot be read any more.
@@ -59,7 +59,9 @@ class Initial:
         return cls.of_chat(loaded, str(source), config, fresh)
 
     @classmethod
-    def of_chat(cls, loaded: Loaded, source: str, config: RunConfig, fresh: Sequence[int]) -> "Initial":
+    def of_chat(
+        cls, loaded: Loaded, source: str, config: RunConfig, fresh: Sequence[int]
+    ) -> "InitialWeights":
         """Return a model's weights with the vocabulary of the run's chat data. fresh: tokens that the model lacks."""
         assert config.data.path is not None
         weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}

@@ -14,7 +14,7 @@ from deskside.config import merge, presets
 from deskside.config.recipes import RECIPES
 from deskside.config.run import RunConfig
 from deskside.model.transformer import Transformer
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.study.execute.measure import CURVE_POINTS, Measured, measure, quantized_parameters
 from deskside.study.stats.metrics import BY_KEY
 from tests.train import tiny_run
@@ -210,7 +210,7 @@ def counted(config: RunConfig) -> int:
         model = Transformer(config.model)
     model.to_empty(device="cpu")
     asked = config.precision
-    applied = apply(
+    applied = convert(
         model, asked.recipe(), fused=True, native=False, head=asked.head == "fp8", keep=asked.keep
     )
     total = sum(plan.linear.weight.numel() for plan in applied._plans if not plan.plain)

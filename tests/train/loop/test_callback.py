@@ -15,7 +15,7 @@ from deskside.data.reading.loader import evaluated_rows
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.run.directory import RunDirectory
 from deskside.train import objective, training_run
-from deskside.train.loop.callback import Watch
+from deskside.train.loop.callback import Callback
 from deskside.train.loop.clock import Clock
 from deskside.train.loop.stop import StopSignal
 from deskside.train.state import finalize
@@ -23,7 +23,7 @@ from tests.train import tiny_run
 from tests.train.tiny_run import curve
 
 
-class Notes(Watch):
+class Notes(Callback):
     """Keeps what it sees, and stops the run at a step."""
 
     go_on = "deskside go --resume"
@@ -52,7 +52,7 @@ class Notes(Watch):
         return {"noted": len(self.steps), "of": summary["steps"]}
 
 
-def start(root: Path, config: Any, watch: Watch, name: str = "run") -> training_run.Outcome:
+def start(root: Path, config: Any, watch: Callback, name: str = "run") -> training_run.RunOutcome:
     deskside.STARTED = time.perf_counter()
     return training_run.start(config, root, name, "run", "a test", watch=watch)
 

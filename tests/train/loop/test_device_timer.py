@@ -11,10 +11,10 @@ import torch
 
 from deskside.train.loop import trainer
 from deskside.train.loop.clock import Clock, Revision, StepPlan
-from deskside.train.loop.device_timer import Moment
+from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.stop import StopSignal
-from deskside.train.loop.trainer import Progress, StageWork, Trainer
+from deskside.train.loop.trainer import StageWork, Trainer, TrainProgress
 from deskside.train.parallel import World
 from tests.train import tiny_run
 
@@ -52,7 +52,7 @@ class Device:
 
 
 class At:
-    """A `Moment` of that device."""
+    """A `DeviceEvent` of that device."""
 
     def __init__(self, device: Device):
         self.seconds = max(device.now, device.free_at)
@@ -95,7 +95,7 @@ class Rows(list[dict[str, Any]]):
 
 def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """Evaluated after every fifth step."""
-    monkeypatch.setattr(trainer, "Moment", lambda _: At(device), raising=False)
+    monkeypatch.setattr(trainer, "DeviceEvent", lambda _: At(device), raising=False)
     monkeypatch.setattr(time, "perf_counter", device.perf_counter)
     config = tiny_run.config("nothing", evaluate={"every": "5 steps"}, schedule={"length": f"{STEPS} steps"})
     stepper: Any = SimpleNamespace(
@@ -114,7 +114,7 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         stepper,
         StepPlan([Revision(0, 0.0, STEPS, 0.0, None, "planned")]),
         Clock("wall", 0.0),
-        Progress(),
+        TrainProgress(),
         [stage],
         keeper,
         [rows],
@@ -157,8 +157,8 @@ def test_every_step_has_its_own_time(
 
 def test_moments_of_a_cpu_are_a_stopwatch() -> None:
     before = time.perf_counter()
-    begin = Moment(torch.device("cpu"))
+    begin = DeviceEvent(torch.device("cpu"))
     time.sleep(0.02)
-    end = Moment(torch.device("cpu"))
-    end.wait()
+    end = DeviceEvent(torch.device("cpu"))
+    end.synchronize()
     assert 0.02 <= end.seconds_since(begin) <= time.perf_counter() - before

@@ -20,7 +20,7 @@ def skip(guard: Guard, loss: float, norm: float, step: int) -> bool:
 def filled(steps: int, norm: float = 1.0, config: GuardConfig | None = None) -> Guard:
     guard = Guard(config or GuardConfig())
     for step in range(1, steps + 1):
-        guard.judge(step, 2.0, norm, False)
+        guard.record(step, 2.0, norm, False)
     return guard
 
 
@@ -37,9 +37,9 @@ def test_the_limit_does_not_depend_on_when_the_host_looks(norms: list[float], wi
         else:
             median = (usable[(len(usable) - 1) // 2] + usable[len(usable) // 2]) / 2
             assert prompt.limit(step) == pytest.approx(10 * median)
-        prompt.judge(step, 1.0, norm, False)
+        prompt.record(step, 1.0, norm, False)
         if step > 1:
-            late.judge(step - 1, 1.0, norms[step - 2], False)
+            late.record(step - 1, 1.0, norms[step - 2], False)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -47,37 +47,37 @@ def test_a_step_that_is_not_finite_is_skipped(bad: float) -> None:
     guard = Guard(GuardConfig())
     assert not skip(guard, 5.0, 1e30, 1)  # no history yet, so anything finite passes
     assert skip(guard, bad, 1.0, 1) and skip(guard, 5.0, bad, 1)
-    verdict = guard.judge(1, bad, 1.0, True)
-    assert verdict.skipped and "not finite" in str(verdict.reason)
+    check = guard.record(1, bad, 1.0, True)
+    assert check.skipped and "not finite" in str(check.reason)
 
 
 def test_a_spike_is_skipped_and_is_no_part_of_the_history() -> None:
     guard = filled(30)
     assert not skip(guard, 1.0, 9.9, 31) and skip(guard, 1.0, 10.1, 31)
-    verdict = guard.judge(31, 1.0, 1e6, True)
-    assert verdict.skipped and "10 times the recent median" in str(verdict.reason)
+    check = guard.record(31, 1.0, 1e6, True)
+    assert check.skipped and "10 times the recent median" in str(check.reason)
     for step in range(32, 40):
         assert guard.limit(step) == 10.0
 
 
 def test_too_many_in_a_row() -> None:
     guard = filled(3, config=GuardConfig(max_skips=3))
-    assert [guard.judge(s, math.nan, 1.0, True).too_many for s in (4, 5)] == [False, False]
-    assert not guard.judge(6, 1.0, 1.0, False).too_many
-    assert [guard.judge(s, math.nan, 1.0, True).too_many for s in (7, 8, 9)] == [False, False, True]
+    assert [guard.record(s, math.nan, 1.0, True).too_many for s in (4, 5)] == [False, False]
+    assert not guard.record(6, 1.0, 1.0, False).too_many
+    assert [guard.record(s, math.nan, 1.0, True).too_many for s in (7, 8, 9)] == [False, False, True]
 
 
 @given(NORMS, st.integers(0, 5))
 def test_the_state_comes_back(norms: list[float], bad: int) -> None:
     guard = Guard(GuardConfig(window=20))
     for step, norm in enumerate(norms, 1):
-        guard.judge(step, 1.0, norm, False)
+        guard.record(step, 1.0, norm, False)
     for step in range(len(norms) + 1, len(norms) + 1 + bad):
-        guard.judge(step, math.nan, 1.0, True)
+        guard.record(step, math.nan, 1.0, True)
     again = Guard(GuardConfig(window=20))
     again.restore(guard.state())
     assert again.state() == guard.state()
     for step in range(len(norms) + bad, len(norms) + bad + 3):
         assert again.limit(step) == guard.limit(step)
     end = len(norms) + bad + 1
-    assert again.judge(end, math.nan, 1.0, True) == guard.judge(end, math.nan, 1.0, True)
+    assert again.record(end, math.nan, 1.0, True) == guard.judge(end, math.nan, 1.0, True)

@@ -21,10 +21,10 @@ from deskside.evaluate.bpb import evaluate_dataset
 from deskside.precision import CheckResult
 from deskside.train import objective
 from deskside.train.loop.guard import Diverged
-from deskside.train.loop.step import Numbers, Stepper
+from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.objective import Loss
 from deskside.train.prepare import setup
-from deskside.train.state.init_weights import Initial
+from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import load_model
 from tests.train import tiny_run
@@ -240,7 +240,7 @@ def test_out_of_memory_is_met_with_smaller_passes_of_the_same_batch(
     fitted = tiny_run.train(tmp_path, asked, "asked").run.path
     original = Stepper.run
 
-    def small(self: Stepper, batches: list[Batch], step: int, dry: bool = False) -> Numbers:
+    def small(self: Stepper, batches: list[Batch], step: int, dry: bool = False) -> StepMetrics:
         if len(batches[0].tokens_BT) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         return original(self, batches, step, dry)
@@ -343,10 +343,10 @@ def test_why_a_recipe_is_emulated_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert said[0].startswith("fp8-delayed is emulated on this device (input gradient is all zero): ")
 
 
-def foreign(data: Path) -> Initial:
+def foreign(data: Path) -> InitialWeights:
     """Weights that fit no model, of the data's own tokenizer."""
     vocabulary = load_tokenizer(data).get_vocab(with_added_tokens=True)
-    return Initial("runs/base", {"only_here": torch.zeros(3)}, vocabulary)
+    return InitialWeights("runs/base", {"only_here": torch.zeros(3)}, vocabulary)
 
 
 def test_weights_of_another_tokenizer_are_refused(data: Path, tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_run_from_given_weights_that_has_no_checkpoint_starts_over(
 ) -> None:
     config = tiny_run.config(data, schedule={"length": "3 steps"})
     loaded = load_model(tiny_run.train(tmp_path, config, "base").run.path)
-    straight = tiny_run.train(tmp_path, config, "straight", initial=Initial.of(loaded, "base"))
+    straight = tiny_run.train(tmp_path, config, "straight", initial=InitialWeights.of(loaded, "base"))
     run = tiny_run.train(tmp_path, config, "run").run
     init = str(tmp_path / ("base" if source == "hf" else "gone"))
     run.write_json(

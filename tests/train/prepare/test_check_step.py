@@ -7,7 +7,7 @@ from deskside.config.model import ModelConfig
 from deskside.kernels import fused
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
-from deskside.precision.apply import apply
+from deskside.precision.convert import convert
 from deskside.train.prepare.check_step import check_block
 from deskside.utils.errors import UsageError
 
@@ -25,7 +25,7 @@ def model() -> Transformer:
     )
     made = Transformer(config)
     initialize(made, 1)
-    apply(made, "bf16")
+    convert(made, "bf16")
     return made
 
 
@@ -36,7 +36,7 @@ def test_what_agrees_passes_and_changes_nothing() -> None:
     for name, parameter in made.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
-    assert made.layers[0].attn.execution is None  # type: ignore[union-attr]
+    assert made.layers[0].attn.forward_override is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
 from deskside.train.parallel import World
-from deskside.train.prepare.batch_size_finder import Settler, StageRows
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder, StageRows
 from deskside.train.prepare.dry_step import Fit, RowShape, candidates, fit, rows_per_rank, worst_case_batch
 from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
@@ -146,7 +146,7 @@ def test_the_worst_batch_has_the_shapes_of_the_loader_and_no_padding(data: Path,
 
 
 class Switch:
-    """Stands for `Applied`: whether the recipe is on."""
+    """Stands for `QuantizedModel`: whether the recipe is on."""
 
     def __init__(self) -> None:
         self.active = True
@@ -171,7 +171,7 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
     config = RunConfig(precision={"name": "fp8", **precision})
     switch, tried = Switch(), list[tuple[int, bool]]()
 
-    class OnCard(Settler):
+    class OnCard(BatchSizeFinder):
         def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
             tried.append((micro_rows, switch.active))
             if micro_rows > (8 if switch.active else 4):
@@ -182,8 +182,8 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
             return 8
 
     stepper = SimpleNamespace(world=World(CPU), precision=switch, formats=config.precision)
-    settler = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
-    found = settler.fit(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
+    finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    found = finder.fit(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
     assert found.micro_rows == (4 if precision else 8)
     assert switch.active and tried[-1] == (found.micro_rows, True)
 
@@ -206,7 +206,7 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(environment_record, "free_memory_gib", lambda device: 100 / 2**30)
 
-    class OnCard(Settler):
+    class OnCard(BatchSizeFinder):
         def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
             assert len(card) == (1 if keeps else 0)
             if 10 * micro_rows + keeps > 100:
@@ -223,14 +223,12 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
             model=None,
             objective=SimpleNamespace(keeps_bytes=lambda config, model, keeps=keeps: keeps),
         )
-        settler = OnCard(
-            config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None
-        )
+        finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None)
         if expected is None:
             with pytest.raises(RunError, match="single row"):
-                settler.fit(cast(StageRows, stage), 8, None)
+                finder.fit(cast(StageRows, stage), 8, None)
         else:
-            assert settler.fit(cast(StageRows, stage), 8, None).micro_rows == expected
+            assert finder.fit(cast(StageRows, stage), 8, None).micro_rows == expected
         assert not card
 
 
@@ -240,7 +238,7 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
     config = RunConfig(precision={"name": "fp8", "warmup_steps": 5})
     switch, ran = Switch(), list[bool]()
 
-    class OnCard(Settler):
+    class OnCard(BatchSizeFinder):
         def fit(self, plan: StageRows, rows: int, recorded: Any) -> Fit:
             return Fit(rows, 1, ())
 
@@ -261,6 +259,6 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
     stage = SimpleNamespace(
         stage=SimpleNamespace(sequence_length=32, window=None), tokens_per_step=256, dataset=None
     )
-    settler = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
-    settler.settle([cast(StageRows, stage)], None)
+    finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    finder.find([cast(StageRows, stage)], None)
     assert ran == [*before, True, True]

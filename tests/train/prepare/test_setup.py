@@ -10,8 +10,8 @@ from deskside.config import merge
 from deskside.config.run import RunConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.head import HeadLoss
-from deskside.precision.hardware_caps import Units
-from deskside.precision.head import HeadPlan
+from deskside.precision.hardware_caps import HardwareCaps
+from deskside.precision.head import QuantizedHead
 from deskside.precision.selfcheck import CheckResult
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
@@ -35,20 +35,22 @@ def config(name: str, **parts: Any) -> RunConfig:
 class Card:
     """The answers of a card that is not here: `layers`, `head`: what their self-checks give; `units` as it has them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: CheckResult, head: CheckResult, has: Units):
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, layers: CheckResult, head: CheckResult, has: HardwareCaps
+    ):
         self.asked: list[bool | None] = []
-        self.found: list[Units] = []
+        self.found: list[HardwareCaps] = []
         self.said: list[str] = []
 
-        def units(device: torch.device, mxfp8: bool | None = None) -> Units:
+        def units(device: torch.device, mxfp8: bool | None = None) -> HardwareCaps:
             self.asked.append(mxfp8)
             return has
 
-        def check(recipe: str, device: Any, way: Any, backend: str, found: Units) -> CheckResult:
+        def check(recipe: str, device: Any, way: Any, backend: str, found: HardwareCaps) -> CheckResult:
             self.found.append(found)
             return layers
 
-        monkeypatch.setattr(setup, "units", units)
+        monkeypatch.setattr(setup, "hardware_caps", units)
         monkeypatch.setattr(setup, "check", check)
         monkeypatch.setattr(setup, "check_head", lambda device, way: head)
 
@@ -56,16 +58,16 @@ class Card:
 NATIVE, EMULATED = CheckResult(True, {}, "", native=True), CheckResult(True, {}, "", native=False)
 
 
-def head_of(model: Transformer) -> HeadPlan:
+def head_of(model: Transformer) -> QuantizedHead:
     (loss,) = (module for module in model.modules() if isinstance(module, HeadLoss))
-    assert isinstance(loss.execution, HeadPlan)
-    return loss.execution
+    assert isinstance(loss.forward_override, QuantizedHead)
+    return loss.forward_override
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_head_runs_as_its_own_check_says(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under an NVFP4 recipe, which a card like the H200 emulates while its FP8 is native."""
-    card = Card(monkeypatch, EMULATED, NATIVE if native else EMULATED, Units())
+    card = Card(monkeypatch, EMULATED, NATIVE if native else EMULATED, HardwareCaps())
     asked = config("nvfp4", precision={"head": "fp8", "keep_first": 0.0, "keep_last": 0.0})
     recipe, facts = setup.choose_recipe(asked, CARD, card.said.append)
     assert (facts["native"], facts["head"]["native"]) == (False, native)
@@ -79,7 +81,7 @@ def test_a_head_runs_as_its_own_check_says(native: bool, monkeypatch: pytest.Mon
 
 def test_a_head_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = CheckResult(False, {}, "weight gradient is all zero")
-    card = Card(monkeypatch, NATIVE, wrong, Units())
+    card = Card(monkeypatch, NATIVE, wrong, HardwareCaps())
     with pytest.raises(
         UsageError, match=r"^precision\.head: fp8 fails .*weight gradient is all zero; use bf16$"
     ):
@@ -87,7 +89,7 @@ def test_a_head_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_head_in_bf16_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch, NATIVE, CheckResult(False, {}, "not to be asked"), Units())
+    card = Card(monkeypatch, NATIVE, CheckResult(False, {}, "not to be asked"), HardwareCaps())
     _, facts = setup.choose_recipe(config("fp8"), CARD, card.said.append)
     assert "head" not in facts and not card.said
 
@@ -95,7 +97,7 @@ def test_a_head_in_bf16_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("faster", [True, False])
 def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the run's facts, from where other processes and a resumed run take it."""
-    card = Card(monkeypatch, NATIVE, NATIVE, Units(fp4=True, mxfp8=faster))
+    card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps(fp4=True, mxfp8=faster))
     _, facts = setup.choose_recipe(config("fp8"), CARD, card.said.append)
     assert facts["units"] == {"fp4": True, "mxfp8": faster}
     setup.choose_recipe(config("fp8"), CARD, card.said.append, facts)
@@ -107,7 +109,7 @@ def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.Monk
     world = World(torch.device("cpu"))
     model = setup.build_model(config("fp8"), world, "fp8-delayed")
     applied = setup.prepare_execution(config("fp8"), model, world, "fp8-delayed", facts).precision
-    assert applied.shared.units == Units(fp4=True, mxfp8=faster)
+    assert applied.shared.units == HardwareCaps(fp4=True, mxfp8=faster)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.Monk
 def test_what_a_library_does_not_hand_out_is_told(
     backend: str, recipe: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = Card(monkeypatch, NATIVE, NATIVE, Units())
+    card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps())
     setup.choose_recipe(config(recipe, precision={"backend": backend}), CARD, card.said.append)
     if said is None:
         assert not card.said
@@ -134,10 +136,10 @@ def test_what_a_library_does_not_hand_out_is_told(
 
 
 def test_nothing_is_timed_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch, NATIVE, NATIVE, Units(True, True))
+    card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps(True, True))
     for asked in (config("bf16"), config("fp8", precision={"native": "never"})):
         setup.choose_recipe(asked, CARD, card.said.append)
-    assert not card.asked and card.found == [Units(), Units()]
+    assert not card.asked and card.found == [HardwareCaps(), HardwareCaps()]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +153,9 @@ def test_nothing_is_timed_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sizes_that_native_nvfp4_cannot_have_are_emulated(
     parts: dict[str, Any], size: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = Card(monkeypatch, NATIVE, NATIVE, Units(fp4=True))
+    card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps(fp4=True))
     setup.choose_recipe(config("nvfp4", **parts), CARD, card.said.append)
-    assert card.found == [Units(fp4=size is None)]
+    assert card.found == [HardwareCaps(fp4=size is None)]
     if size is None:
         assert not card.said
     else:

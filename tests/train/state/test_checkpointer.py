@@ -10,7 +10,7 @@ import torch
 
 from deskside.run.directory import RunDirectory
 from deskside.train.state import checkpointer
-from deskside.train.state.checkpointer import CheckpointKeeper
+from deskside.train.state.checkpointer import Checkpointer
 from deskside.weights import checkpoint
 from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS
 from tests.train import tiny_run
@@ -25,27 +25,27 @@ def test_offloaded_state_is_read_to_the_host(
     config = tiny_run.config(data, optim=optim, schedule={"length": "20 steps"})
     whole = tiny_run.train(tmp_path, config, "whole").run.path
     places: dict[str, str] = {}
-    load_tensors, load_newest = checkpointer.files.load_tensors, CheckpointKeeper.load_newest
+    load_tensors, load_newest = checkpointer.files.load_tensors, Checkpointer.load_newest
 
     def load(found: Any, name: str, device: torch.device) -> Any:
         places[name] = device.type
         return load_tensors(found, name, torch.device("cpu"))
 
-    def newest(self: CheckpointKeeper) -> Any:
+    def newest(self: Checkpointer) -> Any:
         self.world = replace(self.world, device=torch.device("meta"))
         return load_newest(self)
 
-    def killed(self: CheckpointKeeper, progress: Any, seconds: float) -> None:
+    def killed(self: Checkpointer, progress: Any, seconds: float) -> None:
         save(self, progress, seconds)
         raise KeyboardInterrupt
 
-    save = CheckpointKeeper.save
+    save = Checkpointer.save
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointKeeper, "save", killed)
+        patch.setattr(Checkpointer, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             tiny_run.train(tmp_path, config)
     monkeypatch.setattr(checkpointer.files, "load_tensors", load)
-    monkeypatch.setattr(CheckpointKeeper, "load_newest", newest)
+    monkeypatch.setattr(Checkpointer, "load_newest", newest)
     run = tiny_run.resume(tmp_path / "run").run
     assert isinstance(run, RunDirectory)
     assert places == {WEIGHTS: "meta", OPTIMIZER: "cpu" if offload else "meta"}

@@ -21,14 +21,14 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.linear import Linear
-from deskside.ops.sublayer import AttentionHalf, MLPHalf
+from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 from deskside.optim.build import build
-from deskside.precision.apply import apply, refused, restore
+from deskside.precision.convert import convert, refused, restore
 from deskside.precision.selfcheck import check
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import Attention
+from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import UsageError
 from tests.precision.small import SIZES, backward, everywhere, fresh, make, tokens, worst
 
@@ -36,8 +36,10 @@ QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 
 
 def executions(model: nn.Module) -> list[object]:
-    kinds = (AttentionHalf, MLPHalf, Linear, AddNormLinear)
-    return [m.execution for m in model.modules() if isinstance(m, kinds) and m.execution is not None]
+    kinds = (AttentionSublayer, MLPSublayer, Linear, AddNormLinear)
+    return [
+        m.forward_override for m in model.modules() if isinstance(m, kinds) and m.forward_override is not None
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_restore_leaves_no_trace(name: str, fused: bool) -> None:
     with torch.no_grad():
         before = model(tokens())
     weights = {n: p.clone() for n, p in model.named_parameters()}
-    apply(model, everywhere(name), fused=fused, native=False, head=True).begin_step(1)
+    convert(model, everywhere(name), fused=fused, native=False, head=True).begin_step(1)
     backward(model)
     restore(model)
     assert executions(model) == []
@@ -60,8 +62,8 @@ def test_restore_leaves_no_trace(name: str, fused: bool) -> None:
 def test_another_recipe_takes_the_place_of_the_first() -> None:
     model = make(num_hidden_layers=2)
     truth = backward(model)[1]
-    apply(model, everywhere("nvfp4"), native=False)
-    apply(model, "fp32", fused=True)
+    convert(model, everywhere("nvfp4"), native=False)
+    convert(model, "fp32", fused=True)
     assert worst(backward(model)[1], {n: t.double() for n, t in truth.items()}) < 1e-4
 
 
@@ -77,17 +79,17 @@ def test_another_recipe_takes_the_place_of_the_first() -> None:
 def test_kept_blocks_compute_in_bf16(shares: tuple[float, float], layers: int, kept: tuple[int, int]) -> None:
     model = fresh(num_hidden_layers=layers)
     recipe = replace(RECIPES["nvfp4"], keep_first=shares[0], keep_last=shares[1])
-    applied = apply(model, recipe, fused=True, native=False)
+    applied = convert(model, recipe, fused=True, native=False)
     assert recipe.kept_blocks(layers) == kept
     assert applied.quantized_layers == 4 * (layers - sum(kept))
-    plain = [block.attn.execution.first.plain for block in model.layers]
+    plain = [block.attn.forward_override.first.plain for block in model.layers]
     assert plain == [True] * kept[0] + [False] * (layers - sum(kept)) + [True] * kept[1]
 
 
 def test_kept_blocks_are_as_written_where_bf16_is_not_fused() -> None:
     model = fresh()
-    apply(model, replace(RECIPES["fp8-rowwise"], keep_first=0.3), fused=False, native=False)
-    assert [block.mlp.execution is None for block in model.layers] == [True, False, False]
+    convert(model, replace(RECIPES["fp8-rowwise"], keep_first=0.3), fused=False, native=False)
+    assert [block.mlp.forward_override is None for block in model.layers] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_kept_blocks_are_as_written_where_bf16_is_not_fused() -> None:
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_projections_that_stay_in_bf16(keep: tuple[str, ...], left: int, norm: str) -> None:
     """One of a fused weight keeps the whole of it; by halves, and layer by layer where they do not cover the model."""
-    applied = apply(fresh(norm=norm), everywhere("fp8-tensorwise"), fused=True, native=False, keep=keep)
+    applied = convert(fresh(norm=norm), everywhere("fp8-tensorwise"), fused=True, native=False, keep=keep)
     assert applied.quantized_layers == left
 
 
@@ -105,7 +107,7 @@ def test_projections_that_stay_in_bf16(keep: tuple[str, ...], left: int, norm: s
 def test_what_the_planner_counts_as_kept_is_kept(keep: tuple[str, ...], fused: bool) -> None:
     model = fresh(fused_qkv=fused, fused_gate_up=fused)
     inside = [m for block in model.layers for m in block.modules() if isinstance(m, Linear)]
-    applied = apply(model, everywhere("fp8-tensorwise"), fused=fused, native=False, keep=keep)
+    applied = convert(model, everywhere("fp8-tensorwise"), fused=fused, native=False, keep=keep)
     low = sum(p.linear.weight.numel() for p in applied._plans if not p.plain)
     whole = sum(m.weight.numel() for m in inside)
     config = RunConfig(
@@ -119,8 +121,10 @@ def test_what_the_planner_counts_as_kept_is_kept(keep: tuple[str, ...], fused: b
 
 def test_the_router_and_the_head_stay() -> None:
     model = fresh(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-    apply(model, everywhere("fp8-tensorwise"), native=False)
-    names = {s.name for m in model.modules() if isinstance(m, Linear) and m.execution for s in m.slices}
+    convert(model, everywhere("fp8-tensorwise"), native=False)
+    names = {
+        s.name for m in model.modules() if isinstance(m, Linear) and m.forward_override for s in m.slices
+    }
     assert "router" not in names and "lm_head" not in names
 
 
@@ -137,7 +141,7 @@ def test_sizes_that_do_not_divide_are_refused_by_name(
 ) -> None:
     model = fresh(**changes)
     with pytest.raises(UsageError) as error:
-        apply(model, everywhere(name), native=False)
+        convert(model, everywhere(name), native=False)
     line = str(error.value)
     assert "\n" not in line and all(word in line for word in words), line
 
@@ -172,9 +176,9 @@ def test_the_configuration_refuses_what_the_layers_cannot_do(
         check_dimensions(everywhere(name), model.config)
     except ValueError:
         with pytest.raises(UsageError):
-            apply(model, everywhere(name), native=False)
+            convert(model, everywhere(name), native=False)
     else:
-        apply(model, everywhere(name), native=False)
+        convert(model, everywhere(name), native=False)
 
 
 def test_amds_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,17 +200,17 @@ def test_evaluation_is_in_bf16_and_changes_nothing(name: str) -> None:
     """Between two steps: its loss is BF16's, and the second step is the one that a run without it would do."""
     model, other = fresh(num_hidden_layers=2), fresh(num_hidden_layers=2)
     with torch.no_grad():
-        apply(other, "bf16", fused=True)
+        convert(other, "bf16", fused=True)
         wanted = other.loss(tokens(), tokens(1))
     runs = []
     for evaluate in (False, True):
-        applied = apply(model, everywhere(name), fused=True, native=False)
+        applied = convert(model, everywhere(name), fused=True, native=False)
         for step in (1, 2, 3):
             applied.begin_step(step)
             gradients = backward(model)[1]
             applied.end_step()
             if evaluate:
-                with applied.plain(), torch.no_grad():
+                with applied.high_precision(), torch.no_grad():
                     assert torch.equal(model.loss(tokens(), tokens(1)), wanted)
                 assert applied.active
         runs.append((gradients, {n: t.clone() for n, t in applied.state_dict().items()}))
@@ -217,13 +221,13 @@ def test_evaluation_is_in_bf16_and_changes_nothing(name: str) -> None:
 
 
 def test_plain_ends_where_an_error_ends_it() -> None:
-    applied = apply(fresh(), everywhere("fp8-tensorwise"), native=False)
-    with pytest.raises(ZeroDivisionError), applied.plain():
+    applied = convert(fresh(), everywhere("fp8-tensorwise"), native=False)
+    with pytest.raises(ZeroDivisionError), applied.high_precision():
         assert not applied.active
         raise ZeroDivisionError
     assert applied.active
     applied.use(False)
-    with applied.plain():
+    with applied.high_precision():
         pass
     assert not applied.active  # as it was
 
@@ -232,11 +236,11 @@ def stepper(model: Transformer, **precision: Any) -> Stepper:
     config = merge.build(
         [{"precision": {"name": "fp8-delayed", **precision}, "model": {"intermediate_size": 128}}]
     )
-    applied = apply(model, everywhere("fp8-delayed"), fused=True, native=False)
+    applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False)
     optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0), fused=False)
     return Stepper(
         model, optimizer, Guard(config.guard), World(torch.device("cpu")), config.compute,
-        Attention("reference"), 1.0, list(model.parameters()), applied, config.precision,
+        AttentionBackends("reference"), 1.0, list(model.parameters()), applied, config.precision,
     )  # fmt: skip
 
 
@@ -256,13 +260,13 @@ def test_steps_in_which_the_recipe_holds(precision: dict[str, Any], quantised: s
     for done in range(10):
         with_recipe.set_progress(1.0, done / 10, done)
         found.append(with_recipe.precision.active)
-        assert model.layers[0].mlp.execution.first.plain is not found[-1]
+        assert model.layers[0].mlp.forward_override.first.plain is not found[-1]
     assert "".join(str(int(active)) for active in found) == quantised
 
 
 def test_steps_in_bf16_leave_no_mark_in_the_scales() -> None:
     model = fresh()
-    applied = apply(model, everywhere("fp8-delayed"), fused=True, native=False)
+    applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False)
     applied.use(False)
     applied.begin_step(1)
     backward(model, AttentionContext(backend="sdpa"))
@@ -282,7 +286,7 @@ def test_steps_in_bf16_leave_no_mark_in_the_scales() -> None:
 def test_a_weight_that_is_not_finite_reaches_loss_gradients_or_trouble(name: str, value: float) -> None:
     """Saturation must not hide it from the finite check of a step."""
     model = make(num_hidden_layers=2)
-    applied = apply(model, everywhere(name), fused=True, native=False)
+    applied = convert(model, everywhere(name), fused=True, native=False)
     for step in range(1, 4 if name == "fp8-delayed" else 2):
         applied.begin_step(step)
         backward(model)

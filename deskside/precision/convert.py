@@ -1,12 +1,12 @@
-"""Apply a precision recipe to a model, and take it off again.
+"""Convert a model to a precision recipe, and back.
 
 The model computes in the dtype of its stream of activations and casts each weight where it is used. So BF16 training
 with float32 master weights is one setting: the dtype that the embeddings hand out. Norms, softmax, rotary angles and
 the loss compute in float32 in every recipe, by themselves.
 
-Products in fewer bits are `execution`s that are set on the halves of blocks (see halves.py), or on single layers in
-models whose halves are not covered. The weights stay where they are and what they are. `Applied` turns the recipe off
-for evaluation, BF16 warm-up steps and a late switch to BF16, and on again.
+Low-precision products are attached as `forward_override`s: to whole sublayers where the fused kernels cover them (see
+fused_sublayers.py), otherwise to single Linear layers. Parameters are neither moved nor copied. `QuantizedModel`
+switches the recipe off for evaluation, BF16 warm-up steps and a late change to BF16, and on again.
 """
 
 import contextlib
@@ -25,33 +25,33 @@ from deskside.ops.head import HeadLoss
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.lora import Adapter
 from deskside.ops.norm import RMSNorm
-from deskside.ops.sublayer import AttentionHalf, MLPHalf
+from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 from deskside.precision import backends, fused_sublayers
-from deskside.precision.fused_sublayers import AttentionPlan, MLPPlan
-from deskside.precision.hardware_caps import Units, units
-from deskside.precision.head import HeadPlan
+from deskside.precision.fused_sublayers import FusedAttention, FusedMLP
+from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
+from deskside.precision.head import QuantizedHead
 from deskside.precision.nvfp4 import multiple
-from deskside.precision.quantized_linear import LinearPlan, Shared
+from deskside.precision.quantized_linear import QuantizedLinear, Shared
 from deskside.precision.quantized_operand import PLAIN, Draws
 from deskside.precision.scales import DelayedScales
 from deskside.utils.errors import UsageError
 
-Half = AttentionHalf | MLPHalf
-Plan = AttentionPlan | MLPPlan
+Sublayer = AttentionSublayer | MLPSublayer
+Plan = FusedAttention | FusedMLP
 
 
-class Applied:
+class QuantizedModel:
     """A recipe on a model. `fused`: BF16 takes the hand-written halves too, where they are covered."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, shared: Shared, fused: bool):
         self.model, self.recipe, self.shared, self.fused = model, recipe, shared, fused
         self.active = True
-        self.backend: backends.Backend | None = None  # another library that carries the recipe out
-        self._halves: list[tuple[Half, Plan | None, Plan]] = []
+        self.backend: backends.PrecisionBackend | None = None  # another library that carries the recipe out
+        self._halves: list[tuple[Sublayer, Plan | None, Plan]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
-        self._plans: list[LinearPlan] = []
+        self._plans: list[QuantizedLinear] = []
         self._norm: AddNormLinear | None = None
-        self._head: tuple[HeadLoss, HeadPlan] | None = None
+        self._head: tuple[HeadLoss, QuantizedHead] | None = None
         self._dropout = any(isinstance(module, Adapter) and module.dropout for module in model.modules())
 
     @property
@@ -92,7 +92,7 @@ class Applied:
             self.forget_weights()
 
     @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
+    def high_precision(self) -> Iterator[None]:
         """BF16 inside: evaluation, and whatever else must not depend on the recipe."""
         before = self.active
         self.use(False)
@@ -108,7 +108,7 @@ class Applied:
     def recompute(self, what: str) -> None:
         """Activation checkpointing of the hand-written halves: "none", "attention", "mlp" or "block" (both)."""
         for index, (half, plan, plain) in enumerate(self._halves):
-            kind = "attention" if isinstance(half, AttentionHalf) else "mlp"
+            kind = "attention" if isinstance(half, AttentionSublayer) else "mlp"
             again = what in (kind, "block")
             changed = None if plan is None else replace(plan, recompute=again)
             self._halves[index] = (half, changed, replace(plain, recompute=again))
@@ -143,19 +143,21 @@ class Applied:
 
     def _set(self) -> None:
         for half, plan, plain in self._halves:
-            half.execution = plan if self.active and plan is not None else (plain if self.fused else None)
+            half.forward_override = (
+                plan if self.active and plan is not None else (plain if self.fused else None)
+            )
         for linear, execution in self._linears:
-            linear.execution = execution if self.active else None
+            linear.forward_override = execution if self.active else None
         if self._head is not None:
             loss, plan_of_head = self._head
-            loss.execution = plan_of_head if self.active else None
+            loss.forward_override = plan_of_head if self.active else None
         if self._norm is not None:
-            self._norm.execution = partial(
+            self._norm.forward_override = partial(
                 fused_sublayers.add_norm, fused_sublayers.rms_norm(self._norm.norm)
             )
 
 
-def apply(
+def convert(
     model: nn.Module,
     recipe: Recipe | str,
     *,
@@ -168,8 +170,8 @@ def apply(
     keep: Collection[str] = (),
     seed: int = 0,
     backend: str = "deskside",
-    found: Units | None = None,
-) -> Applied:
+    found: HardwareCaps | None = None,
+) -> QuantizedModel:
     """Switch a model to a recipe, in place; parameters and optimizer state stay what they are.
 
     fused: also BF16 through the hand-written halves, where they cover the architecture. native: FP8 products on tensor
@@ -191,27 +193,27 @@ def apply(
     shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
     device = next(model.parameters()).device
     if native and recipe.quantized:
-        shared.units = units(device) if found is None else found
-    applied = Applied(model, recipe, shared, fused)
+        shared.units = hardware_caps(device) if found is None else found
+    applied = QuantizedModel(model, recipe, shared, fused)
     if backend != "deskside" and recipe.quantized:
         applied.backend = backends.load(backend, recipe, device)
     _plan(applied, keep)
     if head:
         losses = [module for module in model.modules() if isinstance(module, HeadLoss)]
         head_native = native if head_native is None else head_native
-        applied._head = (losses[0], HeadPlan(shared, head_native)) if losses else None
+        applied._head = (losses[0], QuantizedHead(shared, head_native)) if losses else None
     shared.scales.build(device)
     applied._set()
     return applied
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `apply`: the model computes in the dtype of its weights, as it was built."""
+    """Undo `convert`: the model computes in the dtype of its weights, as it was built."""
     for module in model.modules():
         if isinstance(module, Embedding):
             module.output_dtype = None
-        elif isinstance(module, AttentionHalf | MLPHalf | Linear | AddNormLinear | HeadLoss):
-            module.execution = None
+        elif isinstance(module, AttentionSublayer | MLPSublayer | Linear | AddNormLinear | HeadLoss):
+            module.forward_override = None
 
 
 def refused(recipe: Recipe, device: torch.device) -> str | None:
@@ -221,9 +223,9 @@ def refused(recipe: Recipe, device: torch.device) -> str | None:
     return None
 
 
-def not_covered(half: Half) -> str | None:
+def not_covered(half: Sublayer) -> str | None:
     """Return why the fused sublayers do not cover this one, or None if they do."""
-    last = half.output if isinstance(half, AttentionHalf) else half.output.projection
+    last = half.output if isinstance(half, AttentionSublayer) else half.output.projection
     linears = [module for module in (*half.input.projections, last) if isinstance(module, Linear)]
     return uncovered_reason(
         rmsnorm_first=_simple(half.input),
@@ -232,25 +234,25 @@ def not_covered(half: Half) -> str | None:
         adapters=any(
             isinstance(m, Linear) and (m.adapter is not None or m.weight is None) for m in half.modules()
         ),
-        head_dim=half.head_dim if isinstance(half, AttentionHalf) else 1,
+        head_dim=half.head_dim if isinstance(half, AttentionSublayer) else 1,
     )
 
 
-def _plan(applied: Applied, keep: Collection[str]) -> None:
+def _plan(applied: QuantizedModel, keep: Collection[str]) -> None:
     recipe = applied.recipe
     if reason := refused(recipe, next(applied.model.parameters()).device):
         raise UsageError(f"precision {recipe.name}: {reason}")
     plain = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
     modules = list(applied.model.modules())
-    layers = sum(isinstance(module, AttentionHalf) for module in modules)
+    layers = sum(isinstance(module, AttentionSublayer) for module in modules)
     first, last = recipe.kept_blocks(layers)
     layer = -1
     covered: set[int] = set()
     for module in modules:
-        if isinstance(module, AttentionHalf):
+        if isinstance(module, AttentionSublayer):
             layer += 1
         own = applied.backend is None
-        if own and isinstance(module, AttentionHalf | MLPHalf) and not_covered(module) is None:
+        if own and isinstance(module, AttentionSublayer | MLPSublayer) and not_covered(module) is None:
             two = _linears_of(module)
             covered.update(id(linear) for linear in two)
             kept = layer < first or layer >= layers - last or not recipe.quantized
@@ -258,7 +260,7 @@ def _plan(applied: Applied, keep: Collection[str]) -> None:
             other = None
             if not kept:
                 other = [_linear(applied, one, plain if _named(one, keep) else recipe) for one in two]
-            build = AttentionPlan if isinstance(module, AttentionHalf) else MLPPlan
+            build = FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
             applied._halves.append(
                 (module, build(module, *other) if other else None, build(module, *plans))  # type: ignore[arg-type]
             )
@@ -281,23 +283,23 @@ def _simple(operator: AddNormLinear) -> bool:
     return isinstance(operator.norm, RMSNorm) and operator.position == "pre"
 
 
-def _linears_of(half: Half) -> tuple[Linear, Linear]:
+def _linears_of(half: Sublayer) -> tuple[Linear, Linear]:
     first = half.input.projections[0]
-    last = half.output if isinstance(half, AttentionHalf) else half.output.projection
+    last = half.output if isinstance(half, AttentionSublayer) else half.output.projection
     assert isinstance(first, Linear)
     return first, last
 
 
-def _execution(applied: Applied, linear: Linear) -> Callable[[Tensor], Tensor]:
+def _execution(applied: QuantizedModel, linear: Linear) -> Callable[[Tensor], Tensor]:
     if applied.backend is None:
         return partial(fused_sublayers.linear, _linear(applied, linear, applied.recipe))
     _check_size(linear, applied.recipe)
     return applied.backend.execution(linear)
 
 
-def _linear(applied: Applied, linear: Linear, recipe: Recipe) -> LinearPlan:
+def _linear(applied: QuantizedModel, linear: Linear, recipe: Recipe) -> QuantizedLinear:
     _check_size(linear, recipe, applied.shared.units.fp4)
-    plan = LinearPlan(linear, recipe, applied.shared, len(applied._plans))
+    plan = QuantizedLinear(linear, recipe, applied.shared, len(applied._plans))
     applied._plans.append(plan)
     return plan
 
