@@ -26,8 +26,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from deskside.study.stats.pairing import log_ratio
-from deskside.study.stats.statistics import LEVEL, shown
+from deskside.study.stats.statistics import CONFIDENCE, log_ratio, significant
 
 SEEDS = (2, 3, 5, 10, 20)
 ARMS = 4  # with the baseline
@@ -93,7 +92,7 @@ def pooled(values: np.ndarray) -> Ends:
     _, arms, seeds = logs.shape
     rest = logs - logs.mean(2, keepdims=True) - logs.mean(1, keepdims=True) + logs.mean((1, 2), keepdims=True)
     freedom = (arms - 1) * (seeds - 1)
-    half = stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(2 * (rest**2).sum((1, 2)) / freedom / seeds)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * np.sqrt(2 * (rest**2).sum((1, 2)) / freedom / seeds)
     mean = (logs[:, 1] - logs[:, 0]).mean(1)
     return mean - half, mean + half
 
@@ -105,7 +104,7 @@ def moderated(values: np.ndarray) -> Ends:
     seeds, prior = logs.shape[2], 4
     spreads = differences.var(2, ddof=1)
     drawn = (prior * spreads.mean(1) + (seeds - 1) * spreads[:, 0]) / (prior + seeds - 1)
-    half = stats.t.ppf((1 + LEVEL) / 2, prior + seeds - 1) * np.sqrt(drawn / seeds)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, prior + seeds - 1) * np.sqrt(drawn / seeds)
     mean = differences[:, 0].mean(1)
     return mean - half, mean + half
 
@@ -123,7 +122,7 @@ def resampled(method: str) -> Callable[[np.ndarray], Ends]:
                     "ignore"
                 )  # BCa of two or three numbers warns that it cannot be computed
                 result = stats.bootstrap(
-                    (logs,), np.mean, axis=-1, vectorized=True, n_resamples=RESAMPLES, confidence_level=LEVEL,
+                    (logs,), np.mean, axis=-1, vectorized=True, n_resamples=RESAMPLES, confidence_level=CONFIDENCE,
                     method=method, rng=np.random.default_rng(start),
                 )  # fmt: skip
             found.append((result.confidence_interval.low, result.confidence_interval.high))
@@ -142,7 +141,7 @@ def studentised(values: np.ndarray) -> Ends:
         again = again[(again != again[:, :1]).any(1)]
         t = (again.mean(1) - sample.mean()) / (again.std(1, ddof=1) / math.sqrt(seeds))
         error = sample.std(ddof=1) / math.sqrt(seeds)
-        first, last = np.quantile(t, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        first, last = np.quantile(t, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         low.append(sample.mean() - last * error)
         high.append(sample.mean() - first * error)
     return np.array(low), np.array(high)
@@ -179,7 +178,7 @@ def false_calls(arms: int, real: int, seeds: int, studies: int) -> dict[str, flo
         logs = SPREAD * draw.standard_normal((arms + 1, seeds))
         logs[1 : real + 1] += 5 * SPREAD
         p = [log_ratio(np.exp(row).tolist(), np.exp(logs[0]).tolist()).p or 0.0 for row in logs[1:]]
-        for how, called in (("each alone", [one < 1 - LEVEL for one in p]), ("used", shown(p))):
+        for how, called in (("each alone", [one < 1 - CONFIDENCE for one in p]), ("used", significant(p))):
             wrong = sum(called[real:])
             counts[f"any, {how}"] += bool(wrong) / studies
             counts[f"share, {how}"] += wrong / max(1, sum(called)) / studies

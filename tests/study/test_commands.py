@@ -178,7 +178,7 @@ def test_what_is_refused_before_anything_is_made(
         ),
         (["tiny.toml", "--resume", "--again", "pending"], "--again pending: no trial ends so"),
         (["tiny.toml", "--model.num_hidden_layers", "3"], "factor depth of the study varies it"),
-        (["tiny.toml", "--schedule.steps", "3"], "--schedule.steps: a study decides it"),
+        (["tiny.toml", "--schedule.steps", "3"], "--schedule.steps: a study sets it"),
         (["tiny.toml", "--data.path", "nowhere"], "arm depth_one: data.path: nowhere is not prepared data"),
         (["tiny.toml", "--sedes", "2"], "--sedes: there is no such option; did you mean --seeds?"),
         (["nowhere", "--resume"], "nowhere: no such study"),

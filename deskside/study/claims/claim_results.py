@@ -32,8 +32,7 @@ from deskside.study.narrative.claim_text import (
 )
 from deskside.study.results import OPEN, Arm, ClaimResult, Results
 from deskside.study.stats.metrics import BY_KEY
-from deskside.study.stats.pairing import is_exact, log_ratio, pairs
-from deskside.study.stats.statistics import shown
+from deskside.study.stats.statistics import is_exact, log_ratio, pairs, significant
 
 # What emulated products decide, and not the format.
 OF_SPEED = ("tokens_per_second", "mfu", "watts", "joules_per_token", "tokens", "seconds", "total_seconds")
@@ -72,7 +71,7 @@ def judge(
     wanted = chosen(ids, known)
     drafts = [_drafted((results, *others), claim) for claim in known if claim.id in wanted]
     weighed = [draft for draft in drafts if draft.p is not None]
-    stands = shown([draft.p for draft in weighed if draft.p is not None])
+    stands = significant([draft.p for draft in weighed if draft.p is not None])
     fallen = {draft.claim.id for draft, stand in zip(weighed, stands, strict=True) if not stand}
     found = [_result(draft, len(weighed), draft.claim.id not in fallen) for draft in drafts]
     return replace(results, claims=found)

@@ -39,7 +39,7 @@ from scipy.special import stdtr, stdtrit
 
 from deskside.facts.claims import Claim
 from deskside.study.claims.answers import Answer
-from deskside.study.stats.statistics import LEVEL
+from deskside.study.stats.statistics import CONFIDENCE
 
 Verdict = Literal[
     "holds",
@@ -147,5 +147,5 @@ def _p_against(change: Change, effect: float) -> float:
     half = (change.high - change.low) / 2
     if half == 0:
         return 1.0 if change.log == effect else 0.0
-    error = half / float(stdtrit(change.n - 1, (1 + LEVEL) / 2))
+    error = half / float(stdtrit(change.n - 1, (1 + CONFIDENCE) / 2))
     return 2 * float(stdtr(change.n - 1, -abs(change.log - effect) / error))

@@ -16,7 +16,7 @@ from deskside.study.narrative.phrases import (
 from deskside.study.results import Arm, Comparison, Group, Interaction, Results
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
 from deskside.study.stats.metrics import BY_KEY, Metric
-from deskside.study.stats.pairing import log_ratio, pairs
+from deskside.study.stats.statistics import log_ratio, pairs
 from deskside.utils.format import percent, percent_digits, percent_range
 
 GOALS = {

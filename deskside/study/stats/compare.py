@@ -1,15 +1,15 @@
-"""From the numbers of trials to what a study says: estimates, differences to the baseline, interactions, fronts.
+"""Statistical comparison of a study's arms: estimates, differences to the baseline, interactions, Pareto fronts.
 
-- An arm's estimate of a metric is the mean over its finished trials.
-- A difference is paired: over the seeds that both the arm and its baseline finished, so what failed in one is left out
-  of both. It is taken between logarithms, since what changes a speed or a loss changes it by a factor; a metric that is
-  zero somewhere (no quantised parameters) has no relative difference, and is not compared.
-- Every interval is Student's at 95 %, for this one number (statistics.py says why).
-- A verdict has to stand among all comparisons of that metric in its group: with twenty arms that do nothing, one
-  interval in twenty leaves out zero. So the interval says how large the difference is, and Benjamini and Hochberg's
-  rule whether it is called one. "higher" and "lower" therefore always have an interval without zero; the reverse does
-  not hold. Nothing is adjusted across metrics or groups, which are questions of their own.
-- "exact": no seed changes the number in either arm, to the last digit (parameters, often peak memory).
+- The estimate of a metric is the mean over the arm's finished trials.
+- A difference is paired: it uses the seeds that both the arm and its baseline finished. It is a difference of
+  logarithms, because changes act on speed and loss as factors. A metric that is zero in some trial (no quantized
+  parameters) is not compared.
+- Every interval is Student's 95 % interval of that one number (statistics.py gives the reason).
+- Verdicts are corrected for multiple comparisons: among twenty arms without any effect, one interval in twenty excludes
+  zero. The interval gives the size of the difference, and the Benjamini-Hochberg rule over all comparisons of that
+  metric in the group decides whether it is significant. So "higher" and "lower" imply an interval without zero, but not
+  the reverse. There is no correction across metrics or groups, which are separate questions.
+- "exact": the seed does not change the number in either arm (parameters, often peak memory).
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,17 +19,24 @@ from deskside.study.results import Arm, Comparison, Estimate, Results
 from deskside.study.stats.equal_tokens import with_equal_tokens
 from deskside.study.stats.interaction import interactions
 from deskside.study.stats.metrics import METRICS
-from deskside.study.stats.pairing import by_seed, is_exact, log_ratio, pairs, relative
 from deskside.study.stats.pareto import fronts
-from deskside.study.stats.statistics import shown, student
+from deskside.study.stats.statistics import (
+    by_seed,
+    is_exact,
+    log_ratio,
+    mean_interval,
+    pairs,
+    relative,
+    significant,
+)
 
 TOO_FEW, NO_DIFFERENCE, EXACT = "too few seeds", "no difference shown", "exact"
 
 
 def compare(results: Results) -> Results:
-    """The same study with its estimates, comparisons, interactions and fronts; those that it had are replaced.
+    """Return the study with estimates, comparisons, interactions and fronts computed anew from its trials.
 
-    Computed from the trials alone, so it may be called as often as one likes, and while a study runs.
+    It may be called at any time, also while the study runs.
     """
     arms = [replace(arm, estimates=_estimates(arm)) for arm in with_equal_tokens(results.arms)]
     by_id = {arm.id: arm for arm in arms}
@@ -61,15 +68,18 @@ def _estimates(arm: Arm) -> dict[str, Estimate]:
     for metric in METRICS:
         values = list(by_seed(arm, metric.key).values())
         if values:
-            mean = student(values)
-            # Nothing that is measured can be below zero unless it was seen there.
+            mean = mean_interval(values)
+            # All metrics are non-negative, so the interval is clipped at zero, unless a value below zero was measured.
             low = max(0.0, mean.low) if mean.low is not None and min(values) >= 0 else mean.low
             found[metric.key] = Estimate(mean.mean, low, mean.high, mean.n)
     return found
 
 
 def _comparison(arm: Arm, baseline: Arm, metric: str) -> tuple[Comparison, float | None] | None:
-    """(without a verdict, p), or with its verdict and no p where none has to be judged; None: nothing to compare."""
+    """Return a comparison with its p-value, or None if there is nothing to compare.
+
+    A comparison with a p-value gets its verdict later, among all of its family; one without has its final verdict.
+    """
     ours, theirs = pairs(arm, baseline, metric)
     if not ours or min(*ours, *theirs) <= 0:
         return None
@@ -80,7 +90,7 @@ def _comparison(arm: Arm, baseline: Arm, metric: str) -> tuple[Comparison, float
             metric, baseline.id, n, difference, difference, difference, ratio, ratio, ratio, "exact", EXACT
         )
         return exactly, None
-    units = student([a - b for a, b in zip(ours, theirs, strict=True)])
+    units = mean_interval([a - b for a, b in zip(ours, theirs, strict=True)])
     logs = log_ratio(ours, theirs)
     drafted = Comparison(
         metric=metric,
@@ -99,14 +109,14 @@ def _comparison(arm: Arm, baseline: Arm, metric: str) -> tuple[Comparison, float
 
 
 def _verdicts(drafts: Sequence[tuple[Hashable, float, float | None]]) -> list[str]:
-    """One for each (family, size, p): judged within its family. Those without p are passed over."""
+    """Return the verdict of each (family, effect, p), corrected within its family. Entries without p are skipped."""
     families: dict[Hashable, list[int]] = {}
     for place, (family, _, p) in enumerate(drafts):
         if p is not None:
             families.setdefault(family, []).append(place)
     verdicts = [NO_DIFFERENCE] * len(drafts)
     for places in families.values():
-        for place, called in zip(places, shown([drafts[i][2] or 0.0 for i in places]), strict=True):
+        for place, called in zip(places, significant([drafts[i][2] or 0.0 for i in places]), strict=True):
             if called:
                 verdicts[place] = "higher" if drafts[place][1] > 0 else "lower"
     return verdicts

@@ -1,13 +1,13 @@
-"""Validation loss at equal tokens: what an arm has learned from as much text as the slowest one has seen.
+"""Validation loss at equal tokens, which separates how well an arm learns from how fast it trains.
 
-With equal time a slow arm sees fewer tokens, so its loss says how fast it is as much as how well it learns. Here the
-loss of each trial is read off its own curve at one number of tokens: the most that every finished trial with the same
-baseline has reached. (Not of the whole group: where arms of four sizes have baselines of their own, the largest would
-push the others back to before their first evaluation, for comparisons that nobody makes.)
+In equal time a slow arm sees fewer tokens, so its final loss depends on its speed as well. Here the loss of each trial
+is interpolated at one number of tokens: the most that every finished trial with the same baseline has reached. The
+whole group is not used, because if arms of four sizes have baselines of their own, the slowest size would move the
+others back to before their first evaluation, although nothing compares them.
 
-Between two evaluations it is linear in the logarithm of the tokens. Outside of them there is no number. In a run with
-a decaying learning rate a faster arm is read off in the middle of its decay, the slowest one at its end, which favours
-the slower arm: a study with a budget in tokens has no such doubt, and there the number is the loss at the end.
+The interpolation between two evaluations is linear in the logarithm of the tokens; there is no extrapolation. With a
+decaying learning rate the faster arms are evaluated in the middle of their decay and the slowest one at its end, which
+favors the slower arm. A budget in tokens avoids this: the value is then the loss at the end.
 """
 
 import math
@@ -20,7 +20,7 @@ KEY = "val_bpb_equal_tokens"
 
 
 def with_equal_tokens(arms: Sequence[Arm]) -> list[Arm]:
-    """The same arms, finished trials with `val_bpb_equal_tokens` where it can be told, and without elsewhere."""
+    """Return the arms with `val_bpb_equal_tokens` computed anew in every finished trial that allows it."""
     families: dict[tuple[str, str], list[Arm]] = {}
     for arm in arms:
         families.setdefault((arm.group, arm.baseline), []).append(arm)
@@ -32,7 +32,7 @@ def with_equal_tokens(arms: Sequence[Arm]) -> list[Arm]:
 
 
 def common_tokens(arms: Sequence[Arm]) -> float | None:
-    """The most tokens at which every finished trial of these arms was trained; None where none says."""
+    """Return the most tokens that every finished trial of these arms has reached, or None without evaluations."""
     reached = [
         max(tokens for tokens, _ in points)
         for arm in arms
@@ -43,7 +43,7 @@ def common_tokens(arms: Sequence[Arm]) -> float | None:
 
 
 def loss_at(trial: Trial, tokens: float) -> float | None:
-    """A trial's bits per byte at this many tokens; None before its first evaluation and after its last."""
+    """Interpolate a trial's bits per byte at this many tokens; None outside its first and last evaluation."""
     points = _evaluations(trial)
     for place, (right, loss) in enumerate(points):
         if right == tokens:
@@ -58,7 +58,7 @@ def loss_at(trial: Trial, tokens: float) -> float | None:
 
 
 def _evaluations(trial: Trial) -> list[tuple[float, float]]:
-    """(tokens, bits per byte) in rising order, each number of tokens once; the end of the run overrules its curve."""
+    """Return (tokens, bits per byte) by tokens. The final evaluation replaces a curve point at the same tokens."""
     found: dict[float, float] = {}
     ends = [{"tokens": trial.metrics.get("tokens"), "val_bpb": trial.metrics.get("val_bpb")}]
     for row in (*trial.curve, *ends):

@@ -1,12 +1,12 @@
-"""Whether two factors act independently of each other.
+"""Interactions between two factors of a study.
 
-For two factors, each at its baseline level and at one other level, there are four cells. The interaction is the
-difference of differences of logarithms: (both - one) - (the other - neither). Zero says that what one factor does to a
-metric, as a factor of it, is the same with and without the other. It is taken seed by seed, and averaged over the
-levels of the remaining factors (a mean of means: every setting of those counts the same).
+Two factors, each at its baseline level and at one other level, make four cells. The interaction is the difference of
+differences of logarithms: (both - first) - (second - neither). If it is zero, the first factor multiplies the metric
+by the same number with and without the second. It is computed for each seed, and averaged over the settings of the
+remaining factors with equal weights.
 
-Where cells are missing, because a trial failed, only those settings are used that are whole in the most seeds, the same
-ones for every seed: otherwise seeds would differ by which settings they average over.
+If cells are missing because a trial failed, only the settings that are complete in the most seeds are used, the same
+settings for every seed. Otherwise seeds would differ in which settings they average over.
 """
 
 import itertools
@@ -14,18 +14,20 @@ import math
 from collections.abc import Iterator, Mapping
 
 from deskside.study.results import Arm, Group, Interaction, Results
-from deskside.study.stats.pairing import by_seed, relative
-from deskside.study.stats.statistics import LOG_ROUNDING, student
+from deskside.study.stats.statistics import LOG_ROUNDING, by_seed, mean_interval, relative
 
 CROSSED_METRICS = ("val_bpb", "tokens_per_second", "peak_memory_gib")
 
-Levels = tuple[str, ...]  # of the factors, in the group's order
-Cells = tuple[float, float, float, float]  # of one seed: neither, the second alone, the first alone, both
+Levels = tuple[str, ...]  # one level of every factor, in the order of the group's factors
+Cells = tuple[float, float, float, float]  # of one seed: neither, second only, first only, both
 
 
 def interactions(results: Results) -> list[tuple[Interaction, float | None]]:
-    """(without its verdict, p) of every pair of factors and of levels that has all four cells; where p is None, with
-    its verdict: "exact", or "too few seeds"."""
+    """Return every interaction that has all four cells, with its p-value.
+
+    The verdict of one with a p-value is still to be decided among all of them. p is None if the verdict is final:
+    "exact" or "too few seeds".
+    """
     found = []
     for group in results.groups:
         cells, first = _cells(results, group)
@@ -39,14 +41,14 @@ def interactions(results: Results) -> list[tuple[Interaction, float | None]]:
 
 
 def _cells(results: Results, group: Group) -> tuple[dict[Levels, Arm], Levels | None]:
-    """(levels -> arm, the baseline's levels): of the arms that the factors alone describe, not those made by hand."""
+    """Return (levels -> arm, the levels of the baseline), without the arms written by hand."""
     names = [factor.name for factor in group.factors]
     cells = {
         tuple(arm.levels[name] for name in names): arm
         for arm in results.arms
         if arm.group == group.name and set(arm.levels) == set(names)
     }
-    # A factor in `within` has a baseline at each of its levels: the first one counts.
+    # A factor in `within` has a baseline at each of its levels; the first one is used.
     for levels in itertools.product(*(factor.levels for factor in group.factors)):
         if levels in cells and cells[levels].baseline == cells[levels].id:
             return cells, levels
@@ -54,12 +56,11 @@ def _cells(results: Results, group: Group) -> tuple[dict[Levels, Arm], Levels | 
 
 
 def _pairs(group: Group, first: Levels) -> Iterator[tuple[int, int, tuple[str, str]]]:
-    """(place of one factor, place of another, their levels), none of these the baseline's."""
-    for here, there in itertools.combinations(range(len(group.factors)), 2):
-        for one in group.factors[here].levels:
-            for other in group.factors[there].levels:
-                if one != first[here] and other != first[there]:
-                    yield here, there, (one, other)
+    """Yield the indices of two factors and one level of each, neither of which is the baseline's."""
+    for i, j in itertools.combinations(range(len(group.factors)), 2):
+        for one, other in itertools.product(group.factors[i].levels, group.factors[j].levels):
+            if one != first[i] and other != first[j]:
+                yield i, j, (one, other)
 
 
 def _interaction(
@@ -77,7 +78,7 @@ def _interaction(
     seeds = next(list(setting) for setting in settings if len(setting) == most)
     used = [setting for setting in settings if list(setting) == seeds]
     values = [math.fsum(_effect(setting[seed]) for setting in used) / len(used) for seed in seeds]
-    size = student(values, LOG_ROUNDING)
+    size = mean_interval(values, LOG_ROUNDING)
     exact = len(seeds) > 1 and all(len(set(setting.values())) == 1 for setting in used)
     effect = 0.0 if abs(size.mean) < LOG_ROUNDING else relative(size.mean)
     low = None if size.low is None else relative(size.low)
@@ -105,7 +106,7 @@ def _settings(
     places: tuple[int, int],
     levels: tuple[str, str],
 ) -> list[dict[int, Cells]]:
-    """Of each setting of the other factors: seed -> its four cells, for the seeds that have them all."""
+    """Return seed -> four cells for each setting of the other factors, leaving out seeds with a missing cell."""
     others = [["-"] if place in places else factor.levels for place, factor in enumerate(group.factors)]
     one, other = (first[places[0]], levels[0]), (first[places[1]], levels[1])
     found = []

@@ -1,19 +1,19 @@
-"""The arms that no other arm beats in everything at once, and those of which the intervals leave that open.
+"""Pareto fronts of a study's arms, and the arms whose exclusion from a front is uncertain.
 
-An arm is on the front when there is none that is as good in every metric and better in one, going by the means. Means
-have noise: an arm that is not on the front is `unclear` unless another arm is shown to be as good in every metric and
-better in one, by the intervals of their paired differences (95 % each; they need not have a common baseline). With one
-seed nothing is shown, so everything off the front is unclear. Two arms that are truly equal in one metric stay unclear
-however many seeds there are: no interval excludes that one of them is a trace better.
+An arm is on the front if no other arm dominates it (as good in every metric and better in one) by the means. Means are
+noisy, so an arm off the front is `unclear` unless another arm dominates it by the 95 % intervals of their paired
+differences, for which they need no common baseline. With one seed there are no intervals, so every arm off the front is
+unclear. Two arms that are truly equal in one metric stay unclear with any number of seeds: no interval excludes that
+one of them is slightly better.
 """
 
 from collections.abc import Sequence
 
 from deskside.study.results import Arm, Front, Results
 from deskside.study.stats.metrics import BY_KEY
-from deskside.study.stats.pairing import is_exact, log_ratio, pairs
+from deskside.study.stats.statistics import is_exact, log_ratio, pairs
 
-# The front of a study, and what it is when memory, or speed, is no concern.
+# Speed, memory and loss together, and the fronts for readers to whom memory, or speed, does not matter.
 AXES = (
     ("tokens_per_second", "peak_memory_gib", "val_bpb"),
     ("tokens_per_second", "val_bpb"),
@@ -22,7 +22,7 @@ AXES = (
 
 
 def fronts(results: Results) -> list[Front]:
-    """The fronts of every group, from the arms' estimates. Only arms that have all of a front's metrics take part."""
+    """Return the fronts of every group, each over the arms that have estimates of all its metrics."""
     found = []
     for group in results.groups:
         for axes in AXES:
@@ -32,22 +32,22 @@ def fronts(results: Results) -> list[Front]:
                 if arm.group == group.name and all(key in arm.estimates for key in axes)
             ]
             if arms:
-                on = [arm for arm in arms if not any(_beats(other, arm, axes) for other in arms)]
+                on = [arm for arm in arms if not any(_dominates(other, arm, axes) for other in arms)]
                 unclear = [
                     arm.id
                     for arm in arms
-                    if arm not in on and not any(_surely_beats(other, arm, axes) for other in arms)
+                    if arm not in on and not any(_surely_dominates(other, arm, axes) for other in arms)
                 ]
                 found.append(Front(group.name, list(axes), [arm.id for arm in on], unclear))
     return found
 
 
-def _beats(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
+def _dominates(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
     gains = [_sign(key) * (arm.estimates[key].mean - other.estimates[key].mean) for key in axes]
     return all(gain >= 0 for gain in gains) and any(gain > 0 for gain in gains)
 
 
-def _surely_beats(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
+def _surely_dominates(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
     if arm is other:
         return False
     least = [_least_gain(arm, other, key) for key in axes]
@@ -55,7 +55,7 @@ def _surely_beats(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
 
 
 def _least_gain(arm: Arm, other: Arm, metric: str) -> float | None:
-    """By how much `arm` is better at the least, as a logarithm; None where that is not known."""
+    """Return the lower bound of the log-ratio by which `arm` is better, or None if it is unknown."""
     ours, theirs = pairs(arm, other, metric)
     if not ours or min(*ours, *theirs) <= 0:
         return None
