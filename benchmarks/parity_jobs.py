@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskside.cli import overrides
-from deskside.cli.train import TrainOptions
+from deskside.cli.train import COMMAND
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
@@ -152,5 +151,5 @@ def _words(given: Pairs) -> list[str]:
 
 def _configured(preset: str, given: Pairs) -> RunConfig:
     """The configuration as `deskside train` will read it. Raises UsageError."""
-    _, keys = overrides.parse(TrainOptions, _words(given), "python -m benchmarks.parity run", "")
+    _, keys = COMMAND.parse_config(_words(given))
     return merge.build([*presets.layers(preset), keys])

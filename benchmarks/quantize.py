@@ -1,6 +1,6 @@
 """How fast the NVFP4 quantiser and the scaled product are, beside a copy and torch.mm, on this card.
 
-    python -m benchmarks.quantize [--tokens 65536] [--models 124m,1.5b] [--json FILE]
+    python -m benchmarks.quantize [--tokens 65536] [--models 124m,1.3b] [--json FILE]
 
 Quantiser: each operand that a recipe names, on the tensors of a block: GB/s counts 6 bytes a value (read for the
 maximum, read again, written in BF16), against the measured copy. `pass` is the second pass alone (the maximum given):
@@ -135,7 +135,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--models", default="124m,1.5b")
+    parser.add_argument("--models", default="124m,1.3b")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -1,12 +1,10 @@
-"""`deskside chat`; `deskside eval` and `deskside export` stand in eval_command.py and export_command.py."""
+"""`deskside chat`: talk to a model in the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from deskside.cli.parser import MAY_BE_EMPTY, parse
+from deskside.cli.options import Command, option
+from deskside.cli.shared_options import ModelOption
 from deskside.engine.device import Device, device_of, dtype_of, say
 from deskside.engine.sampling import Sampling
 from deskside.serve.chat import ChatOptions, converse
@@ -14,44 +12,33 @@ from deskside.utils.errors import UsageError
 from deskside.weights.load import load_model
 
 
-@dataclass
-class Chat:
-    """Talk to a model. A model without a chat template continues your text.
+@dataclass(kw_only=True)
+class ChatCommandOptions(ModelOption):
+    """Chat with a model. A model without a chat template continues your text instead.
 
-    Example: deskside chat runs/demo
-
-    Example: deskside chat runs/demo --prompt "Once upon a time" --temperature 0
+    Examples:
+      deskside chat runs/demo
+      deskside chat runs/demo --prompt "Once upon a time" --temperature 0
     """
 
-    model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
-    ]
-    prompt: Annotated[str | None, MAY_BE_EMPTY] = None
-    """Answer this one text, then leave."""
-    system: Annotated[str | None, MAY_BE_EMPTY] = None
-    """System message of a chat model."""
-    temperature: float = 0.8
-    """0 always takes the most probable token."""
-    top_k: int = 50
-    """Draw from the k most probable tokens only; 0 switches it off."""
-    top_p: float | None = None
-    """Draw from the most probable tokens that hold this probability together."""
-    min_p: float | None = None
-    """Draw from tokens with at least this share of the best token's probability."""
-    repetition_penalty: float = 1.0
-    """Above 1: less of what was said already."""
-    seed: int | None = None
-    """Repeats a conversation exactly. Default: a new one each time."""
-    max_new_tokens: int = 256
-    """Tokens of one answer at most."""
-    device: Device = "auto"
-    """auto: cuda where there is one."""
+    prompt: str | None = option("answer this one prompt, then exit", None, may_be_empty=True)
+    system: str | None = option("system message of a chat model", None, may_be_empty=True)
+    temperature: float = option("sampling temperature; 0 is greedy decoding", 0.8)
+    top_k: int = option("sample from the k most probable tokens; 0 disables it", 50)
+    top_p: float | None = option("nucleus sampling threshold", None)
+    min_p: float | None = option("sample from tokens with at least this share of the top probability", None)
+    repetition_penalty: float = option("above 1 makes repeated tokens less likely", 1.0)
+    seed: int | None = option("random seed, to reproduce a conversation; default: a new one each time", None)
+    max_new_tokens: int = option("maximum tokens per answer", 256)
+    device: Device = option("auto uses cuda if it is available", "auto")
+
+
+COMMAND = Command("chat", ChatCommandOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """`deskside chat`. Returns the exit code; raises UsageError and RunError."""
-    options = parse(Chat, argv, "deskside chat")
+    """Run `deskside chat` and return the exit code. Raises UsageError and RunError."""
+    options = COMMAND.parse(argv)
     sampling = Sampling(
         options.temperature, options.top_k or None, options.top_p, options.min_p, options.repetition_penalty
     )

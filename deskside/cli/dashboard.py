@@ -1,4 +1,4 @@
-"""`deskside dashboard`: serves the page on this machine."""
+"""`deskside dashboard`: serve the dashboard on this machine."""
 
 import contextlib
 import errno
@@ -11,11 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from deskside.cli.parser import parse
+import deskside.dashboard
+from deskside.cli.options import Command, option
 from deskside.serve.address import is_loopback
 from deskside.utils.errors import UsageError
 
@@ -24,43 +22,40 @@ WAIT_SECONDS = 0.05
 BUSY = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DashboardOptions:
-    """Look at studies and runs in a browser, also while they are going on.
+    """Browse studies and runs live in a browser. Nothing is written.
 
-    It only reads. DIR is searched for studies and runs, five levels deep.
+    Studies and runs are searched five levels below DIR.
 
     Examples:
       deskside dashboard
       deskside dashboard studies/matrix16 --port 9000
     """
 
-    directory: Annotated[
-        tyro.conf.Positional[str], tyro.conf.arg(metavar="[DIR]", help="where studies and runs are")
-    ] = "."
-    port: Annotated[
-        int | None, tyro.conf.arg(metavar="P", help="left out: 8501, or the next that is free")
-    ] = None
-    host: Annotated[str, tyro.conf.arg(metavar="H", help="address to listen on; there is no password")] = (
-        "localhost"
-    )
+    directory: str = option("where studies and runs are", ".", metavar="DIR", positional=True)
+    port: int | None = option("port; default: 8501, or the next free one", None, metavar="P")
+    host: str = option("address to listen on; there is no password", "localhost", metavar="H")
+
+
+COMMAND = Command("dashboard", DashboardOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Returns when the server is stopped; raises UsageError."""
-    options = parse(DashboardOptions, argv, "deskside dashboard")
+    """Run `deskside dashboard` until it is stopped. Raises UsageError."""
+    options = COMMAND.parse(argv)
     root = Path(options.directory)
     if not root.is_dir():
         what = "is a file" if root.exists() else "no such directory"
         raise UsageError(f"{root}: {what}; give a directory that holds studies or runs")
     if importlib.util.find_spec("streamlit") is None or importlib.util.find_spec("plotly") is None:
         raise UsageError("the dashboard needs streamlit and plotly: pip install 'deskside[dashboard]'")
-    port = _port(options.host, options.port)
+    port = _free_port(options.host, options.port)
     shown = f"[{options.host}]" if ":" in options.host else options.host
     print(f"dashboard of {root}: http://{shown}:{port}  (Ctrl-C stops it)", flush=True)
     if not is_loopback(options.host):
         print(
-            f"--host {options.host}: whoever reaches this address can read these runs; there is no password",
+            f"--host {options.host}: anyone who can reach this address can read these runs; there is no password",
             file=sys.stderr,
         )
     _serve(root.resolve(), options.host, port)
@@ -68,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def settings(host: str, port: int) -> dict[str, str]:
-    """Streamlit's own options: nothing is sent anywhere, nothing is asked, no button that deploys."""
+    """Return Streamlit's options: no telemetry, no questions, no deploy button."""
     return {
         "server.address": host,
         "server.port": str(port),
@@ -85,25 +80,25 @@ def settings(host: str, port: int) -> dict[str, str]:
 
 
 def _serve(root: Path, host: str, port: int) -> None:
-    # A person's own configuration may be there; what is given here stands above it.
+    # Options on the command line override the user's own Streamlit configuration.
     from streamlit.web import cli
 
-    arguments = ["run", str(Path(__file__).with_name("app.py"))]
+    arguments = ["run", str(Path(str(deskside.dashboard.__file__)).with_name("app.py"))]
     for name, value in settings(host, port).items():
         arguments += [f"--{name}", value]
     os.environ.setdefault("STREAMLIT_SERVER_SHOW_EMAIL_PROMPT", "false")
-    threading.Thread(target=_ahead, args=(root, host, port), name="ahead", daemon=True).start()
-    # What streamlit prints when it stops must not fail where nobody reads standard output any more.
+    threading.Thread(target=_preload, args=(root, host, port), name="preload", daemon=True).start()
+    # Streamlit prints when it stops, which must not fail if standard output has been closed.
     with contextlib.redirect_stdout(sys.stderr):
         cli.main([*arguments, "--", str(root)], standalone_mode=False)
 
 
-def _ahead(root: Path, host: str, port: int) -> None:
-    """Import and read what the first page shows, while the browser still loads streamlit's scripts.
+def _preload(root: Path, host: str, port: int) -> None:
+    """Load the data of the first page while the browser loads Streamlit's scripts.
 
-    Not before the server listens: until then it would only take the time that the server needs to start.
+    It waits for the server to listen, since earlier it would only delay the server's start.
     """
-    while not _answers(host, port):
+    while not _is_listening(host, port):
         time.sleep(WAIT_SECONDS)
     from deskside.dashboard import cached
     from deskside.dashboard.tabs import tab_overview  # noqa: F401
@@ -111,7 +106,7 @@ def _ahead(root: Path, host: str, port: int) -> None:
     cached.ahead(root)
 
 
-def _answers(host: str, port: int) -> bool:
+def _is_listening(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=1).close()
     except OSError:
@@ -119,27 +114,27 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def _port(host: str, wanted: int | None) -> int:
-    """A port that is free now. Raises UsageError when the wanted one is not, or the address is not this machine's."""
+def _free_port(host: str, wanted: int | None) -> int:
+    """Return a free port. Raises UsageError if the wanted one is taken or the host is not this machine."""
     if wanted is not None and not 1 <= wanted <= 65535:
-        raise UsageError(f"--port: {wanted} is no port; give 1 to 65535")
+        raise UsageError(f"--port: {wanted} is not a port; give 1 to 65535")
     for port in [wanted] if wanted is not None else range(FIRST_PORT, FIRST_PORT + TRIED):
-        reason = _taken(host, port)
+        reason = _why_taken(host, port)
         if reason is None:
             return port
     if wanted is not None:
-        raise UsageError(f"--port: {wanted} of {host} cannot be listened on ({reason}); give another")
+        raise UsageError(f"--port: {wanted} of {host} is not available ({reason}); give another")
     raise UsageError(
         f"ports {FIRST_PORT} to {FIRST_PORT + TRIED - 1} of {host} are taken; give one with --port"
     )
 
 
-def _taken(host: str, port: int) -> str | None:
+def _why_taken(host: str, port: int) -> str | None:
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise UsageError(
-            f"--host: {host} is no address: {error.strerror}; leave it out for this machine alone"
+            f"--host: {host} is not an address: {error.strerror}; leave it out to serve this machine only"
         ) from None
     for family, kind, protocol, _, address in places:
         with socket.socket(family, kind, protocol) as probe:

@@ -1,6 +1,6 @@
 """`deskside data prepare | verify | show`.
 
-With --json standard output holds one JSON object and nothing else; all other words go to standard error.
+With --json standard output holds one JSON object; everything else is printed on standard error.
 """
 
 from __future__ import annotations
@@ -9,102 +9,96 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
-from deskside.cli.parser import choose, parse
+from deskside.cli.options import Command, choose, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption
 from deskside.data.corpus.heldout import warnings
 from deskside.data.corpus.sources import Limits
 from deskside.data.reading import shards
-from deskside.utils import strict_json
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import number_of
 
 _SEQUENCES = (512, 1024, 2048)
 
 
-@dataclass
-class Prepare:
-    """Make token shards from text.
+@dataclass(kw_only=True)
+class PrepareOptions(JsonOption):
+    """Convert text to token shards. An interrupted command continues, and repairs damaged shards.
 
     Sources: .txt .md .jsonl .jsonl.gz .jsonl.zst .parquet,
       a directory or a quoted glob of these,
       hf:owner/name[:config[:split]], bundled:tiny_shakespeare.txt.
 
     Example: deskside data prepare corpus/*.jsonl.gz --val held.jsonl --out data/mine
-
-    Run again, it goes on where it was interrupted, and mends damaged shards.
     """
 
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...")]
-    """What to read."""
-    out: str
-    """Directory of the prepared data."""
-    val: tuple[str, ...] = ()
-    """Sources of the validation split, instead of a share of the documents."""
-    val_fraction: float | None = None
-    """Share of the documents that becomes validation. Default: about 500 kB of text, 0.5 to 10 %, some of every
-    language, source and file; of fewer than ten documents each gives its last tenth."""
-    vocab_size: int = 32768
-    """Tokens of the vocabulary that is trained."""
-    tokenizer: str | None = None
-    """An existing tokenizer.json (or a directory that holds one) instead of training."""
-    field: str = "text"
-    """The JSON field or parquet column that holds the text."""
-    workers: int | None = None
-    """Tokenising processes. Default: one per core."""
-    on_bad: Literal["skip", "refuse"] = "skip"
-    """Bad input (not UTF-8, damaged, without the field, ...): skip and count it, or stop."""
-    max_line_mb: Annotated[float, tyro.conf.arg(metavar="MB")] = 256
-    """Maximum length of a line, parquet cell or row, decompressed. A longer one is bad input; a longer text file is
-    read as several documents. Memory is about five times this."""
-    resume: bool = True
-    """Replace what --out holds, instead of going on with it."""
-    seed: int = 0
-    """Of the validation split and the tokenizer's sample."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    sources: tuple[str, ...] = option("files, directories or datasets", metavar="SOURCE...", positional=True)
+    out: str = option("directory of the prepared data", metavar="DIR")
+    val: tuple[str, ...] = option(
+        "sources of the validation split, instead of a share of the documents", (), metavar="SOURCE"
+    )
+    val_fraction: float | None = option(
+        "share of the documents held out for validation; default: about 500 kB of text, 0.5 to 10 %, "
+        "stratified by language, source and file; with fewer than ten documents the last tenth of each",
+        None,
+    )
+    vocab_size: int = option("vocabulary size of the tokenizer that is trained", 32768)
+    tokenizer: str | None = option(
+        "use this tokenizer.json, or a directory that holds one", None, metavar="FILE"
+    )
+    field: str = option("JSON field or parquet column of the text", "text")
+    workers: int | None = option("tokenization processes; default: one per core", None)
+    on_bad: Literal["skip", "refuse"] = option(
+        "bad input (not UTF-8, damaged, without the field): skip and count it, or stop", "skip"
+    )
+    max_line_mb: float = option(
+        "maximum length of a line, parquet cell or row, decompressed; a longer one is bad input, and a longer text "
+        "file is split into documents. Memory use is about five times this",
+        256,
+        metavar="MB",
+    )
+    resume: bool = option("replace what --out holds instead of continuing", True)
+    seed: int = option("random seed of the validation split and the tokenizer's sample", 0)
 
 
-@dataclass
-class Verify:
-    """Read a whole prepared data set and compare every checksum.
-
-    Exit code 1 if one fails.
+@dataclass(kw_only=True)
+class VerifyOptions(JsonOption):
+    """Compare every checksum of a prepared dataset; the exit code is 1 if one differs.
 
     Example: deskside data verify data/mine
     """
 
-    directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    json: bool = False
-    """Print one JSON object on standard output."""
+    directory: str = option("directory of the prepared data", metavar="DIR", positional=True)
 
 
-@dataclass
-class Show:
-    """What a prepared data set holds, and how full its rows are.
+@dataclass(kw_only=True)
+class ShowOptions(JsonOption):
+    """Show the contents of a prepared dataset, and how full its rows are.
 
     Example: deskside data show data/mine
     """
 
-    directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    json: bool = False
-    """Print one JSON object on standard output."""
+    directory: str = option("directory of the prepared data", metavar="DIR", positional=True)
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "prepare": Command("data prepare", PrepareOptions),
+    "verify": Command("data verify", VerifyOptions),
+    "show": Command("data show", ShowOptions),
+}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs `deskside data ARGV...` and returns the exit code.
-
-    Raises UsageError and RunError for the caller to print, SystemExit(0) after --help.
-    """
-    what = {name: (kind.__doc__ or "").splitlines()[0] for name, (kind, _) in _COMMANDS.items()}
-    name = choose(what, argv, "deskside data", "Prepare text for training, check it, look at it.")
-    kind, command = _COMMANDS[name]
-    return command(parse(kind, argv[1:], f"deskside data {name}"))
+    """Run `deskside data` and return the exit code. Raises UsageError and RunError."""
+    summaries = {name: (each.options.__doc__ or "").splitlines()[0] for name, each in COMMANDS.items()}
+    name = choose(summaries, argv, "deskside data", "Prepare, verify and show datasets.")
+    functions: dict[str, Callable[[Any], int]] = {"prepare": _prepare, "verify": _verify, "show": _show}
+    return functions[name](COMMANDS[name].parse(argv[1:]))
 
 
-def _prepare(options: Prepare) -> int:
+def _prepare(options: PrepareOptions) -> int:
     from deskside.data.corpus.prepare import prepare
 
     try:
@@ -123,10 +117,10 @@ def _prepare(options: Prepare) -> int:
             limits=_limits(options.max_line_mb),
         )
     except KeyboardInterrupt as error:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 128 + number_of(error)
     if options.json:
-        print(strict_json.dumps(report.as_dict()))
+        print_json(report.as_dict())
         return 0
     for split in sorted(report.tokens):
         size, tokens = report.text_bytes[split], report.tokens[split]
@@ -155,27 +149,31 @@ def _limits(megabytes: float) -> Limits:
 def _print_left_out(bad: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:
     for split, reasons in bad.items():
         for reason, entry in reasons.items():
-            print(f"left out of {split}: {entry['count']:,} x {reason}, first {', '.join(entry['first'])}")
+            print(
+                f"left out of {split}: {entry['count']:,} x {reason}, for example {', '.join(entry['first'])}"
+            )
     if ignored:
-        print(f"not read: {ignored['count']:,} files of other kinds, first {', '.join(ignored['first'])}")
+        print(
+            f"not read: {ignored['count']:,} files of other types, for example {', '.join(ignored['first'])}"
+        )
     if duplicates:
-        print(f"left out of train: {duplicates:,} documents that stand in the validation sources")
+        print(f"left out of train: {duplicates:,} documents that are in the validation sources too")
 
 
-def _verify(options: Verify) -> int:
+def _verify(options: VerifyOptions) -> int:
     report = shards.verify(options.directory)
     if options.json:
-        print(strict_json.dumps({**vars(report), "ok": not report.damaged}))
+        print_json({**vars(report), "ok": not report.damaged})
         return 1 if report.damaged else 0
     if report.damaged:
         for file, problem in report.damaged.items():
             print(f"{file}: {problem}", file=sys.stderr)
         shards.refuse_damage(options.directory, report.damaged)
-    print(f"{report.directory}: {report.shards} shards, {report.gib:.2f} GiB, every checksum is right")
+    print(f"{report.directory}: {report.shards} shards, {report.gib:.2f} GiB, all checksums match")
     return 0
 
 
-def _show(options: Show) -> int:
+def _show(options: ShowOptions) -> int:
     from deskside.data.reading.rows import PackedDataset
 
     directory = Path(options.directory)
@@ -194,7 +192,7 @@ def _show(options: Show) -> int:
             "tags": _per_tag(index, split),
         }
     if options.json:
-        print(strict_json.dumps({"vocab_size": index.tokenizer.vocab_size, "splits": facts}))
+        print_json({"vocab_size": index.tokenizer.vocab_size, "splits": facts})
         return 0
     _print_tables(index, facts)
     _print_left_out(index.bad_input, index.ignored_files, index.duplicates_of_validation)
@@ -246,10 +244,3 @@ def _print_tables(index: shards.DatasetIndex, facts: dict[str, Any]) -> None:
     for tag in facts["train"]["tags"]:
         table.add_row(tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}")
     console.print(table)
-
-
-_COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
-    "prepare": (Prepare, _prepare),
-    "verify": (Verify, _verify),
-    "show": (Show, _show),
-}

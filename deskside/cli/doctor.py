@@ -1,4 +1,4 @@
-"""`deskside doctor`: examine this machine and print what was found."""
+"""`deskside doctor`: check this machine and print the findings."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -7,34 +7,35 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from deskside.cli.parser import parse
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption
 from deskside.doctor import summary
 from deskside.doctor.examine import Say, examine
-from deskside.utils import strict_json
 
 
-@dataclass
-class Doctor:
-    """What works on this machine, with what numbers, and what to mend. Takes one to five minutes.
+@dataclass(kw_only=True)
+class DoctorOptions(JsonOption):
+    """Check what works on this machine, measure it, and say what to fix. Takes one to five minutes.
 
-    Example: deskside doctor
-
-    Example: deskside doctor --quick --json
+    Examples:
+      deskside doctor
+      deskside doctor --quick --json
     """
 
-    quick: bool = False
-    """Only plain matmuls, memory, the choice of attention and eager training steps: some seconds."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    quick: bool = option("only matmuls, memory, attention and eager training steps: some seconds", False)
+
+
+COMMAND = Command("doctor", DoctorOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. 0, or 1 when training cannot work here. Raises UsageError."""
-    options = parse(Doctor, argv, "deskside doctor")
+    """Run `deskside doctor`; returns 1 when training cannot work here, else 0. Raises UsageError."""
+    options = COMMAND.parse(argv)
     with _progress() as say:
         found = examine(options.quick, say)
     if options.json:
-        print(strict_json.dumps(found))
+        print_json(found)
     else:
         summary.show(found, Console())
     return 0 if found["trains"] else 1
@@ -42,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Say]:
-    """Tells on standard error what is being done: one changing line in a terminal, plain lines elsewhere."""
+    """Show the current check on standard error: a status line in a terminal, plain lines elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print(f"doctor: {text}", file=sys.stderr, flush=True)

@@ -1,19 +1,19 @@
-"""`deskside eval`: bits per byte of a model, and tasks.
+"""`deskside eval`: bits per byte of a model, and evaluation tasks.
 
-It stands here, above everything that it uses, because it begins by turning a path into a model (export/load.py). With
---json standard output holds one JSON object and nothing else; all other words go to standard error.
+With --json standard output holds one JSON object; everything else is printed on standard error.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from tokenizers import Tokenizer
 
-from deskside.cli.parser import parse
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption, ModelOption
 from deskside.data.chat.renderer import Renderer, own_template
 from deskside.data.corpus.progress_bar import Progress
 from deskside.engine.device import Device, device_of, dtype_of, say
@@ -39,54 +39,47 @@ from deskside.weights.load import Loaded, load_model
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}
 
 
-@dataclass
-class Eval:
-    """Bits per byte of a model, on its run's validation data or on a text; and tasks.
+@dataclass(kw_only=True)
+class EvalOptions(ModelOption, JsonOption):
+    """Measure bits per byte of a model on its validation data or on a text, and run tasks.
 
-    Example: deskside eval runs/demo --json
-
-    Example: deskside eval runs/demo --text book.txt
-
-    Example: deskside eval runs/124m --tasks core --tasks-dir DIR --limit 500
-
-    Example: deskside eval my-model --tasks gsm8k,humaneval --tasks-dir hf: --chat
+    Examples:
+      deskside eval runs/demo --json
+      deskside eval runs/demo --text book.txt
+      deskside eval runs/124m --tasks core --tasks-dir DIR --limit 500
+      deskside eval my-model --tasks gsm8k,humaneval --tasks-dir hf: --chat
     """
 
-    model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
-    ]
-    text: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Evaluate this text instead: .txt, .jsonl[.gz|.zst] or .parquet with a text field."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Evaluate the validation split of this prepared data instead of the run's own."""
-    tasks: Annotated[str | None, tyro.conf.arg(metavar="NAME,...")] = None
-    """Tasks by name; core: those of the CORE metric; all: every one whose data is there."""
-    tasks_dir: Annotated[str | None, tyro.conf.arg(metavar="DIR|hf:")] = None
-    """Where the tasks' files are; hf: reads them from the Hugging Face hub."""
-    limit: int | None = None
-    """Items of each task at most."""
-    shots: int | None = None
-    """Solved examples before each question. Default: each task's own."""
-    chat: bool = False
-    """Ask in the model's chat template."""
-    start: bool = False
-    """Begin every text with the start token, as training does. lm-eval does so with add_bos_token=True only."""
-    items: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write what the model made of each item: JSON lines, in a new file."""
-    device: Device = "auto"
-    """auto: cuda where there is one."""
-    sequence_length: int | None = None
-    """Tokens that the model sees at most, for bits per byte. Default: the run's."""
-    batch_tokens: int | None = None
-    """Tokens per forward pass."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    text: str | None = option(
+        "evaluate this text: .txt, .jsonl[.gz|.zst] or .parquet with a text field", None, metavar="FILE"
+    )
+    data: str | None = option("evaluate the validation split of this prepared data", None, metavar="DIR")
+    tasks: str | None = option(
+        "tasks by name; core: those of the CORE metric; all: every task whose data is found",
+        None,
+        metavar="NAME,...",
+    )
+    tasks_dir: str | None = option(
+        "where the tasks' files are; hf: reads them from the Hugging Face hub", None, metavar="DIR|hf:"
+    )
+    limit: int | None = option("maximum items per task", None)
+    shots: int | None = option("few-shot examples before each question; default: each task's own", None)
+    chat: bool = option("use the model's chat template", False)
+    start: bool = option(
+        "begin every text with the start token, as in training (lm-eval: add_bos_token=True)", False
+    )
+    items: str | None = option("write the result of each item to a new JSON Lines file", None, metavar="FILE")
+    device: Device = option("auto uses cuda if it is available", "auto")
+    sequence_length: int | None = option("context length for bits per byte; default: the run's", None)
+    batch_tokens: int | None = option("tokens per forward pass", None)
+
+
+COMMAND = Command("eval", EvalOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """`deskside eval`. Returns the exit code; raises UsageError and RunError."""
-    options = parse(Eval, argv, "deskside eval")
+    """Run `deskside eval` and return the exit code. Raises UsageError and RunError."""
+    options = COMMAND.parse(argv)
     selection = _checked(options)
     device = device_of(options.device)
     tasks = [] if selection is None else _prepared(options, selection)
@@ -105,14 +98,14 @@ def run(argv: Sequence[str]) -> int:
             batch_tokens=options.batch_tokens or BATCH_TOKENS[device.type],
         )
     done = _evaluate_tasks(options, tasks, subject)
-    # Of CORE's tasks all that have data, or the number would be another one.
+    # CORE is a mean over tasks: without one that has data it would be a different metric.
     incomplete = any(each.chosen.core and each.chosen.name in done.failed for each in tasks)
     whole = None if incomplete else core(done.results)
     if options.json:
         found = _as_json(options, loaded, measured)
         if selection is not None:
             found |= _tasks_as_json(options, selection, done, whole)
-        print(strict_json.dumps(found))
+        print_json(found)
     else:
         if measured is not None:
             _print_measured(measured)
@@ -121,8 +114,8 @@ def run(argv: Sequence[str]) -> int:
     return 1 if done.failed else 0
 
 
-def _checked(options: Eval) -> Selection | None:
-    """The tasks that are asked for. Raises UsageError for options that cannot be, before any work."""
+def _checked(options: EvalOptions) -> Selection | None:
+    """Return the selected tasks, None without --tasks. Raises UsageError for invalid options, before any work."""
     if options.text is not None and options.data is not None:
         raise UsageError("--text and --data: give one of them")
     for name, value, least in (
@@ -141,7 +134,7 @@ def _checked(options: Eval) -> Selection | None:
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise UsageError(
-            f"--tasks {options.tasks!r}: names no task; give core, all, or names with commas between"
+            f"--tasks {options.tasks!r}: names no task; give core, all, or names separated by commas"
         )
     selection = select(names, options.tasks_dir, options.shots)
     check_chat(selection.chosen, options.chat)
@@ -151,7 +144,7 @@ def _checked(options: Eval) -> Selection | None:
 # Tasks
 
 
-def _subject(options: Eval, loaded: Loaded, device: torch.device) -> Subject:
+def _subject(options: EvalOptions, loaded: Loaded, device: torch.device) -> Subject:
     chat = _renderer(loaded) if options.chat else None
     return Subject(
         loaded.model,
@@ -165,14 +158,14 @@ def _subject(options: Eval, loaded: Loaded, device: torch.device) -> Subject:
 
 @dataclass(frozen=True)
 class _Done:
-    """Results of tasks, and why others gave none."""
+    """Results by task, and the errors of tasks that failed."""
 
     results: list[TaskResult]
     failed: dict[str, str]
 
 
-def _evaluate_tasks(options: Eval, tasks: Sequence[Prepared], subject: Subject) -> _Done:
-    """One that fails does not take the results of the others with it, unless it is the only one."""
+def _evaluate_tasks(options: EvalOptions, tasks: Sequence[Prepared], subject: Subject) -> _Done:
+    """Evaluate all tasks. A task that fails is reported beside the results of the others, unless it is the only one."""
     results, failed = [], {}
     for prepared in tasks:
         name = prepared.chosen.name
@@ -191,8 +184,8 @@ def _evaluate_tasks(options: Eval, tasks: Sequence[Prepared], subject: Subject) 
     return _Done(results, failed)
 
 
-def _prepared(options: Eval, selection: Selection) -> list[Prepared]:
-    """The data of all tasks, read before any work, and what is wrong with it told."""
+def _prepared(options: EvalOptions, selection: Selection) -> list[Prepared]:
+    """Read the data of all tasks before any work, and report damaged records."""
     if selection.left_out:
         say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
     tasks = [prepare(chosen, options.chat) for chosen in selection.chosen]
@@ -204,9 +197,9 @@ def _prepared(options: Eval, selection: Selection) -> list[Prepared]:
     if options.items is not None:
         file = Path(options.items)
         if file.exists():
-            raise UsageError(f"--items {file}: is there already; name a new file")
+            raise UsageError(f"--items {file}: exists already; name a new file")
         if not file.absolute().parent.is_dir():
-            raise UsageError(f"--items {file}: its folder is not there; make it, or name another one")
+            raise UsageError(f"--items {file}: its directory does not exist; create it, or name another file")
     return tasks
 
 
@@ -222,15 +215,16 @@ def _renderer(loaded: Loaded) -> Renderer:
     """Return the chat template of a model. Raises UsageError where it has none."""
     if own_template(loaded.tokenizer_dir) is None:
         raise UsageError(
-            f"--chat: {loaded.tokenizer_dir} has no chat template; leave --chat out, or make a chat model: deskside sft"
+            f"--chat: {loaded.tokenizer_dir} has no chat template; leave --chat out, or train a chat model with "
+            f"deskside sft"
         )
     return Renderer(loaded.tokenizer_dir, Tokenizer.from_str(loaded.tokenizer.to_str()))
 
 
-# What is printed
+# Output
 
 
-def _as_json(options: Eval, loaded: Loaded, measured: Measured | None) -> dict[str, Any]:
+def _as_json(options: EvalOptions, loaded: Loaded, measured: Measured | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "bpb": measured and measured.result.bpb,
         "tasks": {},
@@ -249,7 +243,9 @@ def _as_json(options: Eval, loaded: Loaded, measured: Measured | None) -> dict[s
     return found
 
 
-def _tasks_as_json(options: Eval, selection: Selection, done: _Done, whole: Core | None) -> dict[str, Any]:
+def _tasks_as_json(
+    options: EvalOptions, selection: Selection, done: _Done, whole: Core | None
+) -> dict[str, Any]:
     return {
         "tasks": {result.chosen.name: result.as_dict() for result in done.results},
         "core": whole and whole.value,
@@ -273,7 +269,7 @@ def _print_measured(measured: Measured) -> None:
 
 
 def _print_tasks(results: Sequence[TaskResult], whole: Core | None) -> None:
-    """One line for each task, at most 80 columns."""
+    """Print one line of at most 80 columns for each task."""
     width = max(len(result.chosen.name) for result in results)
     print(f"{'task':<{width}}  right   95 % interval   items shots centred")
     for result in results:
@@ -287,4 +283,4 @@ def _print_tasks(results: Sequence[TaskResult], whole: Core | None) -> None:
             f"CORE-like: {whole.value:.4f} ({whole.low:.4f} to {whole.high:.4f}, 95 %), the mean of "
             f"{len(whole.tasks)} of the {CORE_TASKS} tasks"
         )
-    print("measured here; centred: 0 is guessing, 1 is all right")
+    print("measured; centred: 0 is guessing, 1 is all correct")

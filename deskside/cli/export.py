@@ -1,20 +1,20 @@
-"""`deskside export`: a run, or a Hugging Face directory, as a model for other programs.
+"""`deskside export`: write a run or a Hugging Face model in the format of other programs.
 
-It stands here, above everything that it uses, because it begins by turning a path into a model (export/load.py). With
---json standard output holds one JSON object and nothing else; all other words go to standard error.
+With --json standard output holds one JSON object; everything else is printed on standard error.
 """
 
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import tyro
 
 from deskside import __version__
-from deskside.cli.parser import parse
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption, ModelOption
 from deskside.data.corpus.progress_bar import Progress
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.engine.device import say
@@ -24,7 +24,6 @@ from deskside.export.gguf_tokenizer import gguf_tokenizer
 from deskside.export.original_weights import Unavailable, merge_into_original
 from deskside.export.peft import save_peft
 from deskside.run.lineage import mapping
-from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import check_out, save_hf
 from deskside.weights.load import Loaded, load_model
@@ -33,50 +32,44 @@ from deskside.weights.merge import open_adapted
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass
-class Export:
+@dataclass(kw_only=True)
+class ExportOptions(ModelOption, JsonOption):
     """Write a model for other programs, with a model card.
 
-    Example: deskside export runs/demo --to hf --out my-model
-
-    Example: deskside export runs/demo --to gguf --dtype q8_0 --out my-gguf
+    Examples:
+      deskside export runs/demo --to hf --out my-model
+      deskside export runs/demo --to gguf --dtype q8_0 --out my-gguf
     """
 
-    model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
-    ]
-    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """Directory to write; it must be new, empty or an earlier export."""
-    to: Literal["hf", "gguf", "peft"] = "hf"
-    """hf: Hugging Face safetensors; gguf: one file for llama.cpp; peft: a run's adapters alone."""
-    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = "float32"
-    """Of the stored weights. q8_0: 8 bits, for gguf alone; peft is always float32."""
-    json: bool = False
-    """Print one JSON object on standard output."""
+    out: str = option("directory to write; new, empty or an earlier export", metavar="DIR")
+    to: Literal["hf", "gguf", "peft"] = option(
+        "hf: Hugging Face safetensors; gguf: one file for llama.cpp; peft: only the adapters of a run", "hf"
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = option(
+        "of the stored weights; q8_0 (8 bits) is for gguf only, peft is always float32", "float32"
+    )
+
+
+COMMAND = Command("export", ExportOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """`deskside export`. Returns the exit code; raises UsageError and RunError."""
-    options = parse(Export, argv, "deskside export")
+    """Run `deskside export` and return the exit code. Raises UsageError and RunError."""
+    options = COMMAND.parse(argv)
     out = Path(options.out)
     if options.dtype == "q8_0" and options.to != "gguf":
         raise UsageError(
-            f"--dtype q8_0: is a type of GGUF; --to {options.to} has float32, bfloat16 and float16"
+            f"--dtype q8_0: exists only in GGUF; --to {options.to} takes float32, bfloat16 or float16"
         )
     if options.dtype != "float32" and options.to == "peft":
-        raise UsageError(
-            f"--dtype {options.dtype}: adapters are trained and written in float32; leave it out"
-        )
+        raise UsageError(f"--dtype {options.dtype}: adapters are always written in float32; leave it out")
     check_out(out)  # before the work
     loaded = load_model(options.model, "cpu", torch.float32, say)
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
     if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
         try:
             path = merge_into_original(loaded, say)
-            say(
-                f"the adapters are merged into the original weights, {path}, which the run's base was made from"
-            )
+            say(f"the adapters are merged into the original weights, {path}")
         except Unavailable as why:
             say(
                 f"the adapters are merged into weights that the run kept in {adapter.get('base')}, so {options.dtype} "
@@ -90,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
         "dtype": options.dtype,
         "to": options.to,
     }
-    write: dict[str, Callable[[Export, Loaded, Path, dict[str, Any]], dict[str, Any]]] = {
+    write: dict[str, Callable[[ExportOptions, Loaded, Path, dict[str, Any]], dict[str, Any]]] = {
         "hf": _hf,
         "gguf": _gguf,
         "peft": _peft,
@@ -105,20 +98,20 @@ def run(argv: Sequence[str]) -> int:
         raise RunError(f"{name}: cannot be written: {reason}") from None
     if options.json:
         facts = {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
-        print(strict_json.dumps({**facts, **told}))
+        print_json({**facts, **told})
     else:
         print(told.get("file", out))
     return 0
 
 
-def _hf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _hf(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
     card = model_card(loaded, "hf", options.dtype, say)
     save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], about, card)
     say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     return {}
 
 
-def _gguf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _gguf(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
     check_gguf(loaded.config)
     tokenizer = gguf_tokenizer(loaded.tokenizer_dir, loaded.config.vocab_size, loaded.start_token)
     name = gguf_name(loaded.name, options.dtype)
@@ -143,16 +136,18 @@ def _gguf(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> 
         )
     if saved.fallback:
         say(
-            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: their rows are not whole "
-            "blocks of 32, as q8_0 wants them"
+            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: their rows are not "
+            "multiples of 32 values, the block of q8_0"
         )
     say(f"load it with: llama-server -m {saved.file}" + (f" ({needs})" if needs else ""))
     return {"file": str(saved.file), "in_float16": list(saved.fallback)}
 
 
-def _peft(options: Export, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _peft(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
     if loaded.run_dir is None:
-        raise UsageError(f"{options.model}: is no run, and --to peft writes a run's adapters; use --to hf")
+        raise UsageError(
+            f"{options.model}: is not a run, and --to peft writes the adapters of a run; use --to hf"
+        )
     run = open_adapted(loaded.run_dir, say)
     card = model_card(loaded, "peft", "float32", say)
     save_peft(run.model, run.adapter, run.init, out, {**about, "step": run.step}, card)

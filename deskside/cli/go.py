@@ -1,4 +1,4 @@
-"""`deskside go`: the options, and the drive through the phases."""
+"""`deskside go`: the full pipeline within a time budget."""
 
 import contextlib
 import gc
@@ -13,30 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 import deskside
-from deskside.cli import overrides
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json, print_next
+from deskside.cli.shared_options import JsonOption
 from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.pipeline.pipeline_journal import FILE, Journal, damaged, tail_seconds
 from deskside.pipeline.pipeline_state import MOST_GIB, MOST_HOURS, PHASES
 from deskside.run.directory import RunDirectory
 from deskside.run.paths import reached, reached_by
-from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
 
-DESCRIPTION = """The whole road in a number of hours: doctor, probe, plan, pretraining, evaluation, export, report.
-
-The hours are wall-clock, everything included, from the start of this command to its end.
-
-Examples:
-  deskside go --hours 24 --data data/english
-  deskside go --hours 2 --preset 124m --data data/english --yes
-  deskside go --hours 8 --data data/english --target-loss 1.05
-  deskside go --resume runs/go
-"""
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
 LONG_WAIT = 0.02  # of the hours, that a person may think before the plan no longer holds
 TOO_SHORT = " is too short: "  # as `train` puts it
@@ -44,41 +33,41 @@ LENGTHS = ("length", "hours", "steps", "tokens", "clock")
 
 
 @dataclass(kw_only=True)
-class GoOptions:
-    """Options of the command itself."""
+class GoOptions(JsonOption):
+    """Run the full pipeline within a time budget: doctor, probe, plan, pretraining, evaluation, export, report.
 
-    hours: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="H", help="wall-clock hours for everything, such as 8 or 90m"),
-        HOURS,
-    ] = None
-    preset: Annotated[
-        str | None, tyro.conf.arg(metavar="PRESET", help="the model; default: the plan chooses it")
-    ] = None
-    # Named so because the configuration has a part `data`; on the command line it is --data.
-    corpus: Annotated[str | None, tyro.conf.arg(name="data", metavar="DIR", help="prepared data")] = None
-    gpu_budget: Annotated[
-        float | None, tyro.conf.arg(metavar="GIB", help="GPU memory that may be used; default: all of it")
-    ] = None
-    target_loss: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="BPB", help="bits per byte to reach; out of reach: it stops after the pilot"),
-    ] = None
-    name: Annotated[
-        str | None, tyro.conf.arg(metavar="NAME", help="folder under --runs; default: the preset's, or go")
-    ] = None
-    runs: Annotated[str, tyro.conf.arg(metavar="DIR", help="where run directories are made")] = "runs"
-    probes: Annotated[str, tyro.conf.arg(metavar="DIR", help="where probe results are kept")] = "probes"
-    resume: Annotated[
-        str | None, tyro.conf.arg(metavar="RUN", help="go on with the hours that were left")
-    ] = None
-    yes: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="do not ask")] = False
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="JSON on standard output")] = False
+    The hours are wall-clock and include everything from the start of this command to its end.
+
+    Examples:
+      deskside go --hours 24 --data data/english
+      deskside go --hours 90m --preset 124m --data data/english --yes
+      deskside go --hours 8 --data data/english --target-loss 1.05
+      deskside go --resume runs/go
+    """
+
+    hours: Annotated[float | None, HOURS] = option("time budget, such as 8, 8h or 90m", None, metavar="H")
+    preset: str | None = option("the model; default: chosen by the plan", None, metavar="PRESET")
+    # The field is not named `data` because the configuration has a part `data`.
+    corpus: str | None = option("prepared data", None, name="data", metavar="DIR")
+    gpu_budget: float | None = option("GPU memory that may be used; default: all of it", None, metavar="GIB")
+    target_loss: float | None = option(
+        "bits per byte to reach; stops after the pilot if that is out of reach", None, metavar="BPB"
+    )
+    name: str | None = option(
+        "run directory under --runs; default: the preset's name, or go", None, metavar="NAME"
+    )
+    runs: str = option("directory of all runs", "runs", metavar="DIR")
+    probes: str = option("directory of probe results", "probes", metavar="DIR")
+    resume: str | None = option("continue with the hours that were left", None, metavar="RUN")
+    yes: bool = option("do not ask for confirmation", False)
+
+
+COMMAND = Command("go", GoOptions, configuration=True)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command; returns the exit code. Raises UsageError and RunError."""
-    options, given = overrides.parse(GoOptions, argv, "deskside go", DESCRIPTION)
+    """Run `deskside go` and return the exit code. Raises UsageError and RunError."""
+    options, given = COMMAND.parse_config(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("deskside go runs on one GPU; for more of them use: torchrun -m deskside train")
     if options.resume is not None:
@@ -286,7 +275,7 @@ class Road:
         self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
         if self.as_json:
             spent = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
-            print(strict_json.dumps({**summary, **spent}))
+            print_json({**summary, **spent})
             return
         print(f"validation  {summary['val_bpb']:.3f} bits per byte")
         for name in ("gzip", "unigram"):
@@ -294,9 +283,9 @@ class Road:
                 print(f"{name:<10}  {summary[f'{name}_bpb']:.3f} bits per byte on the same text")
         for sample in summary["samples"][:1]:
             print(f"\nsample: {sample['prompt']!r} ->\n  " + "\n  ".join(sample["text"].splitlines()))
-        command = as_typed()
-        print(f"\nreport: {page}\nnext:   {command} chat {self.run.path}")
-        print(f"        {command} sft {self.run.path} --data CHAT.jsonl    # fine-tune it for chat")
+        print_next(
+            page, f"chat {self.run.path}", f"sft {self.run.path} --data CHAT.jsonl    # fine-tune it for chat"
+        )
 
     # What they need
 
@@ -356,13 +345,13 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
         ("target_loss", options.target_loss),
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name}: must be a number above zero, not {value:g}")
+            raise UsageError(f"--{name.replace('_', '-')}: must be a number above zero, not {value:g}")
     for name, value, most in (
         ("hours", options.hours, MOST_HOURS),
         ("gpu_budget", options.gpu_budget, MOST_GIB),
     ):
         if value is not None and value > most:
-            raise UsageError(f"--{name}: must be at most {most:,.0f}, not {value:g}")
+            raise UsageError(f"--{name.replace('_', '-')}: must be at most {most:,.0f}, not {value:g}")
     length = [key for key in LENGTHS if key in given.get("schedule", {})]
     if length:
         raise UsageError(f"--schedule.{length[0]}: the length of the run is --hours; leave it out")
@@ -399,7 +388,7 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
         from deskside.measurements.identity import this_machine
 
         if this_machine().device == "cpu":
-            raise UsageError("--gpu_budget: there is no GPU here; leave it out")
+            raise UsageError("--gpu-budget: there is no GPU here; leave it out")
     if not options.yes and not sys.stdin.isatty():
         raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
     default = (
@@ -463,15 +452,6 @@ def _over(journal: Journal) -> RunError:
         f"these hours are over: {spent:.0f} of {whole:.0f} s are spent, and {journal.tail():.0f} s are kept for the "
         f"samples and the report; begin again with more hours"
     )
-
-
-def as_typed() -> str:
-    """Return `deskside` as a shell finds it: with the path that this process was started by where PATH has another
-    one or none."""
-    found, own = shutil.which("deskside"), Path(sys.argv[0])
-    if own.name != "deskside" or (found is not None and Path(found).samefile(own)):
-        return "deskside"
-    return shlex.quote(str(own))
 
 
 def _forget() -> None:

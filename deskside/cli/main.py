@@ -1,15 +1,15 @@
-"""The command line: find the command, import its package then and not before, turn errors into exit codes.
+"""The command line: import the command that was asked for, run it, turn errors into exit codes.
 
-Exit codes: 0 done, 1 the work failed, 2 wrong usage; 130, 143 and 129 stopped by SIGINT (Ctrl-C), SIGTERM or SIGHUP
-before it was done, although what was saved can be resumed. A run that ends at its deadline is done. `serve` has no end
-of its own, so Ctrl-C or SIGTERM ends it with 0, and so does leaving `chat`. torchrun reports any of its processes'
-failures as 1. No traceback reaches a person unless --debug is given.
+Exit codes: 0 done, 1 failed, 2 wrong usage; 130, 143 and 129 when SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped the work,
+whose checkpoints can be resumed. A run that ends at its deadline is done. `serve` runs until it is stopped, so Ctrl-C
+and SIGTERM end it with 0, and leaving `chat` does too. torchrun reports a failure of any of its processes as 1.
+Tracebacks are printed with --debug only.
 
-A run, checkpoint, model directory or data set given as an argument that is damaged, or that another version wrote, is
-1; a path that is not there, or that holds something else, is 2. `report` and `dashboard` show what can still be read.
+A run, checkpoint, model directory or dataset that is damaged or was written by another version gives 1; a path that
+does not exist or holds something else gives 2. `report` and `dashboard` show what can still be read.
 
-Standard error only tells what goes on, so losing it (`2>&1 | head`, a full disk, a terminal that was closed) stops no
-work: what cannot be written there is dropped. Losing standard output, which carries results, is an error.
+Standard error only reports progress, so losing it (`2>&1 | head`, a full disk, a closed terminal) stops no work: what
+cannot be written there is dropped. Losing standard output, which carries results, is an error.
 """
 
 import contextlib
@@ -25,89 +25,42 @@ from deskside import __version__
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 
-# command -> (module, function, what it does)
+# command -> (module, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "doctor": (
-        "deskside.cli.doctor",
-        "run",
-        "what works on this machine, with what numbers, and what to fix",
-    ),
-    "probe": (
-        "deskside.cli.probe",
-        "run",
-        "measure speed and memory of training here, stored for the planner",
-    ),
-    "plan": (
-        "deskside.cli.plan",
-        "run",
-        "which model fits and finishes: memory, time, loss, energy, cost",
-    ),
-    "go": ("deskside.cli.go", "run", "the whole road in a number of hours, from doctor to report"),
-    "train": ("deskside.cli.train", "run", "pretrain a model: from a preset, a TOML file, given weights"),
-    "data": ("deskside.cli.data", "run", "prepare, verify and show datasets"),
-    "sft": ("deskside.cli.sft", "run", "fine-tune a model on conversations, to answer in them"),
-    "dpo": ("deskside.cli.dpo", "run", "train a model on preference pairs"),
-    "grpo": ("deskside.cli.grpo", "run", "train a model on questions whose answers can be checked"),
-    "eval": (
-        "deskside.cli.eval",
-        "run",
-        "bits per byte and tasks of a run or a Hugging Face model",
-    ),
-    "chat": ("deskside.cli.chat", "run", "talk to a run or a Hugging Face model in the terminal"),
-    "serve": ("deskside.cli.serve", "run", "a model behind OpenAI's API, with a page to chat in"),
-    "export": (
-        "deskside.cli.export",
-        "run",
-        "write a model for other programs: Hugging Face, GGUF, PEFT",
-    ),
-    "study": (
-        "deskside.cli.study",
-        "run",
-        "a matrix of configurations, run fairly and compared with error bars",
-    ),
-    "report": ("deskside.cli.report", "run", "report.md, report.html and plots of a run or a study"),
-    "dashboard": (
-        "deskside.cli.dashboard",
-        "run",
-        "look at studies and runs in a browser, also while they go on",
-    ),
+    name: (f"deskside.cli.{name}", "run", about)
+    for name, about in {
+        "doctor": "check this machine: what works, how fast, and what to fix",
+        "probe": "measure training speed and memory here, for the planner",
+        "plan": "which model fits and finishes: memory, time, loss, cost",
+        "go": "the full pipeline within a time budget, from doctor to report",
+        "train": "pretrain a model from a preset, a TOML file or given weights",
+        "data": "prepare, verify and show datasets",
+        "sft": "fine-tune a model on conversations",
+        "dpo": "train a model on preference pairs",
+        "grpo": "reinforcement learning with verifiable rewards",
+        "eval": "bits per byte and evaluation tasks",
+        "chat": "chat with a model in the terminal",
+        "serve": "serve a model with the OpenAI API and a chat page",
+        "export": "convert a model: Hugging Face, GGUF, PEFT",
+        "study": "compare configurations fairly, with error bars",
+        "report": "write the report of a run or a study",
+        "dashboard": "browse studies and runs live in a browser",
+        "presets": "list the model presets with their parameter counts",
+        "completion": "shell completion for bash, zsh and fish",
+    }.items()
 }
 
-NARROWEST = 30  # columns that help is laid out for
+USAGE = """usage: deskside COMMAND [options]    (COMMAND --help shows its options)
 
-USAGE = f"""deskside {__version__}: plan, train and align language models on the GPU you own
+{commands}
 
-usage: deskside COMMAND [options]
-
-{{commands}}
-
-examples:
-  deskside go --preset demo --hours 0.05
-                                  three minutes on a CPU, from bundled text
-  deskside doctor                 what works on this machine, in numbers
-  deskside plan --gpu rtx4090 --hours 24
-                                  the best model for a card and a time
-  deskside data prepare corpus.jsonl.gz --out data/corpus
-  deskside go --hours 24 --data data/corpus
-  deskside train 124m --data.path data/corpus --hours 2
-  deskside sft runs/go --data chats.jsonl --name chat
-  deskside serve runs/chat        OpenAI's API on this machine, and a page
-  deskside study architecture --data.path data/corpus --seeds 5 --dry-run
-                                  what a comparison would run, and how long
-
-deskside COMMAND --help tells about a command;
-deskside --debug COMMAND ... shows tracebacks.
-
-exit codes: 0 done, 1 failed, 2 wrong usage; stopped before it was done:
-130 by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (serve: 0, a stop is its end)
+example: deskside go --preset demo --hours 0.05    three minutes on a CPU
+exit codes: 0 done, 1 failed, 2 wrong usage, 130/143/129 stopped by a signal
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    if os.environ.get("COLUMNS", "").isdecimal():
-        # tyro lays help out for ever in a terminal of one column.
-        os.environ["COLUMNS"] = str(max(NARROWEST, int(os.environ["COLUMNS"])))
+    """Run one command and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = bool(arguments) and arguments[0] == "--debug"
     if debug:
@@ -132,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             if debug:
                 raise
-            # Of two names, as a copy has them, the second is the one that was written.
+            # A copy has two file names; the second is the one being written.
             names = [str(name) for name in (error.filename2 or error.filename,) if name is not None]
             print(": ".join(["deskside", *names, error.strerror or str(error)]), file=sys.stderr)
             return 1
         except (SystemExit, GeneratorExit):
             raise
-        # The last line of defence: a bug is one line, and a traceback on demand. A panic of a library in Rust and a
-        # failure in torch.distributed.checkpoint are no `Exception`.
+        # A bug is one line, with a traceback on demand. Panics of Rust libraries and failures of
+        # torch.distributed.checkpoint are not subclasses of Exception.
         except BaseException as error:
             if debug:
                 raise
@@ -147,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unexpected(error: BaseException) -> int:
-    """Print what nobody foresaw in one line; returns the exit code."""
+    """Print an unexpected exception in one line and return the exit code."""
     try:
         said = next(iter(str(error).splitlines()), "")[:500]
     except Exception as broken:  # noqa: BLE001 - __str__ of a library's exception can do anything
@@ -167,6 +120,8 @@ def _run(arguments: list[str]) -> int:
             argument.encode()
         except UnicodeEncodeError:
             raise UsageError(f"{argument!a}: is not UTF-8; if it is a file's name, rename the file") from None
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], *arguments[2:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands=_list()), end="")
         return 0
@@ -177,10 +132,10 @@ def _run(arguments: list[str]) -> int:
 
 
 class _Stream:
-    """Standard output or standard error, which may be lost: its reader is gone, its disk full, its terminal closed."""
+    """Standard output or standard error, which can fail: the reader is gone, the disk full, the terminal closed."""
 
     def __init__(self, stream: TextIO, name: str | None):
-        """`name` is what the error of a lost stream says; None drops the text instead."""
+        """`name` is used in the error of a failed stream; None drops the text instead."""
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
@@ -197,12 +152,11 @@ class _Stream:
             self._lost(error)
 
     def _lost(self, error: OSError) -> None:
-        with contextlib.suppress(
-            io.UnsupportedOperation
-        ):  # what is still buffered, and all that follows, goes nowhere
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        with contextlib.suppress(io.UnsupportedOperation):
+            # Buffered and later output goes to /dev/null.
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._stream.fileno())
+            os.close(devnull)
         if self._name is not None:
             error.filename = self._name
             raise error
@@ -213,14 +167,14 @@ class _Stream:
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
-    """The three standard streams: there even where they were closed, and with a way to write every letter."""
+    """Make the standard streams usable: open even if they were closed, and able to write every character."""
     before = sys.stdin, sys.stdout, sys.stderr
     with contextlib.ExitStack() as stack:
         given: list[Any] = []
         for stream, mode, errors in zip(
             before, "rww", ("replace", "backslashreplace", "backslashreplace"), strict=True
         ):
-            # Opened in this order they take the numbers 0, 1 and 2, so that no file of ours gets one of these.
+            # In this order they take file descriptors 0, 1 and 2, so that no other file gets one of these.
             given.append(stack.enter_context(open(os.devnull, mode)) if stream is None else stream)
             if isinstance(given[-1], io.TextIOWrapper):
                 given[-1].reconfigure(errors=errors)
@@ -235,9 +189,9 @@ def _streams() -> Iterator[None]:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name not in COMMANDS:
-        from deskside.cli.parser import nearest
+        from deskside.cli.options import nearest_command
 
-        raise UsageError(f"{name}: there is no such command; {nearest(name, COMMANDS)}")
+        raise UsageError(f"{name}: there is no such command; {nearest_command(name, COMMANDS)}")
     module, function, _ = COMMANDS[name]
     command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
     return command

@@ -1,103 +1,78 @@
-"""`deskside plan`: what can be trained in a budget on a card, or whether a given model can."""
+"""`deskside plan`: what can be trained within a budget on a GPU, or whether a given model can."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-import tyro
-
-from deskside.cli.parser import parse
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption
 from deskside.config.duration import HOURS
 from deskside.plan import claims
 from deskside.plan.planner import make_plan
 from deskside.plan.request import Request, ask
-from deskside.utils import strict_json
 from deskside.utils.errors import UsageError
 
-CONFIGURATION = re.compile(r"--(\w[\w-]*)\.")
 
+@dataclass(kw_only=True)
+class PlanOptions(JsonOption):
+    """Plan before training: find the best model for a budget, or judge a given model.
 
-@dataclass
-class PlanOptions:
-    """Plan before training: the best model for a budget, or the verdict on a model.
-
-    What it answers:
-      with a budget   three bands: safe, target, stretch
-      with a model    yes, yes-if (what to change) or no (what is needed)
-      --model.*, --batch.*, ...   options of deskside train are taken as well
+    With a budget, it answers with three plans: safe, target, stretch.
+    With a model: yes, yes-if (what to change) or no (what is needed).
+    The configuration options of deskside train (--model.*, --batch.*, ...) are accepted too.
 
     Examples:
       deskside plan --gpu rtx4090 --hours 24
       deskside plan --here --hours 8 --price-kwh 0.30
-      deskside plan --gpu rtx5090 --preset 774m --sequence 4096
+      deskside plan --gpu rtx5090 --preset 710m --sequence 4096
       deskside plan --gpu rtx4090 --params 3B --gpus 4 --optim.name adamw
       deskside plan --gpu rtx4090 --hours 24 --explain memory.activations
       deskside plan --gpu rtx5090 --depth 24 --claim-step-seconds 1
     """
 
-    gpu: Annotated[
-        str | None, tyro.conf.arg(metavar="NAME", help="a card of the table, such as rtx4090; list: all")
-    ] = None
-    here: Annotated[bool, tyro.conf.arg(help="this machine")] = False
-    hours: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="H", help="budget: hours in all, everything included, or 90m"),
-        HOURS,
-    ] = None
-    tokens: Annotated[
-        str | None, tyro.conf.arg(metavar="N", help="budget: tokens to train on, such as 3B")
-    ] = None
-    flops: Annotated[
-        float | None, tyro.conf.arg(metavar="F", help="budget: training FLOPs, such as 4e19")
-    ] = None
-    loss: Annotated[float | None, tyro.conf.arg(metavar="L", help="budget: bits per byte to reach")] = None
-    preset: Annotated[str | None, tyro.conf.arg(metavar="P", help="the model: a preset or a .toml file")] = (
-        None
+    gpu: str | None = option("a GPU such as rtx4090; list: show all", None, metavar="NAME")
+    here: bool = option("plan for this machine", False)
+    hours: Annotated[float | None, HOURS] = option(
+        "budget: total wall-clock time, such as 24, 24h or 90m", None, metavar="H"
     )
-    depth: Annotated[int | None, tyro.conf.arg(metavar="D", help="the model: from the depth dial")] = None
-    params: Annotated[
-        str | None, tyro.conf.arg(metavar="N", help="the model: nearest size of the depth dial, such as 3B")
-    ] = None
-    gpus: Annotated[int, tyro.conf.arg(metavar="N", help="cards of this kind in one machine")] = 1
-    precision: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="P", help="a recipe such as fp8; left out: bf16, on a CPU fp32"),
-    ] = None
-    sequence: Annotated[int | None, tyro.conf.arg(metavar="T", help="tokens per row")] = None
-    unique_tokens: Annotated[
-        str | None, tyro.conf.arg(metavar="N", help="tokens of the data; more than these are repeats")
-    ] = None
-    price_kwh: Annotated[float | None, tyro.conf.arg(metavar="X", help="dollars per kWh")] = None
-    rent_per_hour: Annotated[
-        float | None, tyro.conf.arg(metavar="Y", help="dollars per hour of renting such a card")
-    ] = None
-    probes: Annotated[str, tyro.conf.arg(metavar="DIR", help="what deskside probe measured")] = "probes"
-    explain: Annotated[
-        str | None, tyro.conf.arg(metavar="ITEM", help="formula, numbers and source of one item; list: which")
-    ] = None
-    claim_step_seconds: Annotated[str | None, tyro.conf.arg(metavar="S", help="check: seconds per step")] = (
-        None
+    tokens: str | None = option("budget: training tokens, such as 3B", None, metavar="N")
+    flops: float | None = option("budget: training FLOPs, such as 4e19", None, metavar="F")
+    loss: float | None = option("budget: bits per byte to reach", None, metavar="L")
+    preset: str | None = option("model: a preset or a .toml file", None, metavar="P")
+    depth: int | None = option("model: from the depth dial", None, metavar="D")
+    params: str | None = option("model: nearest size of the depth dial, such as 3B", None, metavar="N")
+    gpus: int = option("GPUs of this kind in one machine", 1, metavar="N")
+    precision: str | None = option("recipe such as fp8; default: bf16, on a CPU fp32", None, metavar="P")
+    sequence: int | None = option("tokens per row", None, metavar="T")
+    unique_tokens: str | None = option(
+        "tokens of the data; training beyond them repeats it", None, metavar="N"
     )
-    claim_memory_gib: Annotated[str | None, tyro.conf.arg(metavar="G", help="check: peak memory")] = None
-    claim_vram_gib: Annotated[str | None, tyro.conf.arg(metavar="G", help="check: memory of the card")] = None
-    claim_watts: Annotated[str | None, tyro.conf.arg(metavar="W", help="check: power of the card")] = None
-    claim_tokens_per_second: Annotated[
-        str | None, tyro.conf.arg(metavar="N", help="check: speed; 50-100 is a range")
-    ] = None
-    claim_steps: Annotated[str | None, tyro.conf.arg(metavar="N", help="check: so many steps ...")] = None
-    claim_hours: Annotated[str | None, tyro.conf.arg(metavar="H", help="... in so many hours")] = None
-    json: Annotated[bool, tyro.conf.arg(help="JSON on standard output")] = False
+    price_kwh: float | None = option("dollars per kWh", None, metavar="X")
+    rent_per_hour: float | None = option("dollars per hour for renting such a GPU", None, metavar="Y")
+    probes: str = option("directory of deskside probe's results", "probes", metavar="DIR")
+    explain: str | None = option(
+        "formula, numbers and source of one item; list: show all", None, metavar="ITEM"
+    )
+    claim_step_seconds: str | None = option("check a claim: seconds per step", None, metavar="S")
+    claim_memory_gib: str | None = option("check a claim: peak memory", None, metavar="G")
+    claim_vram_gib: str | None = option("check a claim: memory of the GPU", None, metavar="G")
+    claim_watts: str | None = option("check a claim: power of the GPU", None, metavar="W")
+    claim_tokens_per_second: str | None = option("check a claim: speed; 50-100 is a range", None, metavar="N")
+    claim_steps: str | None = option("check a claim: this many steps ...", None, metavar="N")
+    claim_hours: str | None = option("... in this many hours", None, metavar="H")
+
+
+COMMAND = Command("plan", PlanOptions, configuration=True)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code; raises UsageError."""
-    own, dotted = _split(argv)
-    options = parse(PlanOptions, own, "deskside plan")
+    """Run `deskside plan` and return the exit code. Raises UsageError."""
+    options, overrides = COMMAND.parse_config(argv)
     if options.gpu == "list":
         return _list_cards(options.json)
     claimed = claims.parse({f.name: getattr(options, f"claim_{f.name}") for f in fields(claims.Claims)})
-    request = _request(options, _configuration(dotted), claimed)
+    request = _request(options, overrides, claimed)
     if request is None:
         return _card_alone(options, claimed)
     plan = make_plan(request, claimed)
@@ -108,22 +83,28 @@ def run(argv: Sequence[str]) -> int:
             described = explain.descriptions(plan)
             width = max(len(name) for name in described)
             listed = [f"{name:{width}}  {what}" for name, what in described.items()]
-            print(strict_json.dumps(described, indent=1) if options.json else "\n".join(listed))
+            if options.json:
+                print_json(described, indent=1)
+            else:
+                print("\n".join(listed))
             return 0
         found = explain.explain(plan, options.explain)
-        print(strict_json.dumps(found.to_json(), indent=1) if options.json else found.text())
+        if options.json:
+            print_json(found.to_json(), indent=1)
+        else:
+            print(found.text())
         return 0
     if options.json:
-        print(strict_json.dumps(plan.to_json(), indent=1))
+        print_json(plan.to_json(), indent=1)
     else:
-        from deskside.plan import render  # a program that reads JSON need not wait for rich
+        from deskside.plan import render  # rich takes time to import, and JSON does not need it
 
         render.show(plan)
     return 0
 
 
 def _list_cards(as_json: bool) -> int:
-    """Print every card of the table: the name for --gpu, its memory, and what calibrates its speed."""
+    """Print the name, memory and speed of every known GPU, and whether measurements calibrate its speed."""
     from deskside.facts.gpus import gpus
     from deskside.plan.published import unknown
 
@@ -138,7 +119,7 @@ def _list_cards(as_json: bool) -> int:
         for gpu in gpus()
     ]
     if as_json:
-        print(strict_json.dumps(rows, indent=1))
+        print_json(rows, indent=1)
         return 0
     print(f"{'--gpu':36}{'GiB':>6}{'BF16 TFLOP/s':>14}{'GB/s':>7}")
     for row in rows:
@@ -150,7 +131,7 @@ def _list_cards(as_json: bool) -> int:
 
 
 def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> Request | None:
-    """What is asked; None when only claims about the card itself are to be checked."""
+    """Return the request, None if only claims about the GPU itself are to be checked."""
     budget = (options.hours, options.tokens, options.flops, options.loss)
     model = (options.preset, options.depth, options.params)
     if claimed and claimed.of_card_alone and all(value is None for value in (*budget, *model)):
@@ -177,44 +158,16 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
 
 
 def _card_alone(options: PlanOptions, claimed: claims.Claims) -> int:
-    """Claims about memory and power of a card need neither budget nor model."""
+    """Check claims about the memory and power of a GPU, which need neither a budget nor a model."""
     from deskside.facts.gpus import find
 
     if options.gpu is None:
         raise UsageError("which card are the claims about? give --gpu, such as --gpu rtx5090")
     found = claims.of_card(find(options.gpu), claimed)
     if options.json:
-        print(strict_json.dumps({"claims": [finding.to_json() for finding in found]}, indent=1))
+        print_json({"claims": [finding.to_json() for finding in found]}, indent=1)
     else:
         from deskside.plan import render
 
         render.show_claims(found)
     return 0
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the command's own arguments, those of the configuration). Only when there are any of the latter is the whole
-    configuration made into options, which takes as long as the plan itself."""
-    own: list[str] = []
-    dotted: list[str] = []
-    target = own
-    for index, word in enumerate(argv):
-        if word.startswith("--"):
-            target = dotted if CONFIGURATION.match(word) else own
-        elif index and target is dotted and not argv[index - 1].startswith("--"):
-            target = own
-        target.append(word)
-    return own, dotted
-
-
-def _configuration(dotted: list[str]) -> dict[str, Any]:
-    if not dotted:
-        return {}
-    from deskside.cli import overrides
-
-    return overrides.parse(_None, dotted, "deskside plan", "")[1]
-
-
-@dataclass
-class _None:
-    """No options of its own."""

@@ -1,19 +1,19 @@
-"""`deskside probe`: measures speed and memory of training on this machine, and stores it for the planner."""
+"""`deskside probe`: measure training speed and memory on this machine, and store them for the planner."""
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import PositiveFloat
 from rich.console import Console
 
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName
-from deskside.cli.parser import parse
+from deskside.cli.options import Command, option
+from deskside.cli.output import note, print_json
+from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.config import merge, presets
 from deskside.config.sections import PrecisionConfig
 from deskside.measurements.store import FINAL, Machine, Store, open_store, slug, this_machine
@@ -25,51 +25,55 @@ from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 
 CALIBRATION_MINUTES = 3.0
-CLOSING_SECONDS = 5.0  # kept for the tables and the picture
+CLOSING_SECONDS = 5.0  # kept for the tables and the plot
 SEQUENCES_OF_A_DEPTH = (512, 1024, 2048)
-DEEPEST = 128  # as of the planner: 8192 wide, 104 billion parameters
+DEEPEST = 128  # as in the planner: 8192 wide, 104 billion parameters
 
 
-@dataclass
-class ProbeOptions:
-    """Measure speed and memory of training here: short real training runs, one at a time, stored for the planner.
+@dataclass(kw_only=True)
+class ProbeOptions(JsonOption):
+    """Measure training speed and memory with short real training runs, stored for the planner.
 
-    Without --preset and --depth a few points that calibrate the planner are measured, in at most 3 minutes.
+    Without --preset and --depth, a few points that calibrate the planner are measured, in at most 3 minutes.
 
-    What is stored already is not measured again, so a probe that was stopped goes on where it was.
+    Stored points are not measured again, so an interrupted probe continues where it stopped.
 
     Example: deskside probe --depth 12,16,20 --sequence 512,1024,2048 --minutes 20
     """
 
-    preset: str | None = None
-    """models of the map: presets or .toml files, separated by commas"""
-    depth: str | None = None
-    """models of the map by depth, the hidden size being 64 x depth: 12,14,16"""
-    sequence: str | None = None
-    """tokens per row: 512,1024,2048 (default: the preset's own; these three with --depth)"""
-    precision: str | None = None
-    """auto, bf16 or fp32; several are separated by commas (default: auto)"""
-    optimizer: str | None = None
-    """muon or adamw, or both separated by a comma (default: muon)"""
-    checkpointing: str | None = None
-    """activation checkpointing: none, attention, mlp, block, separated by commas (default: none)"""
-    minutes: PositiveFloat | None = None
-    """hard limit of the whole command (default: 3 without --preset and --depth, else none)"""
-    probes: str = "probes"
-    """folder of the stored results"""
-    again: bool = False
-    """measure what is stored, too"""
-    json: bool = False
-    """print the results as JSON"""
+    preset: str | None = option("models: presets or .toml files, separated by commas", None, metavar="P,...")
+    depth: str | None = option(
+        "models by depth; the hidden size is 64 x depth: 12,14,16", None, metavar="D,..."
+    )
+    sequence: str | None = option(
+        "tokens per row: 512,1024,2048 (default: the preset's own; these three with --depth)",
+        None,
+        metavar="T,...",
+    )
+    precision: str | None = option("recipes such as auto,bf16,fp32 (default: auto)", None, metavar="P,...")
+    optimizer: str | None = option("muon, adamw or both (default: muon)", None, metavar="O,...")
+    checkpointing: str | None = option(
+        "activation checkpointing: none, attention, mlp, block (default: none)", None, metavar="C,..."
+    )
+    minutes: Annotated[PositiveFloat | None, MINUTES] = option(
+        "time limit of the whole command (default: 3 without --preset and --depth, else none)",
+        None,
+        metavar="M",
+    )
+    probes: str = option("folder of the stored results", "probes", metavar="DIR")
+    again: bool = option("measure stored points again", False)
+
+
+COMMAND = Command("probe", ProbeOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code; raises UsageError and RunError."""
-    return probe(parse(ProbeOptions, argv, "deskside probe"))
+    """Run `deskside probe` and return the exit code. Raises UsageError and RunError."""
+    return probe(COMMAND.parse(argv))
 
 
 def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target: str = MEASURE_CARD) -> int:
-    """Measure, store, and show. The targets are what is called in a process of its own."""
+    """Measure, store and print. The targets are the functions that the measuring process calls."""
     began = time.monotonic()
     store = open_store(options.probes)
     machine = this_machine()
@@ -77,8 +81,8 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     minutes = options.minutes
     if minutes is None and options.preset is None and options.depth is None:
         minutes = CALIBRATION_MINUTES
-    for note in store.notes(machine):
-        print(note, file=sys.stderr)
+    for line in store.notes(machine):
+        note(line)
     with watcher(len(points)) as watch, signals.raised():
         surveyor = Surveyor(
             store,
@@ -93,16 +97,16 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     _show(survey, machine, store, options.json)
     if survey.interrupted:
         kept = sum(finding.origin == "measured" for finding in survey.findings)
-        print(f"interrupted: {kept} points measured and stored; the same command goes on", file=sys.stderr)
+        note(f"interrupted: {kept} points measured and stored; run the same command again to continue")
         return 128 + survey.interrupted
     _check(survey, options)
     return 0
 
 
 def _points(options: ProbeOptions, machine: Machine) -> list[Point]:
-    """What is to be measured, in order. Raises UsageError."""
+    """Return the points to measure, in order. Raises UsageError."""
     if options.preset is not None and options.depth is not None:
-        raise UsageError("--preset and --depth both say which models; use one of them")
+        raise UsageError("--preset and --depth both choose the models; give one of them")
     if options.preset is None and options.depth is None:
         for name in ("sequence", "precision", "optimizer", "checkpointing"):
             if getattr(options, name) is not None:
@@ -137,7 +141,7 @@ def _size(name: str) -> Size:
 def _words(option: str, text: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise UsageError(f"--{option}: {text!r} has an empty place; separate values by single commas")
+        raise UsageError(f"--{option}: {text!r} has an empty value; separate values by single commas")
     return list(dict.fromkeys(words))
 
 
@@ -146,7 +150,7 @@ def _numbers(option: str, text: str, largest: int) -> list[int]:
     for word in words:
         digits = word.lstrip("0")
         if not (word.isascii() and word.isdecimal() and digits):
-            raise UsageError(f"--{option}: {word!r} is no positive whole number; write it like 12,16,20")
+            raise UsageError(f"--{option}: {word!r} is not a positive whole number; write it like 12,16,20")
         if len(digits) > len(str(largest)) or int(digits) > largest:
             short = digits if len(digits) < 20 else f"{digits[:20]}..."
             raise UsageError(f"--{option}: {short} cannot be measured; use at most {largest}")
@@ -154,26 +158,26 @@ def _numbers(option: str, text: str, largest: int) -> list[int]:
 
 
 def _among(option: str, text: str | None, known: Sequence[str]) -> list[str]:
-    """The chosen ones; without a choice the first that is known."""
+    """Return the chosen values, by default the first known one. Raises UsageError."""
     if text is None:
         return [known[0]]
     words = _words(option, text)
     for word in words:
         if word not in known:
-            raise UsageError(f"--{option}: {word!r} is none of {', '.join(known)}")
+            raise UsageError(f"--{option}: {word!r} is not one of {', '.join(known)}")
     return words
 
 
 def _show(survey: Survey, machine: Machine, store: Store, as_json: bool) -> None:
     picture: Path | None = None
     if survey.rows():
-        # Here and not at the top: half a second that a --help or a mistake need not wait for.
+        # matplotlib takes half a second to import, which --help and usage errors need not wait for.
         from deskside.probe.heatmap import draw
 
         picture = store.folder / f"{slug(machine.card)}.png"
         draw(survey.rows(), machine.card, picture)
     if as_json:
-        print(json.dumps(_as_json(survey, machine, store, picture), allow_nan=False))
+        print_json(_as_json(survey, machine, store, picture))
         return
     console = Console(highlight=False)
     console.print(
@@ -181,7 +185,9 @@ def _show(survey: Survey, machine: Machine, store: Store, as_json: bool) -> None
     )
     stored = sum(finding.origin == "stored" for finding in survey.findings)
     if stored:
-        console.print(f"{stored} of {len(survey.findings)} points were stored; --again measures them anew")
+        console.print(
+            f"{stored} of {len(survey.findings)} points were stored before; --again measures them again"
+        )
     console.print(table.tables(survey.findings))
     if picture is not None:
         console.print(f"rows: {store.path(machine.card)}\nmap:  {picture}", soft_wrap=True)
@@ -215,7 +221,7 @@ def _point_as_json(finding: Finding) -> dict[str, Any]:
 
 
 def _check(survey: Survey, options: ProbeOptions) -> None:
-    """Raises when the probe came to nothing."""
+    """Raise UsageError or RunError if no point was measured."""
     statuses = [finding.status for finding in survey.findings]
     if any(status in (*FINAL, "skipped") for status in statuses):
         return

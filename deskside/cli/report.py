@@ -1,50 +1,48 @@
-"""`deskside report RUN|STUDY`: write the report of a run or a study."""
+"""`deskside report`: write the report of a run or a study."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from deskside.cli.parser import parse
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption
 from deskside.report.write import is_study, write_run, write_study
 from deskside.utils.errors import UsageError
 
 
-@dataclass
-class ReportOptions:
+@dataclass(kw_only=True)
+class ReportOptions(JsonOption):
     """Write the report of a run or a study: report.md, report.html (one file) and plots/*.png.
 
-    Example: deskside report runs/demo
+    Examples:
+      deskside report runs/demo
+      deskside report studies/matrix16 --claims claims.md
     """
 
-    run: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|STUDY", help="its directory, such as runs/demo or studies/matrix16"),
-    ]
-    claims: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="FILE", help="also write what a study says of published claims, as Markdown"),
-    ] = None
-    also: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="DIR,...", help="with --claims: more studies whose trials count as well"),
-    ] = None
-    json: bool = False
-    """print the paths as JSON"""
+    run: str = option(
+        "its directory, such as runs/demo or studies/matrix16", metavar="RUN|STUDY", positional=True
+    )
+    claims: str | None = option(
+        "also write the study's verdicts on published claims, as Markdown", None, metavar="FILE"
+    )
+    also: str | None = option("with --claims: more studies whose trials count", None, metavar="DIR,...")
+
+
+COMMAND = Command("report", ReportOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code; raises UsageError and RunError."""
-    options = parse(ReportOptions, argv, "deskside report")
+    """Run `deskside report` and return the exit code. Raises UsageError and RunError."""
+    options = COMMAND.parse(argv)
     folder = Path(options.run)
     if options.claims and not is_study(folder):
-        raise UsageError(f"--claims: {folder} is no study; give the directory of one that tests claims")
+        raise UsageError(
+            f"--claims: {folder} is not a study; give the directory of a study that tests claims"
+        )
     if options.also and not options.claims:
-        raise UsageError("--also: counts for --claims alone; give --claims FILE, or leave it out")
+        raise UsageError("--also: has no effect without --claims FILE; add it, or leave --also out")
     also = [Path(name) for name in (options.also or "").split(",") if name]
     page, missing = write_study(folder, options.claims, also) if is_study(folder) else write_run(folder)
     for sentence in missing:
@@ -57,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
             if is_study(folder)
             else {}
         )
-        print(json.dumps({**paths, **({"results": data} if data else {}), "missing": missing}))
+        print_json({**paths, **({"results": data} if data else {}), "missing": missing})
     else:
         print(page)
     return 0

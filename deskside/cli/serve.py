@@ -1,16 +1,15 @@
-"""`deskside serve`: a model behind OpenAI's API, and a page to chat with it."""
+"""`deskside serve`: an HTTP server with the OpenAI API and a chat page."""
 
 import importlib.util
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-import tyro
 
-from deskside.cli.parser import MAY_BE_EMPTY, parse
+from deskside.cli.options import Command, option
+from deskside.cli.shared_options import ModelOption
 from deskside.engine.device import Device, device_of, dtype_of, say
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.kv_budget import cache_tokens
@@ -18,53 +17,47 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 
 TOKEN_VARIABLE = "DESKSIDE_TOKEN"
-CACHE_TOKENS = 65536  # at most, where nobody says how many
+CACHE_TOKENS = 65536  # default maximum
 
 
-@dataclass
-class Serve:
-    """Serve a model: OpenAI's API under /v1, and a page to chat in.
+@dataclass(kw_only=True)
+class ServeOptions(ModelOption):
+    """Serve a model: the OpenAI API under /v1, and a chat page.
 
     Only this machine can reach it; another --host needs a --token.
 
     Nothing is encrypted: put TLS in front of it on a network you do not trust.
 
-    Example: deskside serve runs/go
-
-    Example: DESKSIDE_TOKEN=... deskside serve runs/go --host 0.0.0.0
+    Examples:
+      deskside serve runs/go
+      DESKSIDE_TOKEN=... deskside serve runs/go --host 0.0.0.0
     """
 
-    model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|HF_DIR", help="a run, or a Hugging Face directory"),
-    ]
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = 8000
-    """0 takes one that is free."""
-    token: Annotated[str | None, MAY_BE_EMPTY] = None
-    """Clients have to know it. Better given as DESKSIDE_TOKEN: other users see command lines."""
-    name: str | None = None
-    """What the model is called in the API. Default: the run's or the directory's name."""
-    max_batch: int = 16
-    """Answers that are written at once."""
-    concurrency: int = 64
-    """Answers that run or wait at once; a client beyond hears 429."""
-    max_tokens: int = 4096
-    """Tokens of one answer at most."""
-    cache_tokens: int | None = None
-    """Tokens of prompts and answers in memory. Default: max-batch full contexts, up to 65536 and what is free."""
-    body_bytes: int = 1 << 20
-    """Of a request at most."""
-    connections: int = 256
-    """Open at once."""
-    device: Device = "auto"
-    """auto: cuda where there is one."""
+    host: str = option("address to listen on", "127.0.0.1")
+    port: int = option("port; 0 picks a free one", 8000)
+    token: str | None = option(
+        f"bearer token that clients must send; safer as {TOKEN_VARIABLE}, since other users see command lines",
+        None,
+        may_be_empty=True,
+    )
+    name: str | None = option("model name in the API; default: the name of the run or directory", None)
+    max_batch: int = option("maximum batch size", 16)
+    concurrency: int = option("maximum running and queued requests; further ones get HTTP 429", 64)
+    max_tokens: int = option("maximum tokens per answer", 4096)
+    cache_tokens: int | None = option(
+        "KV cache size in tokens; default: max-batch full contexts, at most 65536 and the free memory", None
+    )
+    body_bytes: int = option("maximum size of a request body", 1 << 20)
+    connections: int = option("maximum open connections", 256)
+    device: Device = option("auto uses cuda if it is available", "auto")
+
+
+COMMAND = Command("serve", ServeOptions)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Returns 0 when it was stopped; raises UsageError and RunError."""
-    options = parse(Serve, argv, "deskside serve")
+    """Run `deskside serve` until it is stopped; returns 0. Raises UsageError and RunError."""
+    options = COMMAND.parse(argv)
     for name in ("max_batch", "concurrency", "max_tokens", "body_bytes", "connections", "cache_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -79,8 +72,8 @@ def run(argv: Sequence[str]) -> int:
     local = is_loopback(options.host)
     if not local and token is None:
         raise UsageError(
-            f"--host {options.host}: whoever reaches this address could use the model; set {TOKEN_VARIABLE}, "
-            "which clients then give as their API key"
+            f"--host {options.host}: anyone who can reach this address could use the model; set {TOKEN_VARIABLE}, "
+            "which clients send as their API key"
         )
     limits = Limits(body_bytes=options.body_bytes, connections=options.connections)
     listening = _bind(options.host, options.port)
@@ -88,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
         device = device_of(options.device)
         loaded = load_model(options.model, device, dtype_of(device), say)
         engine = _engine(loaded, options)
-        # With a token a page under a false name learns nothing: it does not know it.
+        # DNS rebinding: a web page can resolve its own name to 127.0.0.1. It does not know the token, if there is one.
         hosts = frozenset({"localhost", "127.0.0.1", "::1", options.host.lower()}) if local else None
         serving = ServerOptions(
             options.host,
@@ -104,27 +97,27 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _token(options: Serve) -> str | None:
+def _token(options: ServeOptions) -> str | None:
     given = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE)
     if given is None:
         return None
     where = "--token" if options.token is not None else TOKEN_VARIABLE
     if not given or not given.isascii() or not given.isprintable() or " " in given:
-        raise UsageError(f"{where}: must be one word of ASCII letters, digits and signs")
+        raise UsageError(f"{where}: must be one word of printable ASCII characters")
     return given
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet: clients are refused until the model is there. Raises UsageError."""
+    """Return a bound socket that does not listen yet: clients are refused until the model is loaded."""
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port: {port} is no port; give 0 to 65535")
+        raise UsageError(f"--port: {port} is not a port; give 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise UsageError(
-            f"--host: {host} is no address: {error}; leave it out for this machine alone"
+            f"--host: {host} is not an address: {error}; leave it out to serve this machine only"
         ) from None
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -133,26 +126,24 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         raise UsageError(
-            f"{host}, port {port}: cannot be listened on: {error.strerror}; give another --port or --host"
+            f"{host}, port {port}: cannot listen: {error.strerror}; give another --port or --host"
         ) from None
     return bound
 
 
-def _engine(loaded: Loaded, options: Serve) -> Engine:
+def _engine(loaded: Loaded, options: ServeOptions) -> Engine:
     context = loaded.config.max_position_embeddings
     tokens = options.cache_tokens
     if tokens is None:
         wanted = min(options.max_batch * -(-context // PAGE_SIZE) * PAGE_SIZE, CACHE_TOKENS)
         tokens = cache_tokens(loaded.model, wanted, PAGE_SIZE)
         if tokens < wanted:
-            say(
-                f"the card has room for a cache of {tokens:,} tokens beside the model, in place of {wanted:,}"
-            )
+            say(f"KV cache: {tokens:,} tokens fit in GPU memory beside the model, instead of {wanted:,}")
     try:
         return Engine(
             loaded.model, max_batch=options.max_batch, max_tokens=tokens, tokenizer=loaded.tokenizer
         )
     except torch.OutOfMemoryError:
         raise RunError(
-            f"a cache of {tokens:,} tokens does not fit in memory beside the model; give fewer with --cache-tokens"
+            f"a KV cache of {tokens:,} tokens does not fit in memory beside the model; set fewer with --cache-tokens"
         ) from None

@@ -1,8 +1,7 @@
-"""`deskside study`: parse, show what would run, run it, write the report, print where it is."""
+"""`deskside study`: run a matrix of configurations and compare them with error bars."""
 
 import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 import deskside
-from deskside.cli import overrides
+from deskside.cli.options import Command, option
+from deskside.cli.output import note, print_json
+from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.study.execute.devices import choose
 from deskside.study.execute.journal import FILE as JOURNAL
 from deskside.study.execute.journal import FINAL, Past, replay_file
@@ -24,95 +23,78 @@ from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, expand
 from deskside.study.spec.parse_spec import check_seeds
 from deskside.study.spec.spec import StudySpec
-from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
 
-DESCRIPTION = """Run a matrix of configurations fairly, and compare them with error bars.
-
-STUDY is a preset, a .toml file, or, with --resume, the directory of a study.
-
-Each trial (an arm with one seed) is an ordinary run in a process of its own.
-
-A trial that runs out of memory, diverges or is killed is a result, too.
-
-Any key of the configuration can be given as well, and holds for every arm.
-
-A trial's checkpoints are deleted when it ends; its model, but for --keep-models.
-
-Examples:
-  deskside study matrix16-quick
-  deskside study architecture --data.path data/english --seeds 3 --dry-run
-  deskside study my.toml --out studies/mine --only size=small
-  deskside study studies/mine --resume
-  deskside study studies/mine --resume --again oom,failed --seeds 5
-"""
 STUDIES = Path("studies")
-DEFINITION = ("minutes_per_arm", "tokens_per_arm", "only")
+DEFINITION = ("minutes_per_arm", "tokens_per_arm", "steps_per_arm", "only")
 
 
 @dataclass(kw_only=True)
-class StudyOptions:
-    """Options of the command itself."""
+class StudyOptions(JsonOption):
+    """Run a matrix of configurations fairly, and compare them with error bars.
 
-    study: Annotated[
-        tyro.conf.Positional[str | None],
-        tyro.conf.arg(metavar="STUDY", help="a preset, a .toml file, or a directory"),
-    ] = None
-    out: Annotated[
-        str | None, tyro.conf.arg(metavar="DIR", help="the study's directory; default: studies/NAME")
-    ] = None
-    minutes_per_arm: Annotated[
-        float | None, tyro.conf.arg(metavar="M", help="minutes of training for every trial, compile excluded")
-    ] = None
-    tokens_per_arm: Annotated[
-        str | None, tyro.conf.arg(metavar="N", help="tokens for every trial, as 100M")
-    ] = None
-    seeds: Annotated[int | None, tyro.conf.arg(metavar="K", help="seeds of every arm")] = None
-    only: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(
-            metavar="X", help="keep these: factor=level[,level], an arm's name (with * and ?), a group"
-        ),
-    ] = ()
-    devices: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="0,1", help="GPUs to spread the trials over; default: all that are visible"),
-    ] = None
-    resume: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="go on with a study: nothing that is done is repeated"),
-    ] = False
-    again: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="STATUS", help="with --resume: repeat trials that ended so, as oom,failed"),
-    ] = None
-    keep_models: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="keep the model of every finished trial")
-    ] = False
-    dry_run: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show what would run, and stop")
-    ] = False
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="JSON on standard output")] = False
+    STUDY is a preset, a .toml file, or, with --resume, the directory of a study.
+
+    Each trial (an arm with one seed) is an ordinary run in its own process.
+
+    A trial that runs out of memory, diverges or is killed is a result, too.
+
+    Configuration options (--part.key) apply to every arm.
+
+    A trial's checkpoints are deleted when it ends, and its model without --keep-models.
+
+    Examples:
+      deskside study matrix16-quick
+      deskside study architecture --data.path data/english --seeds 3 --dry-run
+      deskside study my.toml --out studies/mine --only size=small
+      deskside study studies/mine --resume
+      deskside study studies/mine --resume --again oom,failed --seeds 5
+    """
+
+    study: str | None = option(
+        "a preset, a .toml file, or a directory", None, metavar="STUDY", positional=True
+    )
+    out: str | None = option("the study's directory; default: studies/NAME", None, metavar="DIR")
+    minutes_per_arm: Annotated[float | None, MINUTES] = option(
+        "training time of every trial without compilation: minutes, or 90m, 2h", None, metavar="M"
+    )
+    tokens_per_arm: str | None = option("tokens of every trial, such as 100M", None, metavar="N")
+    steps_per_arm: int | None = option("optimizer steps of every trial", None, metavar="N")
+    seeds: int | None = option("seeds of every arm", None, metavar="K")
+    only: tuple[str, ...] = option(
+        "keep these: factor=level[,level], the name of an arm (with * and ?), a group", (), metavar="X"
+    )
+    devices: str | None = option(
+        "GPUs to spread the trials over; default: all visible ones", None, metavar="0,1"
+    )
+    resume: bool = option("continue a study; finished trials are skipped", False)
+    again: str | None = option(
+        "with --resume: repeat trials with this status, such as oom,failed", None, metavar="STATUS"
+    )
+    keep_models: bool = option("keep the model of every finished trial", False)
+    dry_run: bool = option("show what would run, and stop", False)
+
+
+COMMAND = Command("study", StudyOptions, configuration=True, common=("data.path",))
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command; returns the exit code. Raises UsageError and RunError."""
-    options, given = overrides.parse(StudyOptions, argv, "deskside study", DESCRIPTION)
+    """Run `deskside study` and return the exit code. Raises UsageError and RunError."""
+    options, given = COMMAND.parse_config(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("deskside study spreads its trials over GPUs itself: start it without torchrun")
     again = _statuses(options)
     wanted, folder = _wanted(options, given, argv)
     begins = not folder.begun
     if begins:
-        assert wanted is not None  # `_wanted` has seen to it
+        assert wanted is not None  # else _wanted has raised
         plan = wanted.plan
     else:
         if not options.resume and not options.dry_run:
             raise UsageError(
-                f"{folder.path}: holds a study already; go on with: deskside study {folder.path} --resume, or give "
-                f"another directory with --out"
+                f"{folder.path}: already holds a study; continue it with: deskside study {folder.path} --resume, "
+                f"or give another directory with --out"
             )
         plan = _recorded(folder, wanted, options)
     goes_on = wanted is None or (options.resume and not begins)
@@ -126,12 +108,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 class _Wanted:
-    """A study that was named by its definition, expanded and forecast."""
+    """A study given by its definition, expanded into arms, with a forecast of each."""
 
     def __init__(self, options: StudyOptions, given: dict[str, Any], argv: Sequence[str]):
         assert options.study is not None
         self.study: StudySpec = parse_spec.with_overrides(parse_spec.load(options.study), given)
-        budget = parse_spec.budget(options.minutes_per_arm, options.tokens_per_arm)
+        budget = parse_spec.budget(options.minutes_per_arm, options.tokens_per_arm, options.steps_per_arm)
         self.expansion: Expansion = expand(self.study, seeds=options.seeds, budget=budget, only=options.only)
         self.devices = choose(options.devices, {arm.config.compute.device for arm in self.expansion.arms})
         self.here: Here = here()
@@ -148,14 +130,14 @@ class _Wanted:
         )
 
     def show(self, options: StudyOptions) -> None:
-        """The plan: on standard output when it is all that is asked for, else on standard error."""
+        """Print the plan: on standard output for a dry run, else on standard error."""
         from rich.console import Console
 
         from deskside.study.narrative import dry_run
 
         parts = self.study, self.expansion, self.forecasts, self.here, len(self.devices)
         if options.dry_run and options.json:
-            print(strict_json.dumps(dry_run.plan_json(*parts), indent=1))
+            print_json(dry_run.plan_json(*parts), indent=1)
         else:
             dry_run.plan_table(*parts, console=Console(highlight=False, stderr=not options.dry_run))
 
@@ -163,11 +145,13 @@ class _Wanted:
 def _wanted(
     options: StudyOptions, given: dict[str, Any], argv: Sequence[str]
 ) -> tuple[_Wanted | None, StudyFolder]:
-    """What was asked for, None where a directory is to be resumed as it is; and the study's directory."""
+    """Return the requested study, None if a directory is resumed as it is; and the study's directory."""
     name, named = options.study, options.out
     if name is not None and name not in parse_spec.names() and Path(name).is_dir():
         if named is not None:
-            raise UsageError(f"{name} and --out {named}: both name the study's directory; give one of them")
+            raise UsageError(
+                f"{name} and --out {named}: both name the directory of the study; give one of them"
+            )
         name, named = None, name
     if name is None:
         if named is None:
@@ -177,13 +161,13 @@ def _wanted(
         folder = StudyFolder(Path(named))
         if not folder.begun:
             raise UsageError(
-                f"{named}: is not a study (no study.json); begin one with: deskside study STUDY --out DIR"
+                f"{named}: is not a study (no study.json); start one with: deskside study STUDY --out DIR"
             )
         odd = [f"--{key.replace('_', '-')}" for key in DEFINITION if getattr(options, key)]
         odd += [f"--{part}" for part in given]
         if odd and options.resume:
             raise UsageError(
-                f"{odd[0]}: a study is resumed as it was begun; leave it out, or begin another with --out"
+                f"{odd[0]}: a resumed study keeps its definition; leave it out, or start another study with --out"
             )
         return None, folder
     wanted = _Wanted(options, given, argv)
@@ -191,12 +175,12 @@ def _wanted(
 
 
 def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions) -> Plan:
-    """The plan that the study was begun with, with more seeds if they are asked for."""
+    """Return the recorded plan of a study, with more seeds if they are requested."""
     plan = folder.read()
     if wanted is not None and options.resume and (why := plan.difference(wanted.plan)) is not None:
         raise UsageError(
-            f"{folder.path}: was begun with other arms ({why}); go on with it as it is: deskside study {folder.path} "
-            f"--resume, or begin another with --out"
+            f"{folder.path}: was started with other arms ({why}); continue it as it is: deskside study {folder.path} "
+            f"--resume, or start another with --out"
         )
     if wanted is not None and options.resume:
         return plan.with_seeds(wanted.plan.seeds)
@@ -206,7 +190,7 @@ def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions
 
 
 def _show_left(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str]) -> None:
-    """What a resume would run; reads the journal only, since another process may be writing it."""
+    """Print the trials that --resume would run. Only reads the journal: another process may be writing it."""
     past = replay_file(folder.path / JOURNAL)
     states = [(arm, seed, past.get((arm.id, seed), Past())) for arm, seed in plan.trials()]
     left = [(arm, seed, one) for arm, seed, one in states if one.status not in FINAL or one.status in again]
@@ -215,7 +199,7 @@ def _show_left(folder: StudyFolder, plan: Plan, options: StudyOptions, again: li
             {"arm": arm.id, "seed": seed, "status": one.status, "reason": one.reason}
             for arm, seed, one in states
         ]
-        print(strict_json.dumps({"study": plan.name, "trials": trials, "left": len(left)}, indent=1))
+        print_json({"study": plan.name, "trials": trials, "left": len(left)}, indent=1)
         return
     print(f"study {plan.name}: {len(states) - len(left)} of {len(states)} trials are done")
     for arm, seed, one in left:
@@ -226,52 +210,54 @@ def _statuses(options: StudyOptions) -> list[str]:
     if options.again is None:
         return []
     if not options.resume:
-        raise UsageError("--again repeats trials of a study that was run: give --resume too")
+        raise UsageError("--again has no effect without --resume; add it")
     statuses = [status.strip() for status in options.again.split(",")]
     for status in statuses:
         if status not in FINAL:
-            raise UsageError(f"--again {status}: no trial ends so; give some of {','.join(FINAL)}")
+            raise UsageError(
+                f"--again {status}: is not a status of a finished trial; give some of {','.join(FINAL)}"
+            )
     return statuses
 
 
 def _run(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str], text: str | None) -> int:
-    """Run what is left, write the report, tell the outcome. text: of the definition where the study begins now."""
+    """Run the remaining trials, write the report and print the outcome. `text` is the definition of a new study."""
     from deskside.study.execute.prepare_data import prepare_all
     from deskside.study.execute.runner import Runner
 
     devices = choose(options.devices, {arm.config.compute.device for arm in plan.arms})
     if text is not None:
-        prepare_all(plan.arms, _say)
+        prepare_all(plan.arms, note)
         folder.create(plan, text)
-    with folder.held(_say) as lock:
+    with folder.held(note) as lock:
         if text is None:
             folder.write(plan)
         runner = Runner(folder, plan, devices, keep_models=options.keep_models, held=lock)
         todo = runner.left(again)
         if text is None:
-            prepare_all([arm for arm, _ in todo], _say)
-            _say(
+            prepare_all([arm for arm, _ in todo], note)
+            note(
                 f"study {plan.name}: {len(plan.trials()) - len(todo)} of {len(plan.trials())} trials are done"
             )
         try:
             stopped = runner.run(todo)
         except KeyboardInterrupt:
-            _say(f"stopped; go on with: deskside study {folder.path} --resume")
+            note(f"stopped; continue with: deskside study {folder.path} --resume")
             raise
         except RunError as error:
-            raise RunError(f"{error}; then go on with: deskside study {folder.path} --resume") from None
+            raise RunError(f"{error}; then continue with: deskside study {folder.path} --resume") from None
         results = runner.publish()
     page = None if stopped is not None else _report(folder)
     if options.json:
-        print(strict_json.dumps(_summary(folder, results, stopped, page)))
+        print_json(_summary(folder, results, stopped, page))
     elif page is not None:
         _print(folder, results, page)
     if stopped is not None:
-        _say(f"{stopped}: stopped; go on with: deskside study {folder.path} --resume")
+        note(f"{stopped}: stopped; continue with: deskside study {folder.path} --resume")
         return exit_code(stopped)
     if not any(arm.finished() for arm in results.arms):
         reason = next((trial.reason for arm in results.arms for trial in arm.trials if trial.reason), "")
-        raise RunError(f"{folder.path}: no trial finished; of the first one: {reason}")
+        raise RunError(f"{folder.path}: no trial finished; the first one: {reason}")
     return 0
 
 
@@ -282,7 +268,7 @@ def _report(folder: StudyFolder) -> Path:
 
 
 def _summary(folder: StudyFolder, results: Results, stopped: str | None, page: Path | None) -> dict[str, Any]:
-    """What --json says at the end; the numbers are in results.json."""
+    """Return the JSON printed at the end; the numbers are in results.json."""
     arms = [
         {"id": arm.id, "label": arm.label, "group": arm.group, "status": arm.status} for arm in results.arms
     ]
@@ -299,7 +285,7 @@ def _summary(folder: StudyFolder, results: Results, stopped: str | None, page: P
 
 
 def _counts(results: Results) -> dict[str, int]:
-    """Trials by status."""
+    """Return the number of trials by status."""
     return dict(Counter(trial.status for arm in results.arms for trial in arm.trials))
 
 
@@ -315,7 +301,3 @@ def _print(folder: StudyFolder, results: Results, page: Path) -> None:
                 print(f"         {arm.label}, seed {trial.seed}: {trial.status}: {trial.reason}")
     print(f"results  {folder.path / 'results.json'}")
     print(f"report   {page}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,79 +1,70 @@
-"""`deskside train`: parse, show what would run, run it, print what came of it."""
+"""`deskside train`: pretrain a model, or show what would run."""
 
 import math
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from deskside.cli import overrides
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json, print_next, speed, stopped_summary
+from deskside.cli.shared_options import RunOptions, set_length
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.train.prepare.preflight import check_start
-from deskside.utils import strict_json
 from deskside.utils.errors import UsageError
 
-LENGTHS = ("hours", "steps", "tokens")  # options that are the schedule's length
-WARMUP = "warm-up ends"  # what optim.schedule.describe calls it
-
-DESCRIPTION = """Pretrain a model.
-
-Examples:
-  deskside train demo
-  deskside train 124m --data.path data/english --hours 2
-  deskside train my.toml --optim.lr 0.01 --schedule.tokens 2B --name trial
-  deskside train 124m --dry-run
-  deskside train --resume runs/124m
-  torchrun --nproc-per-node 2 -m deskside train 124m --data.path data/english
-"""
+WARMUP = "warm-up ends"  # the label of that row in optim.schedule.describe
 
 
 @dataclass(kw_only=True)
-class TrainOptions:
-    """Options of the command itself."""
+class TrainOptions(RunOptions):
+    """Pretrain a model.
 
-    preset: Annotated[
-        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="PRESET", help="a preset or a .toml file")
-    ] = None
-    name: Annotated[
-        str | None, tyro.conf.arg(metavar="NAME", help="folder under --runs; default: the preset's")
-    ] = None
-    hours: Annotated[
-        str | None, tyro.conf.arg(metavar="H", help="length of the run, the same as --schedule.hours")
-    ] = None
-    steps: Annotated[
-        str | None, tyro.conf.arg(metavar="N", help="length in optimizer steps, the same as --schedule.steps")
-    ] = None
-    tokens: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="N", help="length in tokens, such as 10M, the same as --schedule.tokens"),
-    ] = None
-    depth: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="shape from the depth dial instead of a preset")
-    ] = None
-    resume: Annotated[str | None, tyro.conf.arg(metavar="RUN", help="go on with a stopped run")] = None
-    init: Annotated[str | None, tyro.conf.arg(metavar="RUN|HF_DIR", help="start from these weights")] = None
-    runs: Annotated[str, tyro.conf.arg(metavar="DIR", help="where run directories are made")] = "runs"
-    dry_run: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show what would run, and stop")
-    ] = False
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="JSON on standard output")] = False
+    Examples:
+      deskside train demo
+      deskside train 124m --data.path data/english --hours 2
+      deskside train my.toml --optim.lr 0.01 --tokens 2B --name trial
+      deskside train 124m --dry-run
+      deskside train --resume runs/124m
+      torchrun --nproc-per-node 2 -m deskside train 124m --data.path data/english
+    """
+
+    preset: str | None = option(
+        "a preset (see deskside presets) or a .toml file", None, metavar="PRESET", positional=True
+    )
+    depth: int | None = option("model shape from the depth dial instead of a preset", None, metavar="N")
+    init: str | None = option("start from these weights", None, metavar="RUN|HF_DIR")
+    dry_run: bool = option("show what would run, and stop", False)
+
+
+COMMAND = Command(
+    "train",
+    TrainOptions,
+    configuration=True,
+    common=(
+        "data.path",
+        "optim.name",
+        "optim.lr",
+        "batch.tokens",
+        "batch.sequence_length",
+        "precision.name",
+        "seed",
+    ),
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command; returns the exit code. Raises UsageError and RunError."""
-    options, given = overrides.parse(TrainOptions, argv, "deskside train", DESCRIPTION)
+    """Run `deskside train` and return the exit code. Raises UsageError and RunError."""
+    options, given = COMMAND.parse_config(argv)
     source = _load(options.init) if options.init is not None else None
     if options.resume is not None:
-        extra = [f for f in ("preset", "name", *LENGTHS, "depth", "init") if getattr(options, f) is not None]
-        if given or extra:
-            raise UsageError("--resume takes the configuration of the run; give no other options with it")
+        other = ("preset", "name", "hours", "steps", "tokens", "depth", "init")
+        if given or any(getattr(options, name) is not None for name in other):
+            raise UsageError("--resume uses the run's own configuration; give no other options with it")
         config = _recorded(Path(options.resume))
     else:
         config = _configure(options, given, source)
@@ -83,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
         from deskside.run.directory import RunDirectory
 
         check_start(config)
-        if not int(os.environ.get("RANK", "0")):  # another process may have made it already
+        if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
             RunDirectory.check_name(Path(options.runs), options.name)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
@@ -97,9 +88,9 @@ def run(argv: Sequence[str]) -> int:
 
         outcome = training_run.resume(Path(options.resume), ReportFollows(), objective_of(config))
         if config.align is not None:
-            from deskside.cli.sft import finish
+            from deskside.cli.finetune import finish
 
-            return finish(outcome, options.json)
+            return finish(outcome, config.align.name, options.json)
     else:
         outcome = training_run.start(
             config,
@@ -115,20 +106,12 @@ def run(argv: Sequence[str]) -> int:
 
         page = write_report(outcome.run.path)
         if options.json:
-            print(strict_json.dumps(outcome.summary))
+            print_json(outcome.summary)
         else:
             _print_outcome(outcome.run.path, outcome.summary, page)
     elif outcome.first and options.json:
-        print(strict_json.dumps(stopped(outcome.run, outcome.status)))
+        print_json(stopped_summary(outcome.run, outcome.status))
     return outcome.exit_code
-
-
-def stopped(run: Any, signal: str) -> dict[str, Any]:
-    """What --json says of a run that a signal ended; the steps are those that were saved."""
-    from deskside.weights.checkpoint_files import find
-
-    saved = [checkpoint.step for checkpoint in find(run.checkpoints)[:1]]
-    return {"status": "stopped", "signal": signal, "run": str(run.path), "steps": saved[0] if saved else None}
 
 
 def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> RunConfig:
@@ -144,14 +127,7 @@ def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> Run
     if source is not None:
         merge.refuse_other_model(source.config, given, str(options.init))
         layers += merge.resolved("model", source.config.model_dump(mode="json"))
-    for name in LENGTHS:
-        value = getattr(options, name)
-        if value is None:
-            continue
-        schedule = given.setdefault("schedule", {})
-        if name in schedule:
-            raise UsageError(f"--{name} and --schedule.{name}: give one of them")
-        schedule[name] = value
+    set_length(given, options)
     return merge.build([*layers, given])
 
 
@@ -173,8 +149,11 @@ def _recorded(path: Path) -> RunConfig:
     return RunDirectory.open(path).config()
 
 
+# The dry run
+
+
 def _show(config: RunConfig, as_json: bool) -> int:
-    """The resolved configuration, parameters by group, FLOPs per token and the schedule."""
+    """Print the resolved configuration, parameters by group, FLOPs per token and the schedule."""
     from deskside.budget.shape import flops_per_token, parameter_groups
     from deskside.optim.schedule import describe
 
@@ -182,7 +161,7 @@ def _show(config: RunConfig, as_json: bool) -> int:
     flops = flops_per_token(config.model, config.batch.sequence_length)
     length = config.schedule.length
     steps, tokens = _planned(config)
-    # Without a number of steps, what is counted in steps has no place in the run yet.
+    # A warm-up in steps has no place in a run whose number of steps is not known yet.
     unplaced = steps is None and isinstance(config.schedule.warmup, Duration)
     rows = describe(config.schedule, steps or 10**9)
     if as_json:
@@ -203,7 +182,7 @@ def _show(config: RunConfig, as_json: bool) -> int:
             "tokens": tokens or None,
             "schedule": schedule,
         }
-        print(strict_json.dumps(result, indent=1))
+        print_json(result, indent=1)
         return 0
 
     from rich.console import Console
@@ -240,12 +219,12 @@ def _show(config: RunConfig, as_json: bool) -> int:
     elif length is not None:
         print(f"length {length}: the steps follow from the speed measured when the run starts")
     else:
-        print("no length is set yet: give --hours, --schedule.steps or --schedule.tokens")
+        print("no length is set yet: give --hours, --steps or --tokens")
     return 0
 
 
 def _planned(config: RunConfig) -> tuple[int | None, int]:
-    """Steps and tokens of a run whose length is in one of them, as training plans them; else None and 0."""
+    """Return the steps and tokens that training would plan; None and 0 for a length in time or epochs."""
     mean = config.mean_step_tokens()
     length = config.schedule.length
     if length is None or length.unit not in ("steps", "tokens"):
@@ -268,34 +247,4 @@ def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
     for number_, sample in enumerate(summary["samples"], 1):
         print(f"\nsample {number_}: {sample['prompt']!r} ->")
         print("\n".join(f"  {line}" for line in sample["text"].splitlines()))
-    print(f"\nreport: {page}")
-    print("next:")
-    for command in (
-        f"deskside chat {path}",
-        f"deskside eval {path}",
-        f"deskside export {path} --to hf --out my-model",
-    ):
-        print(f"  {prefix()}{command}")
-
-
-def speed(summary: dict[str, Any]) -> str:
-    """Return the speed of the steps alone, and beside it that of the whole run where that is lower."""
-    how = summary["precision"] + (", emulated" if summary["emulated"] else "")
-    rate, seconds = summary["tokens_per_second"], summary["seconds"]
-    if not rate or not seconds:
-        return f"not known, in {how}"
-    overall = summary["tokens"] / seconds
-    beside = f"; {overall:,.0f} with set-up, evaluation and checkpoints" if overall < 0.99 * rate else ""
-    return f"{rate:,.0f} tokens/s in training steps{beside} ({how})"
-
-
-def prefix() -> str:
-    """How this program was started, so that the printed commands work when .venv/bin is not on the path."""
-    folder = Path(sys.argv[0]).parent
-    on_path = any(Path(p) == folder for p in os.environ.get("PATH", "").split(os.pathsep))
-    if Path(sys.argv[0]).name != "deskside" or on_path:
-        return ""
-    try:
-        return f"{folder.relative_to(Path.cwd())}/"
-    except ValueError:
-        return f"{folder}/"
+    print_next(page, f"chat {path}", f"eval {path}", f"export {path} --to hf --out my-model")

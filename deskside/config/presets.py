@@ -5,6 +5,8 @@ the same merge as the command line.
 """
 
 import re
+import sys
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
 
 DEPTH_HEAD_DIM = 128
+# Old names of presets, which claimed more parameters than the models have.
+RENAMED = {"355m": "340m", "774m": "710m", "1.5b": "1.3b"}
 FINE_TUNING = ("sft", "dpo", "grpo")  # commands that begin from weights and take options, no preset
 
 
@@ -48,6 +52,9 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
     """`folder` is where a file name is looked for; `seen` are the files that build on this one."""
     if re.fullmatch(r"d\d+", name):
         return [depth(int(name[1:]))]
+    if name in RENAMED:
+        _note_renamed(name)
+        name = RENAMED[name]
     if name.endswith(".toml"):
         file = folder / name
         text, label, folder = _read(file), str(file), file.parent
@@ -95,6 +102,11 @@ def depth(number: int) -> dict[str, Any]:
             "intermediate_size": -(-8 * hidden // (3 * 128)) * 128,
         }
     }
+
+
+@cache
+def _note_renamed(name: str) -> None:
+    print(f"preset {name} is now called {RENAMED[name]}, after its parameter count", file=sys.stderr)
 
 
 def _read(path: Path) -> str:

@@ -17,8 +17,8 @@ import deskside
 from deskside.align import answers
 from deskside.align.sampler import Sampler
 from deskside.cli import dpo as dpo_command
+from deskside.cli import finetune
 from deskside.cli import grpo as grpo_command
-from deskside.cli import sft as sft_command
 from deskside.data.corpus.progress_bar import Progress, limited
 from deskside.train.loop.step import Stepper
 from deskside.utils.errors import UsageError
@@ -183,5 +183,5 @@ def test_preparing_data_counts(monkeypatch: pytest.MonkeyPatch) -> None:
             bar.advance(1)
     assert now[0] == 2
     monkeypatch.setattr(time, "perf_counter", lambda: deskside.STARTED + 10)
-    assert sft_command.wall_limit({"schedule": {"hours": "90m"}}) == 5400
-    assert sft_command.wall_limit({"schedule": {"length": "5 epochs"}}) is None
+    assert finetune.wall_limit({"schedule": {"hours": "90m"}}) == 5400
+    assert finetune.wall_limit({"schedule": {"length": "5 epochs"}}) is None

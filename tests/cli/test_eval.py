@@ -76,7 +76,7 @@ def test_json(made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(records) == 30 + 12 + 9
     right = sum(record["right"] for record in records if record["task"] == "arc_easy")
     assert right / 30 == pytest.approx(arc["accuracy"])
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         run_eval(arguments)
 
 
@@ -179,7 +179,7 @@ def test_items_that_cannot_be_written_are_said_before_the_work(
     made: Made, data: Path, tmp_path: Path
 ) -> None:
     arguments = ["no-such-model", "--tasks", "arc_easy", "--tasks-dir", str(data)]
-    with pytest.raises(UsageError, match="its folder is not there"):
+    with pytest.raises(UsageError, match="its directory does not exist"):
         run_eval([*arguments, "--items", str(tmp_path / "nowhere" / "items.jsonl")])
     with pytest.raises(UsageError, match=r"has 29 examples .* and 30 are wanted; give --shots 29"):
         run_eval([*arguments, "--shots", "30"])

@@ -160,7 +160,7 @@ def test_adapters_are_merged_into_the_original_weights(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtype", "q8_0"], "--dtype q8_0: is a type of GGUF"),
+        (["--dtype", "q8_0"], "--dtype q8_0"),
         (["--to", "peft", "--dtype", "float16"], "--dtype float16: adapters"),
         (["--to", "peft"], "was trained without adapters"),
         (["--to", "onnx"], "--to: input should be 'hf', 'gguf' or 'peft', not 'onnx'"),
@@ -174,7 +174,7 @@ def test_export_refuses(made: MadeRun, arguments: list[str], message: str, tmp_p
 
 def test_a_hugging_face_directory_is_no_run(made: MadeRun, tmp_path: Path) -> None:
     run_export([str(made.path), "--out", str(tmp_path / "hf")])
-    with pytest.raises(UsageError, match="is no run"):
+    with pytest.raises(UsageError, match="is not a run"):
         run_export([str(tmp_path / "hf"), "--to", "peft", "--out", str(tmp_path / "out")])
     assert run_export([str(tmp_path / "hf"), "--to", "gguf", "--out", str(tmp_path / "gguf")]) == 0
     assert (tmp_path / "gguf" / "hf-F32.gguf").is_file()

@@ -36,10 +36,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
-def test_the_start_page_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_page_names_every_command_on_one_screen(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = call(argv, capsys)
     assert (code, err) == (0, "")
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) < 24
     for name, (_, _, what) in cli.COMMANDS.items():
         assert f"  {name} " in out and what in out
     assert "deskside go --preset demo" in out
@@ -52,7 +54,9 @@ def test_help_has_an_example_and_fits(argv: list[str], capsys: pytest.CaptureFix
     assert max(map(len, out.splitlines())) <= 80
     assert out.startswith(f"usage: deskside {' '.join(argv)} ")
     if argv != ["data"]:  # it lists its own commands, which have examples
-        assert "Example" in out and f"deskside {' '.join(argv)} " in out.split("Example", 1)[1]
+        assert argv == ["presets"] or (
+            "Example" in out and f"deskside {' '.join(argv)} " in out.split("Example", 1)[1]
+        )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +72,7 @@ WRONG = [
     (["data", "prepare", "a.txt"], "--out is missing"),
     (["train", "124m", "--optim.lr"], "--optim.lr: its value is missing"),
     (["train", "124m", "--depth", "x"], "--depth: input should be a valid integer"),
-    (["train", "124m", "--modl.hidden_size", "3"], "did you mean --model.hidden_size?"),
+    (["train", "124m", "--modl.hidden_size", "3"], "did you mean --model.hidden-size?"),
     (["eval"], "RUN|HF_DIR is missing"),
     (["chat", "x", "--temperature", "hot"], "--temperature: input should be a valid number"),
     (["export", "x", "--out", "y", "--to", "pdf"], "--to: input should be 'hf'"),
@@ -172,7 +176,7 @@ def test_as_a_process() -> None:
     )
     assert plain.returncode == 2 and plain.stdout == ""
     assert (
-        plain.stderr.startswith("deskside: nope: no such preset; use one of 1.5b, 124m")
+        plain.stderr.startswith("deskside: nope: no such preset; use one of 1.3b, 124m")
         and plain.stderr.count("\n") == 1
     )
     debug = subprocess.run(

@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from deskside.cli import overrides
-from deskside.cli.dpo import DpoOptions
+from deskside.cli import dpo, sft, train
+from deskside.cli.finetune import objective_config
 from deskside.cli.main import main
-from deskside.cli.sft import SftOptions, objective
-from deskside.cli.train import TrainOptions
+from deskside.cli.options import Command
 from deskside.config import merge
-from deskside.config.align import SftConfig
-from deskside.config.align_dpo import DpoConfig
 from deskside.facts.gpus import gpus
 
 SECTIONS = (
@@ -50,8 +47,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "line",
     [
         "--gpu rtx4090 --hours 24",
-        "--gpu rtx5090 --preset 774m",
-        "--gpu rtx5090 --preset 774m --sequence 4096 --hours 10",
+        "--gpu rtx5090 --preset 710m",
+        "--gpu rtx5090 --preset 710m --sequence 4096 --hours 10",
         "--gpu 'RTX 3060 12GB' --hours 8 --price-kwh 0.3 --rent_per_hour 0.2",
         "--gpu h100sxm --flops 4.33e19 --gpus 8",
         "--gpu rtx4090 --loss 0.85",
@@ -98,16 +95,16 @@ def test_json_is_whole_and_alone(capsys: pytest.CaptureFixture[str], line: str) 
         ("--gpu rtx4090 --hours soon", "--hours"),
         ("--gpu rtx4090 --hours 0", "--hours"),
         ("--gpu rtx4090 --hours nan", "--hours"),
-        ("--gpu rtx4090 --hours 3 --price-kwh free", "--price_kwh"),
-        ("--gpu rtx4090 --hours 3 --price_kwh -0.1", "--price_kwh"),
-        ("--gpu rtx4090 --hours 3 --rent-per-hour nan", "--rent_per_hour"),
+        ("--gpu rtx4090 --hours 3 --price-kwh free", "--price-kwh"),
+        ("--gpu rtx4090 --hours 3 --price_kwh -0.1", "not -0.1"),
+        ("--gpu rtx4090 --hours 3 --rent-per-hour nan", "--rent-per-hour"),
         ("--gpu rtx4090 --hours 3 --tokens 3B", "--hours and --tokens"),
         ("--gpu rtx4090 --params 0", "--params"),
         ("--gpu rtx4090 --params many", "--params"),
         ("--gpu rtx4090 --depth 0", "depth 0"),
         ("--gpu rtx4090 --preset 124m --model.hidden_size 0", "model.hidden_size"),
         ("--gpu rtx4090 --preset 124m --model.num_attention_heads 5", "model."),
-        ("--gpu rtx4090 --preset 124m --model.hiden_size 3", "did you mean --model.hidden_size"),
+        ("--gpu rtx4090 --preset 124m --model.hiden_size 3", "did you mean --model.hidden-size"),
         ("--gpu rtx4090 --preset 124m --gpus 3 --batch.tokens 65536", "cannot share evenly"),
         ("--gpu rtx4090 --hours 3 --gpus 3 --batch.tokens 65536", "cannot share evenly"),
         ("--gpu rtx4090 --hours", "--hours: its value is missing"),
@@ -176,7 +173,7 @@ def test_the_budget_is_split(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"sft", "evaluation", "margin"} < set(hours)
 
 
-@pytest.mark.parametrize("line", ["--gpu rtx4090 --hours 24 --json", "--gpu rtx5090 --preset 774m --json"])
+@pytest.mark.parametrize("line", ["--gpu rtx4090 --hours 24 --json", "--gpu rtx5090 --preset 710m --json"])
 def test_quick_and_without_torch(line: str, tmp_path: Path) -> None:
     """Function calls are counted instead of seconds: 0.7 and 1.4 million take less than a second on an idle core."""
     code = (
@@ -227,7 +224,7 @@ def test_adapters_are_carried_out_beside_given_weights(capsys: pytest.CaptureFix
     line = "--gpu rtx4090 --preset 124m --adapter.rank 16 --optim.name adamw --tokens 10M"
     _, out, _ = plan(capsys, f"{line} --json")
     words = shlex.split(json.loads(out)["bands"][0]["command"])
-    options, given = overrides.parse(TrainOptions, words[2:], "deskside train", "")
+    options, given = train.COMMAND.parse_config(words[2:])
     assert words[:2] == ["deskside", "train"] and (options.preset, options.init) == ("124m", "MODEL")
     assert given["adapter"]["rank"] == "16" and given["data"]["path"] == "DIR"
     _, out, _ = plan(capsys, line)
@@ -248,13 +245,14 @@ def test_fine_tuning_is_carried_out_by_its_own_command(
     band = json.loads(out)["bands"][0]
     words = shlex.split(band["command"])
     assert words[:2] == ["deskside", kind]
-    kinds: dict[str, tuple[type[Any], type[Any]]] = {
-        "sft": (SftOptions, SftConfig),
-        "dpo": (DpoOptions, DpoConfig),
-    }
-    options, given = overrides.parse(kinds[kind][0], words[2:], f"deskside {kind}", "", align=kinds[kind][1])
+    commands: dict[str, Command[Any]] = {"sft": sft.COMMAND, "dpo": dpo.COMMAND}
+    options, given = commands[kind].parse_config(words[2:])
     assert (options.source, options.sources) == ("MODEL", ("DATA",)) and "model" not in given
-    given["align"] = {**objective(kind, options, given).model_dump(exclude_unset=True), "data": [], "val": []}
+    given["align"] = {
+        **objective_config(kind, options, given).model_dump(exclude_unset=True),
+        "data": [],
+        "val": [],
+    }
     found = merge.build([{"model": band["config"]["model"]}, given])
     asked = merge.build([band["config"]])
     assert found.model_copy(update={"align": None}) == asked.model_copy(update={"align": None})
@@ -281,9 +279,9 @@ def test_lists_of_cards_and_of_items_say_what_they_are(capsys: Any) -> None:
 
 
 def test_a_preset_is_told_with_its_true_size_and_tokens_without_an_exponent(capsys: Any) -> None:
-    """1.5b has 1.29 billion parameters; 999.6M tokens were printed as 1e+03M."""
-    code, out, _ = plan(capsys, "--gpu rtx4090 --preset 1.5b --tokens 999.6M")
+    """1.3b has 1.29 billion parameters; 999.6M tokens were printed as 1e+03M."""
+    code, out, _ = plan(capsys, "--gpu rtx4090 --preset 1.3b --tokens 999.6M")
     assert code == 0
     title = out.splitlines()[0]
-    assert "1.5b (1.29B parameters)" in title and "1B tokens" in title
+    assert "1.3b (1.29B parameters)" in title and "1B tokens" in title
     assert not re.search(r"[0-9]e[+-][0-9]", out)

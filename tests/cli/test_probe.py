@@ -46,7 +46,7 @@ def test_json_store_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     before = Path(found["store"]).read_bytes()
     assert call(tmp_path) == 0
     out, err = capsys.readouterr()
-    assert "4 of 4 points were stored; --again measures them anew" in out
+    assert "4 of 4 points were stored before" in out
     assert err == ""
     assert Path(found["store"]).read_bytes() == before
 
@@ -88,19 +88,19 @@ def test_minutes_too_few_for_anything(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["--depth", "7"], "depth 7: hidden size 448 is no multiple of head_dim 128"),
-        (["--depth", "-2"], "--depth: '-2' is no positive whole number"),
-        (["--depth", "12,,14"], "--depth: '12,,14' has an empty place"),
-        (["--depth", "0"], "--depth: '0' is no positive whole number"),
+        (["--depth", "-2"], "--depth: '-2' is not a positive"),
+        (["--depth", "12,,14"], "--depth: '12,,14' has an empty value"),
+        (["--depth", "0"], "--depth: '0' is not a positive"),
         (["--depth", "9" * 5000], "--depth: 99999999999999999999... cannot be measured; use at most 128"),
         (["--depth", "12,1000000"], "--depth: 1000000 cannot be measured; use at most 128"),
         (["--depth", "12", "--sequence", "1000000000"], "--sequence: 1000000000 cannot be measured; use at"),
         (["--preset", "124m", "--sequence", "1048577"], "--sequence: 1048577 cannot be measured; use at"),
         (["--preset", "125m"], "125m: no such preset"),
-        (["--preset", "124m", "--depth", "12"], "--preset and --depth both say which models"),
-        (["--preset", "124m", "--sequence", "many"], "--sequence: 'many' is no positive whole number"),
-        (["--preset", "124m", "--optimizer", "sgd"], "--optimizer: 'sgd' is none of muon, adamw"),
-        (["--preset", "124m", "--precision", "fp17"], "--precision: 'fp17' is none of auto"),
-        (["--preset", "124m", "--checkpointing", "all"], "--checkpointing: 'all' is none of none"),
+        (["--preset", "124m", "--depth", "12"], "--preset and --depth"),
+        (["--preset", "124m", "--sequence", "many"], "--sequence: 'many' is not a positive"),
+        (["--preset", "124m", "--optimizer", "sgd"], "--optimizer: 'sgd' is not one of muon, adamw"),
+        (["--preset", "124m", "--precision", "fp17"], "--precision: 'fp17' is not one of auto"),
+        (["--preset", "124m", "--checkpointing", "all"], "--checkpointing: 'all' is not one of none"),
         (["--sequence", "512"], "--sequence: has no effect without a model"),
         (["--minutes", "-3"], "--minutes: "),
         (["--minutes", "nan"], "--minutes: "),
@@ -171,7 +171,7 @@ def test_a_signal_ends_it_and_what_it_started(tmp_path: Path, number: int) -> No
     command.send_signal(number)
     _, err = command.communicate(timeout=60)
     assert command.returncode == 128 + number
-    assert "interrupted: 0 points measured and stored; the same command goes on" in err
+    assert "interrupted: 0 points measured and stored" in err
     assert "Traceback" not in err
     assert gone_within(int(pid.read_text()), 10)
     assert [row["kind"] for row in open_store(tmp_path / "probes").rows(this_machine())] == ["card"]

@@ -51,18 +51,21 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "which preset? one of 1.5b, 124m"),
-        (["125m"], "125m: no such preset; use one of 1.5b, 124m"),
+        ([], "which preset? one of 1.3b, 124m"),
+        (["125m"], "125m: no such preset; use one of 1.3b, 124m"),
         (["gone.toml"], "gone.toml: no such file"),
         (["124m", "--depth", "12"], "--depth and a preset both give a shape"),
         (["--depth", "13"], "depth 13: hidden size 832 is no multiple of head_dim 128; use an even depth"),
         (["124m", "--data.path", "x"], "schedule.length: the run has no length; give --hours 2"),
         (["124m", "--hours", "2"], "data.path: no data was given; make some with: deskside data prepare"),
         (["124m", "--hours", "2", "--data.path", "x"], "data.path: x is not prepared data (no index.json)"),
-        (["124m", "--hours", "2", "--schedule.hours", "3"], "--hours and --schedule.hours: give one of them"),
+        (
+            ["124m", "--hours", "2", "--schedule.hours", "3"],
+            "--schedule.hours and --hours: the run can have one",
+        ),
         (
             ["124m", "--hours", "2", "--schedule.steps", "3"],
-            "schedule.steps and schedule.hours: the run can have one",
+            "--schedule.steps and --hours: the run can have one",
         ),
         (["124m", "--hours", "2", "--data.path", ""], "data.path: string should have at least 1 character"),
         (["124m", "--hours", "2", "--runs", ""], "--runs '': is empty; give a value, or leave it out"),
@@ -75,8 +78,8 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
             "batch.sequence_length: 512 is longer",
         ),
         (["--resume", "nothing-there"], "nothing-there: is not a run (no run.json)"),
-        (["demo", "--resume", "x"], "--resume takes the configuration of the run"),
-        (["--resume", "x", "--optim.lr", "1"], "--resume takes the configuration of the run"),
+        (["demo", "--resume", "x"], "--resume uses the run's own configuration"),
+        (["--resume", "x", "--optim.lr", "1"], "--resume uses the run's own configuration"),
         (["--init", "nothing-there", "--hours", "1"], "nothing-there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -204,7 +207,7 @@ def test_dry_run_in_hours_invents_no_steps(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    "argv", [["demo"], ["gpt2"], ["d20", "--schedule.steps", "9000"], ["1.5b", "--hours", "24"]]
+    "argv", [["demo"], ["gpt2"], ["d20", "--schedule.steps", "9000"], ["1.3b", "--hours", "24"]]
 )
 def test_dry_run_for_people(argv: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *argv, "--dry-run"]) == 0
@@ -224,7 +227,7 @@ def test_dry_run_for_people(argv: list[str], here: Path, capsys: pytest.CaptureF
         "demo": "length 3m: ",
         "gpt2": "no length is set yet",
         "d20": "9,000 steps of ",
-        "1.5b": "length 24h: ",
+        "1.3b": "length 24h: ",
     }
     assert lines[-1].startswith(last[argv[0]])
 

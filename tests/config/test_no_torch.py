@@ -7,7 +7,7 @@ import pytest
 
 WITHOUT_TORCH = [
     "import deskside.config.merge",
-    "import deskside.cli.overrides",
+    "import deskside.cli.options",
     "import deskside.config.presets",
     "import deskside.cli.main",
     "import deskside.cli.train",

@@ -15,9 +15,9 @@ from deskside.utils.errors import UsageError
 # layers, hidden size, heads, key-value heads, head channels, MLP
 SHAPES = {
     "124m": (12, 768, 12, 3, 64, 2048),
-    "355m": (24, 1024, 16, 4, 64, 2816),
-    "774m": (36, 1280, 20, 5, 64, 3456),
-    "1.5b": (48, 1536, 24, 6, 64, 4096),
+    "340m": (24, 1024, 16, 4, 64, 2816),
+    "710m": (36, 1280, 20, 5, 64, 3456),
+    "1.3b": (48, 1536, 24, 6, 64, 4096),
     "d12": (12, 768, 6, 6, 128, 2048),
     "d14": (14, 896, 7, 7, 128, 2432),
     "d16": (16, 1024, 8, 8, 128, 2816),
@@ -99,7 +99,7 @@ def test_a_file_builds_on_a_preset_and_a_file_on_that(
         ("[model\n", "not valid TOML: .*line 1"),
         ("seed = \n", "not valid TOML"),
         ("seed = 1\nseed = 2\n", "not valid TOML"),
-        ("base = 'nope'\n", "nope: no such preset; use one of 1.5b, 124m"),
+        ("base = 'nope'\n", "nope: no such preset; use one of 1.3b, 124m"),
         ("base = 'me.toml'\n", "me.toml: builds on itself"),
         ("base = 124\n", "base: .*124.* must be the name of a preset or file"),
         ("base = 'gone.toml'\n", "gone.toml: no such file"),
@@ -116,7 +116,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"gone.toml: no such file; presets that ship are 1.5b"):
+    with pytest.raises(UsageError, match=r"gone.toml: no such file; presets that ship are 1.3b"):
         presets.layers(str(tmp_path / "gone.toml"))
     folder = tmp_path / "folder.toml"
     folder.mkdir()

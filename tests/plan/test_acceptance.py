@@ -134,6 +134,6 @@ def test_published_claims_of_seed_001_are_doubted(tmp_path: Path) -> None:
 
     assert verdict("124m", 185_000) == "holds"
     assert verdict("124m", 1_360_000) == "unlikely"  # eight cards' number, on one
-    assert verdict("1.5b", 15_000) == "holds"
-    assert verdict("1.5b", 150_000) == "unlikely"
-    assert verdict("1.5b", 1_500_000) == "impossible"
+    assert verdict("1.3b", 15_000) == "holds"
+    assert verdict("1.3b", 150_000) == "unlikely"
+    assert verdict("1.3b", 1_500_000) == "impossible"

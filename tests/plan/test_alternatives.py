@@ -11,7 +11,7 @@ from deskside.plan.render import show
 from tests.plan import made
 
 
-def planned(preset: str = "355m", **options: Any) -> Any:
+def planned(preset: str = "340m", **options: Any) -> Any:
     given = made.given(preset, **options.pop("overrides", {}))
     return make_plan(made.request("tokens", 1e9, given=given, **options))
 
@@ -48,7 +48,7 @@ def test_a_measured_gain_goes_before_the_model() -> None:
     ],
 )
 def test_where_it_is_not_offered(what: str, options: dict[str, Any]) -> None:
-    given = made.given("355m", **options.pop("overrides", {}))
+    given = made.given("340m", **options.pop("overrides", {}))
     request = made.request("tokens", 1e9, given=given)
     plan = make_plan(type(request)(**{**vars(request), **options}))
     assert plan.alternatives == () and not any("offered" in reason for reason in plan.reasons), what
@@ -95,7 +95,7 @@ def test_native_nvfp4_would_be_priced_and_said_to_be_unseen(monkeypatch: pytest.
     calibration = made.calibration()
     rates = type(calibration.rates)(160e12, 1e12, 320e12, 640e12)
     request = made.request(
-        "tokens", 1e9, given=made.given("774m"), precision="nvfp4",
+        "tokens", 1e9, given=made.given("710m"), precision="nvfp4",
         calibration=type(calibration)(**{**vars(calibration), "rates": rates}),
     )  # fmt: skip
     request = type(request)(**{**vars(request), "card": card})

@@ -14,8 +14,7 @@ from deskside.budget.memory import training_memory
 from deskside.budget.shape import matmul_params
 from deskside.budget.speed import tokens_per_second
 from deskside.budget.step_spec import StepSpec
-from deskside.cli import overrides
-from deskside.cli.train import DESCRIPTION, TrainOptions
+from deskside.cli.train import COMMAND
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
@@ -93,7 +92,7 @@ def layers_of(command: str) -> list[dict[str, Any]]:
     """The configuration layers that `deskside train` would make of a command line."""
     words = shlex.split(command)
     words = words[words.index("train") + 1 :]
-    options, given_keys = overrides.parse(TrainOptions, words, "deskside train", DESCRIPTION)
+    options, given_keys = COMMAND.parse_config(words)
     assert options.preset is not None
     return [*presets.layers(options.preset), given_keys]
 

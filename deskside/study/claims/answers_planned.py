@@ -106,9 +106,9 @@ def _against_4090(card: str, precision: Precision) -> Callable[[], Answer]:
     """Speed of a card as a multiple of an RTX 4090's in BF16. A 3B model fits neither, so 355M stands in."""
 
     def formula() -> Answer:
-        ours = _estimate(card, "355m", _batch(8, 4), precision=precision)
-        theirs = _estimate("rtx4090", "355m", _batch(8, 4), precision="bf16")
-        on = f"355m, {gpus.find(card).name} in {precision.upper()}, RTX 4090 in BF16"
+        ours = _estimate(card, "340m", _batch(8, 4), precision=precision)
+        theirs = _estimate("rtx4090", "340m", _batch(8, 4), precision="bf16")
+        on = f"340m, {gpus.find(card).name} in {precision.upper()}, RTX 4090 in BF16"
         return _speed_ratio(ours, theirs, on)
 
     return formula
@@ -233,12 +233,12 @@ def _day_on_4090() -> Answer:
 PLANNED: dict[str, Formula] = {
     "parameters_112m": _parameters_112m,
     "speed_124m": _speed("124m"),
-    "speed_355m": _speed("355m"),
-    "speed_774m": _speed("774m", fitted=True),
-    "speed_1_5b": _speed("1.5b", fitted=True),
+    "speed_355m": _speed("340m"),
+    "speed_774m": _speed("710m", fitted=True),
+    "speed_1_5b": _speed("1.3b", fitted=True),
     "cluster_speed": _speed("124m", cards=8),
-    "cluster_speed_355m": _speed("355m", cards=8),
-    "cluster_speed_774m": _speed("774m", fitted=True, cards=8),
+    "cluster_speed_355m": _speed("340m", cards=8),
+    "cluster_speed_774m": _speed("710m", fitted=True, cards=8),
     "speed_fp8_8_rows": _card_speed("rtx5090", 8, "fp8"),
     "speed_fp8_18_rows": _card_speed("rtx5090", 18, "fp8"),
     "speed_bf16_8_rows": _card_speed("rtx5090", 8, "bf16"),

@@ -1,14 +1,14 @@
 """Every configuration key can be given on the command line, and comes back as it was meant."""
 
 import json
+import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
-import tyro
 from pydantic.fields import FieldInfo
 
-from deskside.cli import overrides
+from deskside.cli.options import Command, option, takes_list
 from deskside.config.align import SftConfig
 from deskside.config.duration import Duration
 from deskside.config.merge import LENGTH_ALIASES, build, keys, option_keys
@@ -21,13 +21,13 @@ from deskside.utils.errors import UsageError
 class Own:
     """Options of a made-up command."""
 
-    what: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="WHAT")] = None
-    loud: bool = False
-    times: int = 1
+    what: str | None = option("", None, metavar="WHAT", positional=True)
+    loud: bool = option("", False)
+    times: int = option("", 1)
 
 
 def parse(*argv: str) -> tuple[Own, dict[str, Any]]:
-    return overrides.parse(Own, argv, "deskside made-up", "A command.")
+    return Command("made-up", Own, configuration=True).parse_config(argv)
 
 
 # What else a key needs before it has an effect.
@@ -171,7 +171,7 @@ LISTS = {
 
 def test_lists_are_written_with_commas_or_in_brackets() -> None:
     """Every option that is a list of plain values; one value needs no brackets either."""
-    of_words = {".".join(path) for path, field in keys() if overrides._takes_words(field.annotation)}
+    of_words = {".".join(path) for path, field in keys() if takes_list(field.annotation)}
     assert of_words == set(LISTS)
     for key, values in LISTS.items():
         part, leaf = key.split(".")
@@ -203,7 +203,7 @@ def test_negative_numbers_are_values() -> None:
         (["--times", "x"], "--times: input should be a valid integer, unable to parse string as an integer, not 'x'"),
         (["--tims", "1"], "--tims: there is no such option; did you mean --times?"),
         (["--optim.lrr", "1"], "--optim.lrr: there is no such option; did you mean --optim.lr?"),
-        (["--model.hiden-size=3"], "--model.hiden-size: there is no such option; did you mean --model.hidden_size?"),
+        (["--model.hiden-size=3"], "--model.hiden-size: there is no such option; did you mean --model.hidden-size?"),
         (["--zzzzzzzzzz"], "--zzzzzzzzzz: there is no such option; see deskside made-up --help"),
         (["one", "two"], "'two': unexpected argument; options are written --key value"),
         (["--data.sources", "[a"], "data.sources: '[a' is not a TOML list or table, such as [0.9, 0.95]"),
@@ -225,12 +225,13 @@ def test_options_of_an_objective_are_its_command_s(capsys: pytest.CaptureFixture
     """`--align.KEY` where the command has that objective, and nowhere else; what the command has itself is left out."""
     with pytest.raises(UsageError, match=r"--align\.turns: there is no such option"):
         parse("--align.turns", "last")
-    given = overrides.parse(Own, ["--align.turns", "last"], "deskside x", "x", align=SftConfig)[1]
+    command = Command("x", Own, configuration=True, align=SftConfig)
+    given = command.parse_config(["--align.turns", "last"])[1]
     assert given == {"align": {"turns": "last"}}
     with pytest.raises(UsageError, match=r"did you mean --align\.turns"):
-        overrides.parse(Own, ["--align.turn", "last"], "deskside x", "x", align=SftConfig)
+        command.parse_config(["--align.turn", "last"])
     with pytest.raises(UsageError, match="no such option"):
-        overrides.parse(Own, ["--align.data", "a"], "deskside x", "x", align=SftConfig)
+        command.parse_config(["--align.data", "a"])
     config = build([{"align": {"name": "sft"}, "data": {"document_mask": True}}, given])
     assert isinstance(config.align, SftConfig) and config.align.turns == "last"
 
@@ -255,17 +256,48 @@ def test_help_has_every_key_within_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        parse("--help")
+        parse("--help", "all")
     assert stop.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     for key in option_keys():
-        assert f"--{key} " in text, key
+        assert re.search(rf"--{key.replace('_', '-')}\s", text), key
     for undocumented in ("default: None", "default: ()", "default: {}", "PydanticUndefined"):
         assert undocumented not in text
-    joined = " ".join(text.replace("│", " ").split())
+    joined = " ".join(text.split())
     muon, adamw = MuonConfig().lr, AdamWConfig().lr
     assert f"(default: {muon}; adamw: {adamw})" in joined  # whose default it is, where alternatives differ
     assert "--optim.name {muon,adamw}" in joined
     assert "Newton-Schulz iterations (muon only; default: 5)" in joined
+
+
+def test_help_of_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help", "schedule")
+    text = capsys.readouterr().out
+    assert "--schedule.name" in text and "--optim.lr" not in text and "WHAT" not in text.split("\n", 1)[1]
+    with pytest.raises(UsageError, match=r"--help optm: .*optim.* all"):
+        parse("--help", "optm")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("--optim.learning_rate", "--optim.lr"),
+        ("--learning-rate", "--optim.lr"),
+        ("--lr", "--optim.lr"),
+        ("--model.lr", "--optim.lr"),
+        ("--weight_decay", "--optim.weight-decay"),
+        ("--sequence-length", "--batch.sequence-length"),
+        ("--batch-size", "--batch.tokens"),
+        ("--max-steps", None),  # the made-up command has no --steps
+        ("--something-else", None),
+    ],
+)
+def test_suggestions(wrong: str, right: str | None) -> None:
+    with pytest.raises(UsageError, match="there is no such option") as error:
+        parse(wrong, "1")
+    assert str(error.value).startswith(wrong)
+    found = re.search(r"did you mean (\S+)\?", str(error.value))
+    assert (found and found[1]) == right

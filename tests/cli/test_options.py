@@ -2,46 +2,46 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
-import tyro
 
-from deskside.cli.parser import MAY_BE_EMPTY, choose, parse
+from deskside.cli.options import Command, choose, option
 from deskside.utils.errors import UsageError
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Options:
     """Do a thing with things, whatever they are, at some length, so that this first line is longer than 80 columns.
 
     Example: deskside thing a b --out x
     """
 
-    things: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="THING...")]
-    out: str
-    """Where it goes."""
-    kind: Literal["fast", "slow"] = "slow"
-    """How."""
-    share: float | None = None
-    count: int = 3
-    extra: tuple[str, ...] = ()
-    keep: bool = True
-    """Forget everything."""
-    json: bool = False
-    words: Annotated[str | None, MAY_BE_EMPTY] = None
+    things: tuple[str, ...] = option("", metavar="THING...", positional=True)
+    out: str = option("Where it goes.")
+    kind: Literal["fast", "slow"] = option("How.", "slow")
+    share: float | None = option("Up to 50 %.", None)
+    count: int = option("", 3)
+    extra: tuple[str, ...] = option("", ())
+    keep: bool = option("Forget everything.", True)
+    json: bool = option("", False)
+    words: str | None = option("", None, may_be_empty=True)
+
+
+THING = Command("thing", Options)
 
 
 def test_values_and_defaults() -> None:
-    options = parse(
-        Options, ["a", "b", "--out", "x", "--share", "0.5", "--extra", "p", "q", "--json"], "deskside thing"
-    )
+    options = THING.parse(["a", "b", "--out", "x", "--share", "0.5", "--extra", "p", "q", "--json"])
     assert options == Options(things=("a", "b"), out="x", share=0.5, extra=("p", "q"), json=True)
     assert type(options) is Options
-    assert parse(Options, ["a", "--out=x", "--no-keep", "--kind", "fast"], "t") == Options(
-        ("a",), "x", "fast", keep=False
+    assert THING.parse(["a", "--out=x", "--no-keep", "--kind", "fast"]) == Options(
+        things=("a",), out="x", kind="fast", keep=False
     )
-    assert parse(Options, ["a", "--out=x", "--words", ""], "t").words == ""
+    assert THING.parse(["--out=x", "a", "--words", ""]) == Options(things=("a",), out="x", words="")
+    assert THING.parse(["a", "--extra", "p", "--out=x", "--extra", "q", "--share", "-1"]) == Options(
+        things=("a",), out="x", extra=("p", "q"), share=-1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(UsageError) as error:
-        parse(Options, argv, "deskside thing")
+        THING.parse(argv)
     assert str(error.value) == message
     assert capfd.readouterr() == ("", "")
 
@@ -81,12 +81,12 @@ def test_mistakes_are_one_line(
 def test_help_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        parse(Options, ["--help"], "deskside thing")
+        THING.parse(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     for part in ("Example: deskside thing a b --out x", "THING...", "Where it goes. (required)", "How. (default: slow)",
-                 "{fast,slow}", "--share NUMBER", "--no_keep", "Forget everything."):  # fmt: skip
+                 "{fast,slow}", "--share NUMBER", "--no-keep", "Forget everything.", "Up to 50 %."):  # fmt: skip
         assert part in text, part
     assert "None" not in text
 

@@ -1,0 +1,365 @@
+"""The course of `deskside sft`, `dpo` and `grpo`: load a model, prepare the data, train, write the report.
+
+A command is a subclass of `FinetuneRun`, which says how its data is prepared and which defaults it trains with.
+"""
+
+import contextlib
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import deskside
+from deskside.cli.options import Command, option
+from deskside.cli.output import note, print_json, print_next, speed, stopped_summary
+from deskside.cli.shared_options import RunOptions, set_length
+from deskside.config import merge
+from deskside.config.duration import Duration
+from deskside.config.run import RunConfig
+from deskside.data.corpus.progress_bar import limited
+from deskside.train.prepare.time_budget import too_short
+from deskside.utils.errors import UsageError
+
+ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
+PREPARE_SHARE = 0.5  # of a run's time limit, for starting and preparing the data
+WAIT_SECONDS = 24 * 3600  # how long other ranks wait for rank 0 to prepare the data
+DOCUMENT_MASK: dict[str, Any] = {
+    "data": {"document_mask": True}
+}  # examples in one row never attend to each other
+COMMON = ("optim.lr", "batch.tokens", "batch.sequence_length", "adapter.rank", "precision.name", "seed")
+
+
+@dataclass(kw_only=True)
+class FinetuneOptions(RunOptions):
+    """Options of every fine-tuning command."""
+
+    source: str | None = option(
+        "the model to start from: a run, or a Hugging Face directory",
+        None,
+        metavar="RUN|HF_DIR",
+        positional=True,
+    )
+    # The field is not named `data` because the configuration has a part `data`.
+    sources: tuple[str, ...] = option(
+        "training data: .jsonl[.gz|.zst], .parquet, a folder, hf:owner/name",
+        (),
+        name="data",
+        metavar="SOURCE",
+    )
+    val: tuple[str, ...] = option("held-out data; default: a share of --data", (), metavar="SOURCE")
+    epochs: str | None = option(
+        "length in passes over the data; default: 3 for sft, else 1", None, metavar="E"
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Training defaults of an objective. `lr_factor` multiplies the learning rate of supervised fine-tuning."""
+
+    batch: dict[str, int]
+    lr_factor: float
+    warmup: float
+    final_lr_fraction: float
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class FinetuneRun:
+    """One fine-tuning command, from its arguments to its report."""
+
+    command: ClassVar[Command[Any]]
+    example: ClassVar[str]  # the data file in usage errors
+    length: ClassVar[str] = "1 epochs"  # unless another one is given
+
+    def __init__(self, argv: Sequence[str]):
+        self.argv = argv
+        self.options, self.given = self.command.parse_config(argv)
+        self.name = self.command.name
+
+    def check(self) -> None:
+        """Check the objective's own options before anything is loaded. Raises UsageError."""
+
+    def prepare(self, tokenizer: Path) -> Path:
+        """Return the folder of the prepared data, prepared now or by an earlier run."""
+        raise NotImplementedError
+
+    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> Recipe:
+        """Return the training defaults for a loaded model and its prepared data."""
+        raise NotImplementedError
+
+    def run(self) -> int:
+        """Run the command and return its exit code. Raises UsageError and RunError."""
+        options, given = self.options, self.given
+        if options.resume is not None:
+            return self._resume()
+        self._require_arguments()
+        set_length(given, options, self.length)
+        self.align = objective_config(self.name, options, given)
+        self.check()
+        if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
+            from deskside.run.directory import RunDirectory
+
+            RunDirectory.check_name(Path(options.runs), options.name)
+        source = str(options.source)
+        from deskside.weights.load import load_model
+
+        loaded = load_model(source)
+        merge.refuse_other_model(loaded.config, given, source)
+        with tempfile.TemporaryDirectory() as folder:
+            chat = _chat_tokenizer(loaded, self.align.template, Path(folder))
+            with _time_limit(wall_limit(given)):
+                data = self.prepare(Path(folder))
+        config = self._configure(loaded, data, chat.vocab_size)
+        if data.parent == Path("data") and not int(os.environ.get("RANK", "0")):  # the user named no folder
+            note(f"data: prepared in {data}; later runs reuse it")
+        return finish(self._train(config, loaded, chat.fresh), self.name, options.json)
+
+    def _require_arguments(self) -> None:
+        """Raises UsageError without a model or data."""
+        source, usage = self.options.source, f"deskside {self.name} runs/NAME --data {self.example}"
+        if source is None:
+            raise UsageError(f"RUN|HF_DIR is missing: name the model to start from: {usage}")
+        if str(source).endswith(".toml"):
+            raise UsageError(
+                f"{source}: deskside {self.name} starts from a model, not from a .toml file; write the file's keys as "
+                f"options: {usage} --optim.lr 1e-5"
+            )
+        if not self.options.sources:
+            raise UsageError(f"--data is required: {usage}")
+
+    def _configure(self, loaded: Any, data: Path, vocabulary: int) -> RunConfig:
+        """Return the run's configuration: what was given, on top of the objective's defaults."""
+        recipe = self.recipe(loaded, data, vocabulary)
+        model = loaded.config.model_dump(mode="json")
+        if vocabulary > model["vocab_size"]:
+            model["vocab_size"] = -(-vocabulary // ROUND_VOCABULARY) * ROUND_VOCABULARY
+        optim = default_optimizer(model["hidden_size"], self.given)
+        if "lr" in optim:
+            optim["lr"] *= recipe.lr_factor
+        schedule = {"warmup": recipe.warmup}
+        if self.given.get("schedule", {}).get("name", "cosine") == "cosine":
+            schedule |= {"name": "cosine", "final_lr_fraction": recipe.final_lr_fraction}  # type: ignore[dict-item]
+        defaults = {
+            **DOCUMENT_MASK,
+            "align": self.align.model_dump(mode="json"),
+            "optim": optim,
+            "schedule": schedule,
+            "batch": recipe.batch,
+            "checkpoint": {"every": "10m"},
+            **recipe.more,
+        }
+        given = {part: values for part, values in self.given.items() if part != "align"}
+        given["data"] = {**given.get("data", {}), "path": str(data)}
+        return merge.build([defaults, *merge.resolved("model", model), given])
+
+    def _train(self, config: RunConfig, loaded: Any, fresh_tokens: Sequence[int]) -> Any:
+        """Train and return a `training_run.RunOutcome`. `fresh_tokens` have no trained embedding yet."""
+        options, source = self.options, str(self.options.source)
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+        from deskside.align.registry import objective_of
+        from deskside.train import training_run
+        from deskside.train.loop.callback import ReportFollows
+        from deskside.train.state.init_weights import InitialWeights
+
+        return training_run.start(
+            config,
+            Path(options.runs),
+            options.name,
+            f"{Path(source).resolve().name}-{self.name}",
+            shlex.join(["deskside", self.name, *self.argv]),
+            InitialWeights.of_chat(loaded, source, config, fresh_tokens),
+            objective=objective_of(config),
+            watch=ReportFollows(),
+        )
+
+    def _resume(self) -> int:
+        options = self.options
+        other = ("source", "sources", "val", "name", "hours", "steps", "tokens", "epochs", "questions")
+        if self.given or any(getattr(options, name, None) for name in other):
+            raise UsageError("--resume uses the run's own configuration; give no other options with it")
+        from deskside.run.directory import RunDirectory
+
+        config = RunDirectory.open(Path(options.resume)).config()
+        made_by = config.align.name if config.align is not None else "train"
+        if self.name not in ("sft", made_by):
+            raise UsageError(
+                f"{options.resume}: was made by deskside {made_by}; continue it with: deskside {made_by} --resume "
+                f"{options.resume}"
+            )
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        from deskside.align.registry import objective_of
+        from deskside.train import training_run
+        from deskside.train.loop.callback import ReportFollows
+
+        outcome = training_run.resume(Path(options.resume), ReportFollows(), objective_of(config))
+        return finish(outcome, made_by, options.json)
+
+
+# Parts of a command
+
+
+def objective_config(name: str, options: FinetuneOptions, given: dict[str, Any]) -> Any:
+    """Return the validated options of the objective. Raises UsageError."""
+    own: dict[str, Any] = {"name": name, "data": list(options.sources), "val": list(options.val)}
+    return merge.build([{"align": {**own, **given.get("align", {})}}, DOCUMENT_MASK]).align
+
+
+def wall_limit(given: dict[str, Any]) -> float | None:
+    """Return the run's length in wall-clock seconds, None for any other length."""
+    schedule = given.get("schedule", {})
+    lengths = {key: schedule[key] for key in ("length", *merge.LENGTH_ALIASES) if key in schedule}
+    text = merge.merge([{"schedule": lengths}])[0]["schedule"].get("length")
+    try:
+        length = Duration.parse(text) if text is not None else None
+    except ValueError:
+        return None  # validation names the key later
+    timed = length is not None and length.unit == "seconds" and schedule.get("clock", "wall") == "wall"
+    return length.value if timed and length is not None else None
+
+
+@contextlib.contextmanager
+def _time_limit(limit: float | None) -> Iterator[None]:
+    """Refuse data whose preparation would take more than `PREPARE_SHARE` of the run's time limit."""
+    if limit is None:
+        yield
+        return
+    seconds = max(0.0, PREPARE_SHARE * limit - (time.perf_counter() - deskside.STARTED))
+
+    def error(left: float) -> UsageError:
+        return too_short(limit, f"preparing the data takes {left:.0f} s more", (limit + left) / PREPARE_SHARE)
+
+    with limited(seconds, error):
+        yield
+
+
+def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
+    from deskside.data.chat import chat_template
+
+    text = None
+    if template is not None:
+        try:
+            text = Path(template).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--align.template {template}: cannot be read ({error})") from None
+    return chat_template.make(loaded.tokenizer_dir, folder, text)
+
+
+def default_data_folder(source: str, kind: str, key: str) -> Path:
+    """Return where data prepared from `source` is kept; `key` identifies the data and the tokenizer."""
+    name = Path(source.removeprefix("hf:").rstrip("/")).name.split(":")[0]
+    return Path("data") / f"{name.split('.')[0] or 'data'}-{kind}-{key}"
+
+
+def find_or_prepare(path: Path, prepare: Callable[[Path], object]) -> Path:
+    """Return `path` once it holds prepared data. Rank 0 prepares it if it does not exist, the other ranks wait."""
+    index = path / "index.json"
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if not index.is_file():
+        prepare(path)
+    return path
+
+
+def prepared_examples(
+    given: dict[str, Any], spec: Any, kind: str, tokenizer: Path, prepare: Callable[[Path], object]
+) -> Path:
+    """Return the folder of the examples that an `align.prepared.Spec` names.
+
+    Raises UsageError if --data.path holds something else.
+    """
+    from deskside.align.prepared import key_of
+
+    key = spec.key(tokenizer)
+    asked = given.get("data", {}).get("path")
+    path = find_or_prepare(
+        Path(asked) if asked is not None else default_data_folder(spec.sources[0], kind, key), prepare
+    )
+    if key_of(path) not in (key, None):
+        raise UsageError(
+            f"--data.path {path}: holds other {kind}, or is for another tokenizer; give another path, or leave it out"
+        )
+    return path
+
+
+def default_batch(
+    loaded: Any,
+    given: dict[str, Any],
+    tokens: int,
+    step_tokens: int,
+    steps_per_epoch: int,
+    sequence_length: int,
+) -> dict[str, int]:
+    """Return the default batch: `step_tokens` per step, fewer if the data then had under `steps_per_epoch` steps."""
+    longest = min(sequence_length, loaded.config.max_position_embeddings)
+    length = int(given.get("batch", {}).get("sequence_length", longest))
+    rows = max(1, min(step_tokens, tokens // steps_per_epoch) // length)
+    return {"sequence_length": length, "tokens": int(2 ** (rows.bit_length() - 1)) * length}
+
+
+def default_optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Return AdamW without weight decay. The scaling rules of pretraining start from random weights, so they are off.
+
+    The learning rate is 1e-4 at a width of 768 and falls with the width, as Adam's best rate does (Yang et al. 2022,
+    arXiv 2203.03466); at 4096 this is the usual 2e-5. Adapters take ten times as much (Schulman et al. 2025, "LoRA
+    Without Regret").
+    """
+    if given.get("optim", {}).get("name") == "muon":
+        return {"name": "muon"}
+    lr = 1e-4 * 768 / hidden_size
+    optimizer: dict[str, Any] = {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.0}
+    return {**optimizer, "lr": 10 * lr} if "adapter" in given else {**optimizer, "scale": False}
+
+
+# The result
+
+
+def finish(outcome: Any, name: str, as_json: bool) -> int:
+    """Write the report of a fine-tuned run, print its result and return the exit code."""
+    if outcome.first and outcome.status == "finished":
+        from deskside.report.write import write_report
+
+        page = write_report(outcome.run.path)
+        if as_json:
+            print_json(outcome.summary)
+        else:
+            _print_outcome(outcome.run.path, name, outcome.summary, page)
+    elif outcome.first and as_json:
+        print_json(stopped_summary(outcome.run, outcome.status))
+    return int(outcome.exit_code)
+
+
+def summary_line(name: str, summary: dict[str, Any]) -> str:
+    """Return the held-out result of an objective in one line."""
+    before = summary["before"]
+    if name == "dpo":
+        return (
+            f"preference accuracy {before['val_accuracy']:.1%} -> {summary['val_accuracy']:.1%} "
+            f"({summary['val_pairs']:,} held-out pairs), margin {summary['val_margin']:.3f}, "
+            f"KL {summary['val_kl']:.4f} per token"
+        )
+    if name == "grpo":
+        return (
+            f"mean reward {before['val_reward']:.3f} -> {summary['val_reward']:.3f} "
+            f"({summary['val_questions']:,} held-out questions), {summary['val_answer_tokens']:.0f} tokens per answer"
+        )
+    return f"{before['val_loss']:.3f} -> {summary['val_loss']:.3f} nats per assistant token"
+
+
+def _print_outcome(path: Path, name: str, summary: dict[str, Any], page: Path) -> None:
+    print(f"held out    {summary_line(name, summary)}")
+    print(
+        f"trained     {summary['steps']:,} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s"
+    )
+    print(f"speed       {speed(summary)}")
+    for sample in summary["samples"]:
+        print(f"\n{sample['prompt']}")
+        for label, key in (("before", "before"), ("after", "text"), ("wanted", "reference")):
+            if key in sample:
+                print(f"  {label}: {' '.join(sample[key].split())[:200]}")
+    print_next(page, f"chat {path}", f"export {path} --to hf --out my-model")

@@ -1,0 +1,505 @@
+"""Command-line options: argparse splits the line, pydantic makes the values.
+
+The options of a command are a dataclass whose fields are made by `option`. A command that trains also takes every
+key of the configuration as `--part.key`. argparse treats all of these as optional text, so the result holds exactly
+the keys that were given, and every wrong value becomes a UsageError of one line. The help is generated from the same
+fields. Names are written with hyphens; underscores are accepted.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import shutil
+import textwrap
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from deskside.config.base import Part
+from deskside.config.merge import LENGTH_ALIASES, Path, keys, parts_of
+from deskside.config.run import RunConfig
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import Unreadable, toml_table
+
+Options = TypeVar("Options")
+_FINITE = ConfigDict(allow_inf_nan=False)
+_WORDS = tuple[str, ...]
+_WIDEST_METAVAR = 40  # longer choices are listed in the help text instead
+_OBJECTIVE_ARGUMENTS = ("name", "data", "val")  # keys of an objective that the command has as its own options
+GENERAL = "general"  # the help group of configuration keys outside every part, such as seed
+
+# What other programs call an option -> ours. Only used for suggestions.
+SYNONYMS = {
+    "learning-rate": "optim.lr",
+    "optimizer": "optim.name",
+    "max-steps": "steps",
+    "num-steps": "steps",
+    "iterations": "steps",
+    "num-train-epochs": "epochs",
+    "batch-size": "batch.tokens",
+    "seq-len": "batch.sequence-length",
+    "max-length": "batch.sequence-length",
+    "context-length": "batch.sequence-length",
+    "dtype": "precision.name",
+    "fp8": "precision.name",
+    "bf16": "precision.name",
+    "gradient-checkpointing": "compute.activation-checkpointing",
+    "lora-rank": "adapter.rank",
+    "lora-r": "adapter.rank",
+    "output-dir": "out",
+    "dataset": "data",
+    "model-name": "model",
+}
+
+
+def option(
+    help: str = "",
+    default: Any = dataclasses.MISSING,
+    *,
+    name: str | None = None,
+    metavar: str | None = None,
+    positional: bool = False,
+    may_be_empty: bool = False,
+) -> Any:
+    """Return a dataclass field that is a command-line option; without a default it is required.
+
+    Args:
+        help: Text of the help; the default is added to it.
+        default: The value when the option is not given.
+        name: Name on the command line, if it differs from the field's.
+        metavar: Name of the value in the help.
+        positional: Whether it is an argument without a name.
+        may_be_empty: Whether '' is a value. For a path it is a mistake.
+    """
+    metadata = {
+        "help": help,
+        "name": name,
+        "metavar": metavar,
+        "positional": positional,
+        "empty": may_be_empty,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Command(Generic[Options]):
+    """A command: its name, its options, and whether it takes the configuration's keys as options too.
+
+    Attributes:
+        name: Name after `deskside`, such as "train" or "data prepare".
+        options: Dataclass of the command's own options. Its docstring is the head of the help.
+        configuration: Whether `--part.key` is accepted for every key of `RunConfig`.
+        align: The training objective, whose options are written --align.KEY.
+        common: Configuration keys shown in the short help.
+    """
+
+    name: str
+    options: type[Options]
+    configuration: bool = False
+    align: type[Part] | None = None
+    common: tuple[str, ...] = ()
+
+    @property
+    def prog(self) -> str:
+        return f"deskside {self.name}"
+
+    def parse(self, argv: Sequence[str]) -> Options:
+        """Return the command's own options.
+
+        Raises UsageError for a missing value, an unknown option or a wrong value. --help prints the help and exits.
+        """
+        return self.parse_config(argv)[0]
+
+    def parse_config(self, argv: Sequence[str]) -> tuple[Options, dict[str, Any]]:
+        """Return the command's own options and the given configuration keys, as a nested dict of unvalidated values."""
+        words, typed = _hyphenated(argv)
+        try:
+            parsed, unknown = self.parser().parse_known_intermixed_args(words)
+        except argparse.ArgumentError as error:
+            if error.message.startswith("expected"):
+                raise UsageError(
+                    f"{error.argument_name}: its value is missing; see {self.prog} --help"
+                ) from None
+            raise UsageError(f"{error.argument_name}: {error.message}; see {self.prog} --help") from None
+        if hasattr(parsed, "help"):
+            print(self.help(parsed.help), end="")
+            raise SystemExit(0)
+        if unknown:
+            word = next((word for word in unknown if word.startswith("-")), unknown[0])
+            raise self._unexpected(word, typed)
+        return self._own_values(parsed), self._config_values(parsed)
+
+    def parser(self) -> argparse.ArgumentParser:
+        """Return the argparse parser of all options. Values are text, and options that are not given are absent."""
+        parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("-h", "--help", nargs="?", const="", default=argparse.SUPPRESS, metavar="GROUP")
+        for title, actions in self._groups().items():
+            group = parser.add_argument_group(title)
+            for flags, settings in actions:
+                group.add_argument(*flags, **settings)
+        return parser
+
+    def help(self, group: str = "") -> str:
+        """Return the help: the command's own and its common options, one group of the configuration, or "all"."""
+        groups = self._groups()
+        own = groups.pop("options")
+        if group and group != "all" and group not in groups:
+            raise UsageError(
+                f"--help {group}: no such group of options; groups are {', '.join([*groups, 'all'])}"
+            )
+        shown: dict[str, list[Any]] = {} if group not in ("", "all") else {"options": own}
+        if group == "all":
+            shown |= groups
+        elif group:
+            shown[f"{group} ({_about(group, self.align)})"] = groups[group]
+        elif self.common:
+            flags = [f"--{key.replace('_', '-')}" for key in self.common]
+            every = {flag: each for actions in groups.values() for each in actions for flag in each[0]}
+            shown["common configuration options"] = [every[flag] for flag in flags]
+        fields = [each for each in _ordered_fields(self.options) if each.metadata["positional"]]
+        positional = [
+            each.metadata["metavar"]
+            if each.default is dataclasses.MISSING
+            else f"[{each.metadata['metavar']}]"
+            for each in fields
+        ]
+        epilog = None
+        if groups and not group:
+            epilog = f"More options: {self.prog} --help GROUP. Groups: {', '.join(groups)}, all."
+        parser = argparse.ArgumentParser(
+            usage=" ".join([self.prog, *positional, "[options]"]).replace("%", "%%"),
+            description=None
+            if group not in ("", "all")
+            else _filled(inspect.cleandoc(self.options.__doc__ or "")),
+            epilog=epilog and textwrap.fill(epilog, _columns()),
+            add_help=False,
+            formatter_class=_Formatter,
+        )
+        for title, actions in shown.items():
+            section = parser.add_argument_group(title)
+            for flags, settings in actions:
+                section.add_argument(*flags, **settings)
+        return parser.format_help()
+
+    # The options
+
+    def _groups(self) -> dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]]:
+        """Return the arguments of `add_argument` for all options: the command's own, then each configuration part."""
+        groups: dict[str, list[Any]] = {"options": []}
+        hints = get_type_hints(self.options, include_extras=True)
+        for own in _ordered_fields(self.options):
+            groups["options"].append(_own_argument(own, hints[own.name]))
+        if not self.configuration:
+            return groups
+        if self.align is not None:  # before the other groups: it is what the command is about
+            groups["align"] = []
+        for path, info in self._keys():
+            group = path[0] if len(path) > 1 else GENERAL
+            groups.setdefault(group, []).append(_config_argument(path, info))
+        return groups
+
+    def _keys(self) -> Iterator[tuple[Path, FieldInfo]]:
+        yield from keys()
+        if self.align is not None:
+            for path, info in keys(self.align, ("align",)):
+                if path[-1] not in _OBJECTIVE_ARGUMENTS:
+                    yield path, info
+        for alias, form in LENGTH_ALIASES.items():
+            yield (
+                ("schedule", alias),
+                FieldInfo(annotation=str, description=f"alias of --schedule.length '{form.format('N')}'"),
+            )
+
+    # The values
+
+    def _own_values(self, parsed: argparse.Namespace) -> Options:
+        """Validate the command's own options. Raises UsageError for a value that is missing or wrong."""
+        given: dict[str, Any] = {}
+        hints = get_type_hints(self.options, include_extras=True)
+        for own in dataclasses.fields(self.options):  # type: ignore[arg-type]
+            label = own.metadata["metavar"] if own.metadata["positional"] else _flag(own)
+            value = getattr(parsed, own.name, None)
+            if value is None or value == []:
+                if own.default is dataclasses.MISSING:
+                    raise UsageError(f"{label} is missing; see {self.prog} --help")
+                continue
+            if (value == "" or (isinstance(value, list) and "" in value)) and not own.metadata["empty"]:
+                raise UsageError(f"{label} '': is empty; give a value, or leave it out")
+            try:
+                given[own.name] = TypeAdapter(hints[own.name], config=_FINITE).validate_python(value)
+            except ValidationError as error:
+                message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+                raise UsageError(f"{label}: {message[0].lower()}{message[1:]}, not {value!r}") from None
+        return self.options(**given)
+
+    def _config_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        if not self.configuration:
+            return result
+        for path, info in self._keys():
+            text = getattr(parsed, ".".join(path), None)
+            if text is not None:
+                node = result
+                for part in path[:-1]:
+                    node = node.setdefault(part, {})
+                node[path[-1]] = _config_value(path, info, text)
+        return result
+
+    def _unexpected(self, word: str, typed: Mapping[str, str]) -> UsageError:
+        if not word.startswith("-"):
+            return UsageError(f"'{word}': unexpected argument; options are written --key value")
+        flag = word.split("=")[0]
+        known = [
+            f for actions in self._groups().values() for flags, _ in actions for f in flags if f[0] == "-"
+        ]
+        near = nearest_option(flag, known)
+        hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
+        return UsageError(f"{typed.get(flag, flag)}: there is no such option; {hint}")
+
+
+def nearest_option(flag: str, known: Sequence[str]) -> str | None:
+    """Return the option that was probably meant: the same key elsewhere, another program's name, or a misspelling."""
+    name = "-" * 2 + flag.lstrip("-")
+    key = name[2:].rsplit(".", 1)[-1]
+    synonym = f"--{SYNONYMS.get(key, '')}"
+    same_key = [other for other in known if other[2:].rsplit(".", 1)[-1] == key]
+    if synonym in known:
+        return synonym
+    if len(same_key) == 1:
+        return same_key[0]
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
+
+
+def choose(commands: Mapping[str, str], argv: Sequence[str], prog: str, description: str) -> str:
+    """Return the subcommand that argv begins with. `commands` maps names to one line of help. Raises UsageError."""
+    if argv and argv[0] in ("-h", "--help"):
+        width = max(len(name) for name in commands)
+        lines = "\n".join(
+            textwrap.fill(f"  {name:<{width}}  {what}", 80, subsequent_indent=" " * (width + 4))
+            for name, what in commands.items()
+        )
+        print(f"usage: {prog} COMMAND [options]\n\n{description}\n\n{lines}\n")
+        print(f"Run {prog} COMMAND --help for the options of a command.")
+        raise SystemExit(0)
+    name = prog.removeprefix("deskside ")
+    if not argv:
+        raise UsageError(f"{name}: which command? one of {', '.join(commands)}")
+    if argv[0] not in commands:
+        raise UsageError(f"{name} {argv[0]}: there is no such command; {nearest_command(argv[0], commands)}")
+    return argv[0]
+
+
+def nearest_command(given: str, names: Mapping[str, Any]) -> str:
+    """Return the hint for an unknown command."""
+    near = difflib.get_close_matches(given, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"commands are {', '.join(names)}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are UsageErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=_columns())
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        super().add_usage(usage, [], [], prefix)
+
+
+def _columns() -> int:
+    return max(40, min(100, shutil.get_terminal_size().columns))
+
+
+def _hyphenated(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return argv with hyphens for underscores in the names of options, and each name as it was typed."""
+    words, typed = [], {}
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            typed[name.replace("_", "-")] = name
+            word = name.replace("_", "-") + equals + value
+        words.append(word)
+    return words, typed
+
+
+def _ordered_fields(kind: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields as the help shows them: arguments, the command's own options, then the shared ones."""
+    declared_in: dict[str, int] = {}
+    for depth, base in reversed([*enumerate(kind.__mro__)]):
+        declared_in |= dict.fromkeys(vars(base).get("__annotations__", {}), depth)
+    fields = dataclasses.fields(kind)
+    return sorted(fields, key=lambda f: (not f.metadata["positional"], declared_in[f.name]))
+
+
+def _flag(own: dataclasses.Field[Any]) -> str:
+    return "--" + (own.metadata["name"] or own.name).replace("_", "-")
+
+
+def _own_argument(own: dataclasses.Field[Any], hint: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the arguments of `add_argument` for one of the command's own options."""
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    about, flag = own.metadata["help"], _flag(own)
+    if kind is bool:
+        if own.default:
+            flag = f"--no-{flag[2:]}"
+        settings = {"dest": own.name, "action": "store_const", "const": not own.default}
+        return (flag,), {**settings, "default": argparse.SUPPRESS, "help": _escaped(about)}
+    if own.default is dataclasses.MISSING:
+        about += " (required)"
+    elif own.default not in (None, ()):
+        about += f" (default: {own.default})"
+    label, choices = _metavar(own.metadata["metavar"] or metavar(kind))
+    settings = {"metavar": label, "help": _escaped(about + choices), "default": argparse.SUPPRESS}
+    if own.metadata["positional"]:
+        return (own.name,), {**settings, "nargs": "*" if kind == _WORDS else "?"}
+    settings["dest"] = own.name
+    return (flag,), settings | ({"nargs": "*", "action": "extend"} if kind == _WORDS else {})
+
+
+def _config_argument(path: Path, info: FieldInfo) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the arguments of `add_argument` for one key of the configuration."""
+    key = ".".join(path)
+    about = f"{info.description or ''} {_default(path, info)}".strip()
+    chooses = len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1
+    name = "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}" if chooses else metavar(info.annotation)
+    label, choices = _metavar(name)
+    settings = {
+        "dest": key,
+        "metavar": label,
+        "default": argparse.SUPPRESS,
+        "help": _escaped(about + choices),
+    }
+    return (f"--{key.replace('_', '-')}",), settings
+
+
+def metavar(annotation: Any) -> str:
+    """Return how the help writes the kind of value that an annotation takes."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return metavar(inner[0])
+    if origin is Literal:
+        return "{" + ",".join(str(choice) for choice in inner) + "}"
+    if origin in (tuple, list):
+        return "[...]"
+    if origin is dict:
+        return "{...}"
+    if origin in (Union, types.UnionType):
+        return "|".join(dict.fromkeys(metavar(a) for a in inner if a is not type(None)))
+    name = getattr(annotation, "__name__", "value")
+    return {"int": "INT", "float": "NUMBER", "str": "TEXT", "bool": "true|false"}.get(name, name.upper())
+
+
+def _metavar(name: str) -> tuple[str, str]:
+    """Return the metavar, and a note for the help text if it is too long to stand beside the option."""
+    if len(name) <= _WIDEST_METAVAR:
+        return name, ""
+    return "NAME", "; one of " + name.strip("{}").replace(",", ", ")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")  # argparse formats help texts with %
+
+
+def _filled(text: str) -> str:
+    return "\n".join(textwrap.fill(line, _columns(), subsequent_indent="  ") for line in text.splitlines())
+
+
+# Keys of the configuration
+
+
+def _about(part: str, align: type[Part] | None) -> str:
+    """Return what a group of options is for: the alternatives, or the first sentence of its class."""
+    if part == GENERAL:
+        return "options outside every group"
+    alternatives = [align] if part == "align" and align is not None else _alternatives(part)
+    if len(alternatives) > 1:
+        return f"--{part}.name chooses {' or '.join(map(_tag, alternatives))}"
+    return inspect.cleandoc(alternatives[0].__doc__ or "").replace("\n", " ").split(". ")[0].rstrip(".")
+
+
+def _default(path: Path, info: FieldInfo) -> str:
+    """Return the default for the help, with those of the other alternatives where they differ."""
+    first, only = _written(info.default), ""
+    others = []
+    if len(path) == 2 and path[1] != "name" and len(_alternatives(path[0])) > 1:
+        alternatives = _alternatives(path[0])
+        having = [a for a in alternatives if path[1] in a.model_fields]
+        if having and len(having) < len(alternatives):
+            only = f"{'/'.join(map(_tag, having))} only; "
+        defaults = {_tag(a): _written(a.model_fields[path[1]].default) for a in having}
+        others = [f"; {tag}: {text}" for tag, text in defaults.items() if text != first]
+    return f"({only}default: {first}{''.join(others)})" if first else ""
+
+
+@lru_cache
+def _alternatives(part: str) -> list[type[Part]]:
+    """Return the classes that a part of the configuration may have, the default one first."""
+    if part == "align":
+        return []
+    info = RunConfig.model_fields[part]
+    return sorted(parts_of(info.annotation), key=lambda p: not isinstance(info.default, p))
+
+
+def _tag(alternative: type[Part]) -> str:
+    return str(alternative.model_fields["name"].default)
+
+
+def _written(value: Any) -> str:
+    """Return a default as it is written on the command line, or '' for None and empty values."""
+    if value in (None, (), {}, PydanticUndefined):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _config_value(path: Path, info: FieldInfo, text: str) -> Any:
+    """Convert the text of an option to the value that pydantic validates.
+
+    Tables are written as in TOML, lists as in TOML or as words with commas between them. `none` unsets a key that may
+    be None; for others, such as optim.normalize, it is an ordinary word. Everything else remains text.
+    """
+    is_union = get_origin(info.annotation) in (Union, types.UnionType)
+    members = get_args(info.annotation) if is_union else ()
+    if text.lower() == "none" and type(None) in members:
+        return None
+    if text.startswith(("[", "{")):
+        try:
+            return toml_table(f"x = {text}")["x"]
+        except Unreadable:
+            raise UsageError(
+                f"{'.'.join(path)}: '{text}' is not a TOML list or table, such as [0.9, 0.95]"
+            ) from None
+    words = {word for member in members if get_origin(member) is Literal for word in get_args(member)}
+    if takes_list(info.annotation) and text not in words:
+        return [word.strip() for word in text.split(",")]
+    return text
+
+
+def takes_list(annotation: Any) -> bool:
+    """Return whether an annotation accepts a list of plain values, which may be written with commas."""
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return any(map(takes_list, get_args(annotation)))
+    return get_origin(annotation) in (tuple, list) and not any(map(parts_of, get_args(annotation)))
