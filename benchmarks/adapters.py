@@ -29,8 +29,8 @@ from deskside.config.optim import AdamWConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
-from deskside.precision.adapters import trained_parameters
 from deskside.precision.convert import convert
+from deskside.precision.lora import trained_parameters
 from deskside.train.prepare.activation_checkpointing import recompute
 from deskside.weights import frozen_base
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from deskside.align.sft import BEFORE, answers, read_questions
 from deskside.model.transformer import Transformer
-from deskside.ops.lora import is_adapted
+from deskside.precision.lora import is_adapted
 from deskside.train.objective import Session
 from deskside.train.prepare.time_budget import SAMPLE_SHARE
 

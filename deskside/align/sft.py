@@ -19,7 +19,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import events
 from deskside.engine.sampling import GREEDY
 from deskside.model.transformer import Transformer
-from deskside.ops.lora import is_adapted
+from deskside.precision.lora import is_adapted
 from deskside.run.directory import RunDirectory
 from deskside.train.objective import Evaluation, NextToken, Session
 from deskside.train.prepare.time_budget import SAMPLE_SHARE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deskside.config.adapter import AdapterConfig
 from deskside.model.transformer import Transformer
-from deskside.ops.linear import Linear
+from deskside.precision.lora import adapter_of, trained_rows_of
 from deskside.utils.errors import UsageError
 from deskside.weights.hf import hf_name, replaced_when_complete, seal
 from deskside.weights.hf_families import family_of
@@ -40,13 +40,13 @@ def to_peft(
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     for path, module in model.named_modules():
-        if isinstance(module, Linear) and module.adapter is not None:
+        if (found := adapter_of(module)) is not None:
             half = ".".join(path.split(".")[:3])  # layers.0.attn
-            for s in module.adapter.adapted:
+            for s in found.adapted:
                 targets.add(s.name)
                 theirs = PREFIX + hf_name(f"{half}.{s.name}.weight", family).removesuffix(".weight")
-                tensors[f"{theirs}.lora_A.weight"] = module.adapter.a[s.name].detach()
-                tensors[f"{theirs}.lora_B.weight"] = module.adapter.b[s.name].detach()
+                tensors[f"{theirs}.lora_A.weight"] = found.a[s.name].detach()
+                tensors[f"{theirs}.lora_B.weight"] = found.b[s.name].detach()
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -61,8 +61,8 @@ def to_peft(
         "inference_mode": True,
     }
     rows = {
-        "embed_tokens": model.embed.trained,
-        "lm_head": None if model.head is None else model.head.trained,
+        "embed_tokens": trained_rows_of(model.embed),
+        "lm_head": trained_rows_of(model.head),
     }
     ids = {name: trained.ids.tolist() for name, trained in rows.items() if trained is not None}
     for name, trained in rows.items():

@@ -1,9 +1,9 @@
 """One block: attention and MLP, each (residual, delta) -> (residual, delta).
 
-The stream between sublayers is a pair. `residual` is the sum so far, `delta` what the last sublayer wants added; the
-next sublayer's first operator adds them, so that add, norm (and later quantisation) can be one kernel. All blocks are
-called alike, and differ in nothing that torch.compile looks at except their window. Training wraps `attn`, `mlp` or the
-block in activation checkpointing, and compiles the block, from outside.
+The stream between sublayers is a pair: `residual` is the sum so far, and `delta` is the output of the previous
+sublayer, not added yet. The first operator of the next sublayer adds them, so that add and norm can be one kernel.
+All blocks have one signature and differ only in their attention window, so torch.compile compiles one graph per
+window, not per layer.
 """
 
 from typing import NamedTuple
@@ -14,22 +14,26 @@ from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.decode import paged_attention
 from deskside.model.cache import KVCache, Places
-from deskside.ops.attention import attention
-from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
+from deskside.ops.attention import attention, rotate
+from deskside.ops.composite import (
+    AddNormLinear,
+    AttentionSublayer,
+    GatedLinear,
+    MLPSublayer,
+    make_projections,
+)
 from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts, MixtureOfExperts
 from deskside.ops.norm import Norm, RMSNorm, make_norm
-from deskside.ops.rope import rotate
-from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 
 
 class LayerCache(NamedTuple):
-    """The cache as one layer sees it while the tokens at `places` are appended; `number` is the layer's.
+    """One layer's view of the cache while the tokens at `places` are appended. `number` is the layer's index.
 
-    `context`: of tokens that are the first of their rows, which need not read the cache; else None. `rotation`: of
-    these tokens; None without RoPE.
+    `context`: attention context of a prefill from position 0, which need not read the cache; otherwise None.
+    `rotation`: the rotary tables of these tokens; None without RoPE.
     """
 
     cache: KVCache
@@ -44,7 +48,7 @@ class LayerCache(NamedTuple):
         return self.cache.k[self.number], self.cache.v[self.number]
 
     def attention(self, q_BTHC: Tensor, window: int | None) -> Tensor:
-        """Of these tokens, to all that the cache holds of their rows, themselves included; (B, T, H, C)."""
+        """Attend from these tokens to everything that the cache holds for their rows, including themselves."""
         cache, position_BT = self.cache, self.places.position_BT
         return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, window)
 
@@ -78,7 +82,7 @@ class Attention(AttentionSublayer):
     def forward_cached(
         self, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """The same for tokens whose keys and values are written into the cache."""
+        """Like `forward`, for tokens whose keys and values are appended to the cache."""
         residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, at.rotation)
         at.cache.write(at.number, at.places, k_BTKC, v_BTKC)
         if at.context is not None:
@@ -123,7 +127,7 @@ class MLP(MLPSublayer):
 
 
 class MoE(nn.Module):
-    """The mixture of experts, with its norm. Hands out the router's statistics (2, E) as a third value."""
+    """The mixture of experts with its norm. Its third output is the router's statistics (2, E)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -160,18 +164,18 @@ class Block(nn.Module):
 
 
 class CachedBlocks:
-    """How the blocks compute with a cache: as the model is written. The engine has another way, with fewer kernels."""
+    """How blocks and the final norm compute with a cache. The inference engine has a subclass with fused kernels."""
 
     def block(
         self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """(residual, delta) of tokens that follow what the cache holds."""
+        """Return (residual, delta) of the tokens that are being appended."""
         pair = block.attn.forward_cached(residual_BTD, delta_BTD, at)
         residual_BTD, delta_BTD, *_ = block.mlp(*pair)
         return residual_BTD, delta_BTD
 
     def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
-        """The hidden states after the last norm."""
+        """Return the hidden states after the final norm."""
         return operator.add_norm(residual_BTD, delta_BTD)[1]
 
 
@@ -179,5 +183,5 @@ AS_WRITTEN = CachedBlocks()
 
 
 def hidden_norm(config: ModelConfig) -> Norm:
-    """The configuration's norm over the residual stream."""
+    """Return the configured norm over the residual stream."""
     return make_norm(config.norm, config.hidden_size, config.norm_eps, config.norm_bias)

@@ -1,14 +1,13 @@
-"""The decoder-only transformer that a ModelConfig describes, and nothing else: no precision, no distribution, no
-training. Precision recipes change its modules, training wraps its blocks; both from outside.
+"""The decoder-only transformer that a ModelConfig describes.
 
-The head is never applied to a whole batch in training: `loss` goes from hidden states to the loss in chunks.
+`loss` goes from hidden states to the loss in chunks of tokens, so the logits of a whole batch never exist at once.
+Everything else that changes how the model computes is attached from outside (`forward_override`, wrapped forwards).
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.budget.shape import flops_per_token, kv_bytes_per_token
@@ -17,13 +16,11 @@ from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, token_losses
 from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
 from deskside.model.cache import KVCache
+from deskside.ops.attention import rope_table
 from deskside.ops.composite import AddNormLinear
-from deskside.ops.head import HeadLoss
-from deskside.ops.linear import Embedding, Linear
+from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.ops.logical import logical_tensors
-from deskside.ops.lora import TrainedRows
 from deskside.ops.moe import load_balancing_loss
-from deskside.ops.rope import rope_table
 from deskside.utils.errors import UsageError
 
 GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
@@ -67,7 +64,7 @@ class Transformer(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
-        """Whatever moves or casts the weights (`to`, `to_empty`, `bfloat16`): the tables stay float32 and right."""
+        """Recompute the rotary tables after `to`, `to_empty`, `bfloat16`, ..., so that they stay float32."""
         super()._apply(fn, recurse)
         self.reset_buffers()
         return self
@@ -100,9 +97,9 @@ class Transformer(nn.Module):
         x_BTD = self._embed(tokens_BT, positions_BT)
         rotation = self._rotation(T, positions_BT)
         contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
-        # A hand-written half takes the embedding as it is, and saves four passes over it.
-        whole = isinstance(self.layers[0], Block) and self.layers[0].attn.forward_override is not None
-        residual_BTD, delta_BTD = self._halved(x_BTD) if not whole else (x_BTD, None)
+        # Splitting the embedding costs four passes over it, forward and backward.
+        split = not self.layers[0].attn.accepts_no_delta  # type: ignore[union-attr]
+        residual_BTD, delta_BTD = self._split(x_BTD) if split else (x_BTD, None)
         statistics: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
@@ -115,12 +112,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states after the final norm -> logits, capped where the configuration says so."""
-        if self.head is None:
-            logits_BTV = F.linear(hidden_BTD, self.embed.weight.to(hidden_BTD.dtype))
-        else:
-            logits_BTV = self.head(hidden_BTD)
-        if self._head_trained is not None:
-            logits_BTV = self._head_trained.logits(hidden_BTD, logits_BTV)
+        logits_BTV = self.embed.logits(hidden_BTD) if self.head is None else self.head(hidden_BTD)
         cap = self.config.final_logit_softcapping
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
 
@@ -144,7 +136,7 @@ class Transformer(nn.Module):
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
         loss = self.head_loss(
             hidden_BTD.flatten(0, 1),
-            self._head_table,
+            self._vocabulary.weight,
             targets_BT.flatten(),
             softcap=self.config.final_logit_softcapping,
             z_loss=z_loss,
@@ -167,7 +159,7 @@ class Transformer(nn.Module):
         hidden_BTD = self.hidden(tokens_BT, context, positions_BT)
         losses_N = token_losses(
             hidden_BTD.flatten(0, 1),
-            self._head_table,
+            self._vocabulary.weight,
             targets_BT.flatten(),
             softcap=self.config.final_logit_softcapping,
             chunk_tokens=chunk_tokens,
@@ -192,9 +184,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Append tokens to the cache at each row's length; logits (B, T, V), or (B, 1, V) of each row's last token.
 
-        `counts_B`: how many of a row's T tokens are real where prompts are padded on the right (None: all). Logits of
-        padding mean nothing. `blocks`: another way to compute them. Raises UsageError when the cache or the positions
-        are too short.
+        `counts_B`: the number of real tokens in each row where prompts are padded on the right (None: all T). The
+        logits of padding are meaningless. `blocks`: the implementation of the blocks. Raises UsageError if the cache
+        or the positions are too short.
         """
         B, T = tokens_BT.shape
         if not cache.managed:
@@ -202,7 +194,7 @@ class Transformer(nn.Module):
         places = cache.reserve(T, counts_B)
         x_BTD = self._embed(tokens_BT, places.position_BT)
         contexts = self._contexts(_first_tokens(x_BTD), B, T, x_BTD) if cache.fresh else {}
-        residual_BTD, delta_BTD = self._halved(x_BTD)
+        residual_BTD, delta_BTD = self._split(x_BTD)
         rotation = self._rotation(T, places.position_BT)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
@@ -235,25 +227,21 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D): the head's weight, the embedding's where they are tied. A copy where single rows of it train."""
-        return self._head_table if self._head_trained is None else self._head_trained.into(self._head_table)
+        """(V, D): the weight of the head, which is the embedding's where they are tied. A copy if rows are replaced."""
+        return self._vocabulary.table
 
     @property
     def head_rows(self) -> ReplacedRows | None:
-        """(ids, rows) that stand in the place of rows of the head's table, where single rows train; else None."""
-        return None if self._head_trained is None else self._head_trained.pair
+        """(ids, rows) that replace rows of the head's weight, or None."""
+        return self._vocabulary.replaced_rows
 
     @property
-    def _head_table(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
-
-    @property
-    def _head_trained(self) -> TrainedRows | None:
-        return self.embed.trained if self.head is None else self.head.trained
+    def _vocabulary(self) -> Embedding | Linear:
+        return self.embed if self.head is None else self.head
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """The dtype that the embedding gives to the stream of activations."""
+        """The dtype of the residual stream, which the embedding sets."""
         return self.embed.output_dtype or self.embed.weight.dtype
 
     # Parts of the forward
@@ -268,11 +256,11 @@ class Transformer(nn.Module):
         return x_BTD
 
     @staticmethod
-    def _halved(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream's first (residual, delta).
+    def _split(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first block's (residual, delta): half of the embedding each.
 
-        Both are half of the embedding. Halves are exact in floating point, and so all blocks receive two tensors that
-        need gradients: a delta of None or zeros would make torch.compile build the first block a second time.
+        Halving is exact in floating point. All blocks so receive two tensors that require gradients; with a delta of
+        None or zeros, torch.compile would compile the first block separately.
         """
         return x_BTD * 0.5, x_BTD * 0.5
 
@@ -319,7 +307,7 @@ class Transformer(nn.Module):
 
 
 def _first_tokens(x: Tensor) -> AttentionContext:
-    """How a prefill attends that begins at position 0; padding on the right is seen by nothing before it."""
+    """Return the context of a prefill from position 0. Causal attention hides the padding on the right."""
     flash = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     full = "unplanned" if x.is_cuda else "sdpa"
     return AttentionContext(backend=full, window_backend="flash" if flash else "chunked")

@@ -1,21 +1,22 @@
-"""The operators that a block is written in: AddNormLinear and GatedLinear.
+"""The operators that a block is written in: AddNormLinear, GatedLinear, and the sublayers that they form.
 
-Each covers a stretch of element-wise work that ends in a GEMM. A precision recipe replaces a whole operator, and can
-then quantise the GEMM's operand in the kernel that produces it, without the model changing: add + normalise + quantise,
-or activate + multiply + quantise.
+AddNormLinear and GatedLinear each cover element-wise work that ends in a GEMM, so that one kernel can do all of the
+element-wise work. Both return logical projections (q, k, v; gate, up) whether their weights are fused or not, so the
+code around them does not depend on fusing. `transparent` marks modules that are no part of a logical name (logical.py).
 
-Both speak in logical projections (q, k, v; gate, up) whether their weights are fused or not, so what surrounds
-them does not know about fusing. `transparent` marks modules whose name is no part of a logical name (see logical.py).
+`AttentionSublayer` and `MLPSublayer` are one half of a block each, (residual, delta) -> (residual, delta). They only
+hold parts; `deskside.model.block` computes with them. A `forward_override`, set from outside, replaces the computation
+of an operator or of a whole sublayer.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from deskside.kernels.functional import ACTIVATIONS
 from deskside.ops.linear import Linear
-from deskside.ops.norm import Norm
+from deskside.ops.norm import Norm, RMSNorm
 
 Activation = Literal["silu", "gelu", "gelu_new", "relu2"]
 
@@ -56,7 +57,7 @@ class AddNormLinear(nn.Module):
         return residual_BTD, tuple(outputs)
 
     def add_norm(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual that goes on, and what the projections read. `execution`, where a recipe set it, does this."""
+        """Return the new residual and the input of the projections."""
         if self.forward_override is not None:
             return self.forward_override(residual_BTD, delta_BTD)
         residual_BTD = residual_BTD + delta_BTD
@@ -91,3 +92,34 @@ def split_slices(projection: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
     if len(projection.slices) == 1:
         return (output,)
     return output.split([s.stop - s.start for s in projection.slices], dim=-1)
+
+
+class AttentionSublayer(nn.Module):
+    """`input` makes q, k and v; `output` is o_proj. `heads` query heads, `kv_heads` of keys and values.
+
+    `accepts_no_delta`: the override takes None for the first block's delta, so the embedding need not be split.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    input: AddNormLinear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    output: Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_override: Callable[..., Any] | None = None
+        self.accepts_no_delta = False
+
+
+class MLPSublayer(nn.Module):
+    """`input` makes gate and up (or up alone); `output` activates and projects down."""
+
+    input: AddNormLinear
+    output: GatedLinear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_override: Callable[..., Any] | None = None

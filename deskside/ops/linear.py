@@ -1,23 +1,22 @@
-"""Linear and Embedding: the two places where weights of two dimensions live.
+"""Linear, Embedding and HeadLoss: the modules that hold or use two-dimensional weights.
 
-A fused projection (q, k, v in one weight) is one `Linear` that knows its logical slices. Muon, initialisation, LoRA and
-export work on the slices, never on the fused block, so that fusing changes speed and nothing else.
+A fused projection (q, k, v in one weight) is one `Linear` that knows its logical slices. Whatever works on weights from
+outside works on the slices, never on the fused matrix, so fusing changes the speed and nothing else.
 
-The model knows no precision: activations carry the dtype, the weight is cast to it where it is used. A precision
-recipe replaces `Linear` modules (sharing their weights) and sets `Embedding.output_dtype`. Where weights are frozen,
-`adapter` and `trained` are what trains beside them (`ops/lora.py`); `precision/adapters.py` sets them.
+Activations carry the dtype, starting with `Embedding.output_dtype`; each weight is cast to it where it is used. Every
+module here has a `forward_override`: another implementation of its computation, set from outside, or None.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, linear_cross_entropy
 from deskside.kernels.embedding import embedding
-from deskside.ops.lora import Adapter, TrainedRows
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class Linear(nn.Module):
     """y = x W^T + b, where W stacks one or more named projections along its rows.
 
     weight: (sum of rows, in_features); bias: (sum of rows,) or None. `role` is "matrix" for block weights and "head"
-    for the output projection, which optimisers treat apart. `execution` is set by a precision recipe: x (N, in) ->
-    (N, rows), in place of the product; None is the product in x's dtype.
+    for the output projection. `forward_override`: x (N, in) -> (N, rows), replaces the matrix product.
     """
 
     def __init__(
@@ -52,16 +50,23 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(self.out_features)) if bias else None
         self.forward_override: Callable[[Tensor], Tensor] | None = None
-        self.adapter: Adapter | None = None
-        self.trained: TrainedRows | None = None  # of a head; who computes logits asks for it
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.forward_override is not None:
             y = self.forward_override(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
             return y if bias is None else y + bias
-        y = F.linear(x, self.weight.to(x.dtype), bias)
-        return y if self.adapter is None else self.adapter(x, y)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+    @property
+    def table(self) -> Tensor:
+        """The weight of a head, (vocabulary, hidden), with `replaced_rows` in place."""
+        return self.weight
+
+    @property
+    def replaced_rows(self) -> ReplacedRows | None:
+        """(ids, rows) that replace rows of `weight`. A subclass may have some."""
+        return None
 
     def extra_repr(self) -> str:
         names = ", ".join(f"{s.name}={s.stop - s.start}" for s in self.slices)
@@ -69,9 +74,9 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table. weight: (entries, hidden_size); tokens of any shape -> (*shape, hidden_size).
+    """A table lookup. weight: (entries, hidden_size); tokens of any shape -> (*shape, hidden_size).
 
-    `output_dtype` (None: the weight's) starts the stream of activations, so it decides the dtype of the whole forward.
+    `output_dtype` (None: the weight's) is the dtype of the residual stream, and so of the whole forward pass.
     `role` is "embedding" for tokens and "position" for learned positions.
     """
 
@@ -80,15 +85,58 @@ class Embedding(nn.Module):
         self.role = role
         self.output_dtype: torch.dtype | None = None
         self.weight = nn.Parameter(torch.empty(entries, hidden_size))
-        self.trained: TrainedRows | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = embedding(tokens, self.weight, self.output_dtype or self.weight.dtype)
-        return x if self.trained is None else self.trained(tokens, x)
+        return embedding(tokens, self.weight, self.output_dtype or self.weight.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Use the table as a tied head: (..., hidden_size) -> (..., entries)."""
+        return F.linear(hidden, self.weight.to(hidden.dtype))
+
+    @property
+    def table(self) -> Tensor:
+        """The weight, with `replaced_rows` in place."""
+        return self.weight
+
+    @property
+    def replaced_rows(self) -> ReplacedRows | None:
+        """(ids, rows) that replace rows of `weight`. A subclass may have some."""
+        return None
+
+
+class HeadLoss(nn.Module):
+    """Summed cross-entropy of a linear head, as one operator that never materializes the logits of a whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_override: Callable[..., Tensor] | None = None
+
+    def forward(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: nn.Parameter,
+        targets_N: Tensor,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        chunk_tokens: int = CHUNK_TOKENS,
+        rows: ReplacedRows | None = None,
+    ) -> Tensor:
+        """See `linear_cross_entropy`. An override need not support `rows`, and raises TypeError if it does not."""
+        function = self.forward_override or linear_cross_entropy
+        options: dict[str, Any] = {} if rows is None else {"rows": rows}
+        return function(
+            hidden_ND,
+            weight_VD,
+            targets_N,
+            softcap=softcap,
+            z_loss=z_loss,
+            chunk_tokens=chunk_tokens,
+            **options,
+        )
 
 
 def make_slices(outputs: Sequence[tuple[str, int]]) -> tuple[Slice, ...]:
-    """(("q_proj", 768), ("k_proj", 192)) -> Slice(q_proj, 0, 768), Slice(k_proj, 768, 960)."""
+    """Turn (("q_proj", 768), ("k_proj", 192)) into Slice("q_proj", 0, 768), Slice("k_proj", 768, 960)."""
     slices, start = [], 0
     for name, rows in outputs:
         slices.append(Slice(name, start, start + rows))

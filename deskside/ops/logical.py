@@ -1,9 +1,10 @@
-"""Logical tensors: what a model's parameters are called and shaped when nothing is fused.
+"""Logical tensors: the names and shapes that a model's parameters would have if nothing were fused.
 
-Initialisation, Muon, LoRA and export must not see whether q, k and v share a weight. They walk this list instead of
-`named_parameters()`. The logical name is the path of modules without the `transparent` ones (operators, lists of
-projections), with a Linear's own name replaced by its slice's: `layers.0.attn.input.projections.0.weight` rows 0-767
-is `layers.0.attn.q_proj.weight`. Experts add their number: `layers.0.mlp.experts.3.gate_proj.weight`.
+Initialization, Muon and export must not depend on whether q, k and v share a weight, so they iterate over this list
+instead of `named_parameters()`. A logical name is the module path without `transparent` modules (operators, lists of
+projections), where a Linear's own name is replaced by its slice's: rows 0-767 of
+`layers.0.attn.input.projections.0.weight` are `layers.0.attn.q_proj.weight`. Experts add their number:
+`layers.0.mlp.experts.3.gate_proj.weight`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ Kind = Literal["matrix", "head", "embedding", "position", "norm", "bias"]
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """Rows `start:stop` of a parameter (of its expert `expert` where it stacks experts)."""
+    """Rows `start:stop` of a parameter, of one expert where the parameter stacks experts."""
 
     name: str
     kind: Kind
@@ -32,7 +33,7 @@ class LogicalTensor:
     expert: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of `tensor` (the parameter, its gradient, its optimizer state) that this logical tensor is."""
+        """Return the part of `tensor` (the parameter, its gradient or its optimizer state) that this tensor covers."""
         return (tensor if self.expert is None else tensor[self.expert])[self.start : self.stop]
 
     @property
@@ -42,7 +43,7 @@ class LogicalTensor:
 
 
 def logical_tensors(model: nn.Module) -> list[LogicalTensor]:
-    """Every parameter of `model`, once, as logical tensors in the order of its modules."""
+    """Return all parameters of `model` as logical tensors, each once, in module order."""
     found: list[LogicalTensor] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -66,7 +67,9 @@ def _of_module(model: nn.Module, path: str, module: nn.Module) -> Iterator[Logic
     if isinstance(module, Linear):
         owner = prefix.rpartition(".")[0]
         if module.weight is None:
-            raise TypeError(f"{path}: its weight is frozen in codes; merge the model first (export/merge.py)")
+            raise TypeError(
+                f"{path}: its weight is stored in codes; merge the model first (weights/merge.py)"
+            )
         for s in module.slices:
             name = f"{owner}.{s.name}" if owner else s.name
             yield tensor("weight", f"{name}.weight", module.role, s.start, s.stop)
@@ -88,7 +91,7 @@ def _of_module(model: nn.Module, path: str, module: nn.Module) -> Iterator[Logic
 
 
 def _logical_path(model: nn.Module, path: str) -> str:
-    """`path` without the names of transparent modules and of lists of projections."""
+    """Return `path` without transparent modules and lists of projections."""
     kept: list[str] = []
     module = model
     inside_operator = getattr(model, "transparent", False)

@@ -20,16 +20,14 @@ from torch import Tensor, nn
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT
 from deskside.config.fused_coverage import uncovered_reason
 from deskside.config.recipes import Recipe, recipe_named
-from deskside.ops.composite import AddNormLinear
-from deskside.ops.head import HeadLoss
-from deskside.ops.linear import Embedding, Linear
-from deskside.ops.lora import Adapter
+from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer
+from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.ops.norm import RMSNorm
-from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 from deskside.precision import backends, fused_sublayers
 from deskside.precision.fused_sublayers import FusedAttention, FusedMLP
 from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
+from deskside.precision.lora import Adapter, adapter_of
 from deskside.precision.nvfp4 import multiple
 from deskside.precision.quantized_linear import QuantizedLinear, Shared
 from deskside.precision.quantized_operand import PLAIN, Draws
@@ -146,6 +144,8 @@ class QuantizedModel:
             half.forward_override = (
                 plan if self.active and plan is not None else (plain if self.fused else None)
             )
+            if isinstance(half, AttentionSublayer):
+                half.accepts_no_delta = half.forward_override is not None
         for linear, execution in self._linears:
             linear.forward_override = execution if self.active else None
         if self._head is not None:
@@ -214,6 +214,8 @@ def restore(model: nn.Module) -> None:
             module.output_dtype = None
         elif isinstance(module, AttentionSublayer | MLPSublayer | Linear | AddNormLinear | HeadLoss):
             module.forward_override = None
+            if isinstance(module, AttentionSublayer):
+                module.accepts_no_delta = False
 
 
 def refused(recipe: Recipe, device: torch.device) -> str | None:
@@ -232,7 +234,7 @@ def not_covered(half: Sublayer) -> str | None:
         num_projections=len(half.input.projections),
         bias=any(linear.bias is not None for linear in linears),
         adapters=any(
-            isinstance(m, Linear) and (m.adapter is not None or m.weight is None) for m in half.modules()
+            isinstance(m, Linear) and (adapter_of(m) is not None or m.weight is None) for m in half.modules()
         ),
         head_dim=half.head_dim if isinstance(half, AttentionSublayer) else 1,
     )

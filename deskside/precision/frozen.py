@@ -13,7 +13,7 @@ A frozen 4-bit weight does not train: an update is far smaller than the step bet
 rounded away. What trains is an adapter beside it, through which the gradient of the input flows on. So memory for
 gradients and optimiser states is the adapter's, and a model's own pretraining is no use for these formats.
 
-`freeze` replaces modules; an adapter (`precision/adapters.py`) stands beside the `FrozenLinear`, and `dense()` gives
+`freeze` replaces modules; an adapter (`precision/lora.py`) stands beside the `FrozenLinear`, and `dense()` gives
 the weight to merge with. Frozen in "bf16" a weight stays what it is, in 16 bits.
 """
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from deskside.kernels.dequantize import dequantize_int8
 from deskside.ops.linear import Linear
+from deskside.precision.lora import Adapter, adapter_of
 from deskside.utils.errors import UsageError
 
 Format = Literal["nf4", "int8"]
@@ -48,6 +49,7 @@ class FrozenLinear(Linear):
     x: (..., in) in any float dtype, which is the product's too. Raises UsageError when it is asked to train.
     """
 
+    adapter: Adapter | None
     codes: Tensor  # nf4: two to a byte; int8: (rows, in)
     row_scale: Tensor  # int8: (rows,) float32
     magnitude: Tensor  # nf4: uint8, one for each block
@@ -61,7 +63,7 @@ class FrozenLinear(Linear):
         self.in_features, self.out_features = source.in_features, source.out_features
         self.role, self.slices, self.format = source.role, source.slices, format
         self.forward_override = None
-        self.adapter, self.trained = source.adapter, None
+        self.adapter = adapter_of(source)
         self.bias = source.bias
         self.register_parameter("weight", None)
         if stored is not None:

@@ -24,8 +24,8 @@ from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.attention.manual_backward import SavedAttention, attention_backward, attention_forward
 from deskside.kernels.fused import Fp8, QkvLayout
+from deskside.ops.composite import AttentionSublayer, MLPSublayer
 from deskside.ops.norm import RMSNorm
-from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 from deskside.precision.quantized_linear import QuantizedLinear
 from deskside.precision.quantized_operand import QuantizedOperand
 

@@ -20,10 +20,9 @@ from deskside.config.base import Part, first_problem
 from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
-from deskside.ops.lora import TrainedRows
 from deskside.optim.groups import clean_name
-from deskside.precision.adapters import attach
 from deskside.precision.frozen import BUFFERS, FrozenLinear, freeze
+from deskside.precision.lora import TrainedRows, attach
 from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint, replace_atomically, write_atomically
 

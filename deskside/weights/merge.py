@@ -19,8 +19,8 @@ from deskside.config.base import first_problem
 from deskside.config.run import RunConfig
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
-from deskside.ops.linear import Embedding, Linear
 from deskside.precision.frozen import FrozenLinear
+from deskside.precision.lora import adapter_of, trained_rows_of
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import json_object
 from deskside.weights import frozen_base
@@ -133,8 +133,7 @@ def _weight(module: nn.Module, device: torch.device, original: torch.Tensor | No
 
     original: what to use in place of the frozen weight.
     """
-    adapter = module.adapter if isinstance(module, Linear) else None
-    trained = module.trained if isinstance(module, Linear | Embedding) else None
+    adapter, trained = adapter_of(module), trained_rows_of(module)
     if original is not None:
         weight = original.to(device).to(torch.float32, copy=True)
     elif isinstance(module, FrozenLinear):

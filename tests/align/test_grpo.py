@@ -36,8 +36,7 @@ from deskside.engine.kv_budget import SHARE
 from deskside.engine.sampling import Settings, draw, width_of
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.ops.lora import is_adapted
-from deskside.precision.adapters import attach
+from deskside.precision.lora import attach, is_adapted
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import merge
 from deskside.weights.load import load_model

@@ -28,11 +28,10 @@ from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
-from deskside.ops.lora import Adapter
 from deskside.optim.build import build
-from deskside.precision.adapters import attach, trained_parameters
 from deskside.precision.convert import convert
 from deskside.precision.frozen import stored_bytes
+from deskside.precision.lora import Adapter, attach, trained_parameters
 from deskside.train.prepare.activation_checkpointing import recompute
 from tests.budget.test_memory_oracle import SMALL
 

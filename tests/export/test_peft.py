@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from deskside.export.peft import save_peft, to_peft
-from deskside.ops.lora import adapters_off
+from deskside.precision.lora import adapters_off
 from deskside.utils.errors import UsageError
 from deskside.weights import frozen_base
 from deskside.weights.hf import save_hf, to_hf

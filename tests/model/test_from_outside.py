@@ -1,6 +1,8 @@
 """Precision, checkpointing and compilation are applied to the model from outside."""
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,19 @@ from torch.utils.checkpoint import checkpoint
 from deskside.kernels.attention import AttentionContext
 from deskside.precision.convert import convert
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
+
+PACKAGES = Path(__file__).parent.parent.parent / "deskside"
+# What is attached to a model from outside, which its own source must not know.
+OUTSIDE = r"precision|recipe|quanti[sz]|fp8|nvfp4|int8|lora\b|adapter|shard|distribut|\btrain"
+
+
+@pytest.mark.parametrize("package", ["ops", "model"])
+def test_the_source_of_the_model_names_nothing_that_is_attached(package: str) -> None:
+    for path in sorted((PACKAGES / package).rglob("*.py")):
+        found = [
+            line for line in path.read_text("utf-8").splitlines() if re.search(OUTSIDE, line, re.IGNORECASE)
+        ]
+        assert not found, f"{path.name}: {found}"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from deskside.kernels.attention import AttentionContext
-from deskside.ops.attention import attention
+from deskside.ops.attention import attention, rotate
 from deskside.ops.logical import logical_tensors
-from deskside.ops.rope import rotate
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 
 

@@ -19,9 +19,8 @@ from deskside.config.sections import BatchConfig, PrecisionConfig
 from deskside.config.step_options import kept_weights
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.ops.composite import AddNormLinear
+from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer
 from deskside.ops.linear import Linear
-from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
 from deskside.optim.build import build
 from deskside.precision.convert import convert, refused, restore
 from deskside.precision.selfcheck import check

@@ -8,7 +8,7 @@ import torch
 from deskside.config.recipes import RECIPES
 from deskside.kernels.attention import AttentionContext, document_positions
 from deskside.model.block import Block
-from deskside.ops.sublayer import AttentionSublayer
+from deskside.ops.composite import AttentionSublayer
 from deskside.precision.convert import convert, not_covered, restore
 from tests.precision.small import B, T, backward, error_and_slope, everywhere, fresh, make, worst
 

@@ -17,7 +17,7 @@ from deskside.data.reading.shards import read_index
 from deskside.kernels.attention import Requirements, choose
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
-from deskside.ops.sublayer import AttentionSublayer, MLPSublayer
+from deskside.ops.composite import AttentionSublayer, MLPSublayer
 from deskside.precision.backends import not_in_checkpoints
 from deskside.precision.convert import QuantizedModel, convert, not_covered
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps

@@ -16,7 +16,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import events
 from deskside.engine.sampling import Sampling
 from deskside.model.transformer import Transformer
-from deskside.ops.lora import is_adapted
+from deskside.precision.lora import is_adapted
 from deskside.run.directory import RunDirectory
 from deskside.train.parallel import World
 from deskside.utils.errors import UsageError

@@ -10,8 +10,8 @@ from torch import Tensor
 from deskside.config.adapter import AdapterConfig
 from deskside.config.run import RunConfig
 from deskside.model.transformer import Transformer
-from deskside.precision.adapters import trained_parameters
 from deskside.precision.frozen import stored_bytes
+from deskside.precision.lora import trained_parameters
 from deskside.utils.errors import UsageError
 from deskside.weights import frozen_base
 

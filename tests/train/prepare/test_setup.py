@@ -9,7 +9,7 @@ import torch
 from deskside.config import merge
 from deskside.config.run import RunConfig
 from deskside.model.transformer import Transformer
-from deskside.ops.head import HeadLoss
+from deskside.ops.linear import HeadLoss
 from deskside.precision.hardware_caps import HardwareCaps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.selfcheck import CheckResult

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deskside.kernels.cross_entropy import linear_cross_entropy, token_losses
 from deskside.ops.linear import Embedding, Linear
-from deskside.ops.lora import Adapter, TrainedRows, adapters_off, is_adapted
+from deskside.precision.lora import Adapter, adapters_off, add_adapter, add_trained_rows, is_adapted
 
 IN, RANK, SCALE = 24, 3, 1.7
 QKV = [("q_proj", 16), ("k_proj", 8), ("v_proj", 8)]
@@ -20,7 +20,7 @@ def adapted(targets: Sequence[str], outputs: Sequence[tuple[str, int]] = QKV, bi
     layer = Linear(IN, outputs, bias)
     nn.init.normal_(layer.weight)
     slices = [s for s in layer.slices if s.name in targets]
-    layer.adapter = Adapter(IN, layer.out_features, slices, RANK, SCALE)
+    add_adapter(layer, Adapter(IN, layer.out_features, slices, RANK, SCALE))
     layer.adapter.reset(torch.Generator().manual_seed(1))
     for b in layer.adapter.b.values():
         nn.init.normal_(b)
@@ -66,7 +66,7 @@ def test_fused_and_separate_weights_learn_the_same_adapters() -> None:
         own = Linear(IN, [(s.name, s.stop - s.start)])
         own.weight.data = fused.weight.data[s.start : s.stop]
         if s.name in fused.adapter.a:
-            own.adapter = Adapter(IN, s.stop - s.start, own.slices, RANK, SCALE)
+            add_adapter(own, Adapter(IN, s.stop - s.start, own.slices, RANK, SCALE))
             own.adapter.a[s.name].data = fused.adapter.a[s.name].data
             own.adapter.b[s.name].data = fused.adapter.b[s.name].data
         parts.append(own(x))
@@ -134,7 +134,7 @@ def trained_rows(ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tupl
     nn.init.normal_(embed.weight)
     embed.weight.data = embed.weight.data.to(dtype)
     embed.weight.requires_grad_(False)
-    embed.trained = TrainedRows(embed.weight, ids)
+    add_trained_rows(embed, ids)
     assert torch.equal(embed.trained.rows, embed.weight[list(ids)].float())
     embed.trained.rows.data += torch.randn(len(ids), 6)
     table = embed.weight.detach().float().clone()

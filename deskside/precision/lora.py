@@ -1,0 +1,316 @@
+"""LoRA adapters beside frozen weights, and trainable rows of a frozen vocabulary table (Hu et al. 2021, arXiv
+2106.09685).
+
+`attach` freezes a model and gives its projections adapters; nothing in `model/` or `ops/` knows of them. A `Linear`
+that gets an adapter becomes an `AdaptedLinear` in place: its parameters, its name and its position in the model stay.
+
+An `Adapter` belongs to one `Linear`, which may stack several projections (q, k and v), and holds one pair of matrices
+for each *logical* projection it adapts, so that fusing projections changes nothing in what is learned, merged or
+exported:
+
+    y = x W^T + scale * (x A^T) B^T        A: all pairs' A stacked, (ranks, in)
+                                           B: all pairs' B on a block diagonal, (rows, ranks)
+
+These are two small GEMMs and one pass over y. A and B are stored in float32; the products run in the dtype of x.
+
+`TrainedRows` are float32 copies of the rows of a few tokens, beside an embedding or a head that is frozen in BF16. They
+are how a model learns new special tokens without training its whole vocabulary.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deskside.config.adapter import AdapterConfig
+from deskside.kernels.cross_entropy import ReplacedRows
+from deskside.kernels.embedding import embedding
+from deskside.ops.linear import Embedding, Linear, Slice
+from deskside.utils.errors import UsageError
+
+
+class Adapter(nn.Module):
+    """(x, y) -> y + scale (x A^T) B^T. x: (..., in), y: (..., rows of the whole weight).
+
+    a: projection -> (rank, in); b: projection -> (its rows, rank). A is drawn like the default weight of nn.Linear
+    and B is zero, so a new adapter has no effect. While `active` is False, it is skipped.
+    """
+
+    role = "adapter"
+
+    def __init__(
+        self,
+        in_features: int,
+        rows: int,
+        slices: Sequence[Slice],
+        rank: int,
+        scale: float,
+        dropout: float = 0.0,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        self.rows, self.adapted, self.rank = rows, tuple(slices), rank
+        self.scale, self.dropout, self.active = scale, dropout, True
+        a = {s.name: torch.empty(rank, in_features, device=device) for s in slices}
+        b = {s.name: torch.zeros(s.stop - s.start, rank, device=device) for s in slices}
+        self.a = nn.ParameterDict({name: nn.Parameter(values) for name, values in a.items()})
+        self.b = nn.ParameterDict({name: nn.Parameter(values) for name, values in b.items()})
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Set initial values. They are drawn on the CPU and so do not depend on the device."""
+        for s in self.adapted:
+            a, b = self.a[s.name], self.b[s.name]
+            bound = a.shape[1] ** -0.5
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+            b.zero_()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not self.active:
+            return y
+        # Evaluation runs without gradients and leaves the model's mode as it is.
+        if self.dropout and self.training and torch.is_grad_enabled():
+            x = F.dropout(x, self.dropout)
+        a, b = self._joined(x.dtype)
+        inner_NR = x.flatten(0, -2) @ a.T
+        return torch.addmm(y.flatten(0, -2), inner_NR, b.T, alpha=self.scale).view(y.shape)
+
+    def delta(self, name: str) -> Tensor:
+        """Return scale B A in float32: what merging adds to the rows of one projection."""
+        return (self.b[name].detach().float() @ self.a[name].detach().float()).mul_(self.scale)
+
+    def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Stack all A (ranks, in), and place all B on a block diagonal (rows, ranks)."""
+        if len(self.adapted) == 1 and self.adapted[0].stop - self.adapted[0].start == self.rows:
+            name = self.adapted[0].name
+            return self.a[name].to(dtype), self.b[name].to(dtype)
+        a = torch.cat([self.a[s.name] for s in self.adapted]).to(dtype)
+        blocks, row = [], 0
+        for number, s in enumerate(self.adapted):
+            after = len(self.adapted) - 1 - number
+            b = F.pad(self.b[s.name], (number * self.rank, after * self.rank, s.start - row, 0))
+            blocks.append(b)
+            row = s.stop
+        blocks[-1] = F.pad(blocks[-1], (0, 0, 0, self.rows - row))
+        return a, torch.cat(blocks).to(dtype)
+
+    def extra_repr(self) -> str:
+        names = ", ".join(s.name for s in self.adapted)
+        return f"{names}, rank={self.rank}, scale={self.scale:g}" + (
+            f", dropout={self.dropout}" if self.dropout else ""
+        )
+
+
+class TrainedRows(nn.Module):
+    """Trainable replacements for rows of a frozen table. rows: (n, D) float32; ids: (n,) int64.
+
+    They start as copies of the table's rows. While `active` is False, the table's own rows are used.
+    """
+
+    role = "rows"
+    ids: Tensor
+    place: Tensor  # (V,): index into `rows` of each table entry, -1 where the entry is not replaced
+
+    def __init__(self, table_VD: Tensor, ids: Sequence[int]):
+        super().__init__()
+        index = torch.tensor(ids, dtype=torch.int64, device=table_VD.device)
+        place = torch.full((table_VD.shape[0],), -1, dtype=torch.int64, device=table_VD.device)
+        place[index] = torch.arange(len(ids), device=table_VD.device)
+        self.register_buffer("ids", index, persistent=False)
+        self.register_buffer("place", place, persistent=False)
+        self.rows = nn.Parameter(table_VD.detach()[index].to(torch.float32, copy=True))
+        self.active = True
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Replace the embeddings x (*tokens' shape, D) of the tokens that have a row here."""
+        if not self.active:
+            return x
+        place = self.place[tokens]
+        return torch.where((place >= 0)[..., None], self.rows[place.clamp(min=0)].to(x.dtype), x)
+
+    def into(self, table_VD: Tensor) -> Tensor:
+        """Return a copy of the table with these rows in it, differentiable in both."""
+        return table_VD.index_copy(0, self.ids, self.rows.to(table_VD.dtype)) if self.active else table_VD
+
+    def logits(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """Replace the logits (..., V) of the tokens that have a row here."""
+        if not self.active:
+            return logits
+        own = F.linear(hidden, self.rows.to(hidden.dtype))
+        return logits.index_copy(-1, self.ids, own)
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor] | None:
+        """(ids, rows) as `linear_cross_entropy` takes them, or None while inactive."""
+        return (self.ids, self.rows) if self.active else None
+
+    def extra_repr(self) -> str:
+        return f"{len(self.ids)} of {len(self.place)}"
+
+
+class AdaptedLinear(Linear):
+    """A `Linear` with an adapter beside its weight, and in a head with trainable rows. Made by `add_adapter`."""
+
+    # Without defaults: a class attribute would hide the submodule of that name.
+    adapter: Adapter | None
+    trained: TrainedRows | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = F.linear(x, self.weight.to(x.dtype), bias)
+        if self.trained is not None:
+            return self.trained.logits(x, y)
+        return y if self.adapter is None else self.adapter(x, y)
+
+    @property
+    def replaced_rows(self) -> ReplacedRows | None:
+        return None if self.trained is None else self.trained.pair
+
+    @property
+    def table(self) -> Tensor:
+        return self.weight if self.trained is None else self.trained.into(self.weight)
+
+
+class AdaptedEmbedding(Embedding):
+    """An `Embedding` with trainable rows. Made by `add_trained_rows`."""
+
+    trained: TrainedRows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.trained(tokens, embedding(tokens, self.weight, self.output_dtype or self.weight.dtype))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.trained.logits(hidden, super().logits(hidden))
+
+    @property
+    def replaced_rows(self) -> ReplacedRows | None:
+        return self.trained.pair
+
+    @property
+    def table(self) -> Tensor:
+        return self.trained.into(self.weight)
+
+
+def add_adapter(linear: Linear, adapter: Adapter) -> None:
+    """Give a layer an adapter, in place. A `FrozenLinear` applies its adapter itself and keeps its class."""
+    linear.adapter = adapter
+    if type(linear) is Linear:
+        linear.register_module("trained", None)
+        linear.__class__ = AdaptedLinear
+
+
+def add_trained_rows(module: Embedding | Linear, ids: Sequence[int]) -> None:
+    """Make the rows `ids` of a token embedding or a head trainable, in place."""
+    module.trained = TrainedRows(module.weight, ids)
+    if isinstance(module, Embedding):
+        module.__class__ = AdaptedEmbedding
+    else:
+        module.register_module("adapter", None)
+        module.__class__ = AdaptedLinear
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """Return the adapter of a layer, or None."""
+    adapter = getattr(module, "adapter", None)
+    return adapter if isinstance(adapter, Adapter) else None
+
+
+def trained_rows_of(module: nn.Module | None) -> TrainedRows | None:
+    """Return the trainable rows of an embedding or a head, or None."""
+    rows = getattr(module, "trained", None)
+    return rows if isinstance(rows, TrainedRows) else None
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return whether this model trains adapters or single rows instead of its weights."""
+    return any(isinstance(module, Adapter | TrainedRows) for module in model.modules())
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Context manager in which the model computes as before fine-tuning, without its adapters."""
+    found = [module for module in model.modules() if isinstance(module, Adapter | TrainedRows)]
+    before = [module.active for module in found]
+    for module in found:
+        module.active = False
+    try:
+        yield
+    finally:
+        for module, active in zip(found, before, strict=True):
+            module.active = active
+
+
+def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: Sequence[int] = ()) -> None:
+    """Freeze `model` in place, unless it is frozen already, and add an adapter to every projection in `config.targets`.
+
+    Blocks have to consist of `Linear`s with named projections. The fused sublayers do not support adapters
+    (`precision.convert.not_covered`), so such a model runs its ordinary forward.
+
+    trained_tokens: vocabulary entries whose rows in the embedding, and in an untied head, train as well.
+    Initial values are a function of (seed, name). Raises UsageError for a base format that this model or machine does
+    not support, for tokens outside of the vocabulary, and if no projection is a target.
+    """
+    from deskside.precision.frozen import FrozenLinear, freeze
+
+    if not any(isinstance(module, FrozenLinear) for module in model.modules()):
+        freeze(model, config.base)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    count = 0
+    for path, module in model.named_modules():
+        if not isinstance(module, Linear) or module.role != "matrix":
+            continue
+        slices = [s for s in module.slices if s.name != "router" and _wanted(s.name, config)]
+        if not slices:
+            continue
+        adapter = Adapter(
+            module.in_features,
+            module.out_features,
+            slices,
+            config.rank,
+            config.scale,
+            config.dropout,
+            _device(module),
+        )
+        adapter.reset(_generator(seed, path))
+        add_adapter(module, adapter)
+        count += len(slices)
+    if not count:
+        raise UsageError(f"adapter.targets: no projection of this model is among {config.targets}")
+    _train_rows(model, trained_tokens)
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """Return the number of trainable parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _train_rows(model: nn.Module, tokens: Sequence[int]) -> None:
+    if not tokens:
+        return
+    ids = sorted(set(tokens))
+    for module in model.modules():
+        embedding_table = isinstance(module, Embedding) and module.role == "embedding"
+        if embedding_table or (isinstance(module, Linear) and module.role == "head"):
+            assert isinstance(module, Embedding | Linear)
+            if ids[0] < 0 or ids[-1] >= module.weight.shape[0]:
+                raise UsageError(
+                    f"the vocabulary has {module.weight.shape[0]} entries, none of them is {ids[-1]}"
+                )
+            add_trained_rows(module, ids)
+
+
+def _wanted(name: str, config: AdapterConfig) -> bool:
+    return config.targets == "all" or name in config.targets
+
+
+def _device(module: Linear) -> torch.device:
+    return next(t for t in (*module.parameters(), *module.buffers())).device
+
+
+def _generator(seed: int, path: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}:{path}.adapter".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
