@@ -21,7 +21,7 @@ from benchmarks.step_config import configuration
 from deskside.budget.formats import LowKind
 from deskside.budget.speed import Rates
 from deskside.config.run import RunConfig
-from deskside.plan.estimate import Setting, hungriest, of_config, setting_seconds
+from deskside.plan.estimate import Setting, of_config, peak_memory, setting_seconds
 
 ROOT = Path(__file__).parents[1] / "docs/data"
 STEPS = ("2026-11-21-step", "2026-11-22-h200/step", "2026-11-22-release/step", "2026-11-22-release/memory")
@@ -53,7 +53,7 @@ class Point:
 
     @property
     def modelled_gib(self) -> float:
-        return hungriest(self.setting).allocated / 2**30
+        return peak_memory(self.setting).allocated / 2**30
 
     def step(self, rates: Rates) -> dict[str, float]:
         """Return the modelled seconds of a mean step by item."""

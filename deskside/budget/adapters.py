@@ -1,27 +1,28 @@
-"""What training adapters beside frozen weights takes: parameters, bytes of the weights, what a layer keeps.
+"""Memory of training adapters beside frozen weights: parameters, bytes of the weights, activations kept per layer.
 
-Frozen weights of the blocks are stored in `precision/frozen.py`'s formats, tables in 16 bits, vectors in 32:
+Frozen weights of the blocks are stored in the formats of `precision/frozen.py`, tables in 16 bits, vectors in 32:
 
     bytes per weight     bf16  2
                          int8  1, and 4 for each output row
                          nf4   1/2 + 1/64 + 4 / 16384, and 1028 for each weight's table of 256 numbers and their mean
 
-Only adapters have gradients (4 bytes) and optimiser states. A frozen weight needs no gradient, so what a projection
-reads is kept only where an adapter beside it needs it, which also keeps x A^T: 2 bytes x rank per token; and eager
-norms keep nothing for theirs. Kept too are A and B as the products take them: of each weight, fused or not, all A below
-each other and all B on a diagonal (`ops/lora.py`), in the activations' dtype. What the first block keeps less, because
-nothing before it trains, is not counted. Codes are dequantised where they are used, one weight at a time, in the
-forward and again in the backward.
+Only adapters have gradients (4 bytes) and optimizer states. A frozen weight needs no gradient, so the input of a
+projection is kept only if an adapter beside it needs it. The adapter also keeps x A^T, 2 bytes x rank per token.
+Eager norms keep nothing for the gradient of their weights. A and B are kept once more as the products take them: all A
+of a weight stacked, all B on a block diagonal (`ops/lora.py`), in the activations' dtype. The first block keeps a
+little less than this, because nothing before it is trained. Quantized codes are dequantized where they are used, one
+weight at a time, in the forward and again in the backward.
 """
 
-from deskside.budget.shape import Shape, block_matrices, num_params, root_params
+from deskside.budget.shape import Shape, block_matrices
+from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 
 NF4_BLOCK, NF4_SCALE_BLOCK, NF4_TABLE = 64, 256, 4 * 257
 
 
 def projection_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of a dense block's projections."""
+    """Return (rows, columns) of each projection of a dense block."""
     D, F = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     found = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q)}
@@ -32,21 +33,20 @@ def projection_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def adapter_params(shape: Shape, adapter: AdapterSpec) -> int:
-    """Numbers that train."""
+    """Return the number of trained parameters."""
     sizes = projection_sizes(shape)
     each = sum(sum(sizes[name]) for name in adapter.targets)
     return shape.num_hidden_layers * adapter.rank * each
 
 
-def frozen_bytes(shape: Shape, adapter: AdapterSpec) -> float:
-    """Of all weights that do not train."""
-    matrices, tables = block_matrices(shape), root_params(shape)
-    vectors = num_params(shape) - matrices - tables
-    return matrix_bytes(shape, adapter) + 2 * tables + 4 * vectors
+def frozen_bytes(sizes: Sizes, adapter: AdapterSpec) -> float:
+    """Return the bytes of all frozen weights."""
+    matrices = sizes.leaf(f"bytes of the blocks in {adapter.base}", matrix_bytes(sizes.shape, adapter))
+    return matrices + 2 * sizes.root_weights + 4 * sizes.leaf("weights of norms and biases", sizes.vectors)
 
 
 def matrix_bytes(shape: Shape, adapter: AdapterSpec) -> float:
-    """Of the blocks' matrices, fused as they are by default."""
+    """Return the bytes of the blocks' matrices, fused as they are by default."""
     matrices, sizes = block_matrices(shape), projection_sizes(shape)
     if adapter.base == "bf16":
         return 2.0 * matrices
@@ -57,7 +57,7 @@ def matrix_bytes(shape: Shape, adapter: AdapterSpec) -> float:
 
 
 def dense_bytes(shape: Shape, spec: StepSpec) -> int:
-    """The largest weight that codes are turned into, in the activations' dtype; 0 where they need not be."""
+    """Return the bytes of the largest dequantized weight, in the activations' dtype; 0 for weights in BF16."""
     assert spec.adapter is not None
     if spec.adapter.base == "bf16":
         return 0
@@ -68,8 +68,8 @@ def dense_bytes(shape: Shape, spec: StepSpec) -> int:
 
 
 def joined_bytes(shape: Shape, spec: StepSpec) -> float:
-    """A and B of all layers as the products take them. In float32 those of a weight that is not fused are the
-    parameters themselves."""
+    """Return the bytes of A and B of all layers as the products take them. In float32, a weight that is not fused
+    uses the parameters themselves."""
     assert spec.adapter is not None
     sizes, wide = projection_sizes(shape), spec.precision == "fp32"
     numbers = 0
@@ -82,8 +82,8 @@ def joined_bytes(shape: Shape, spec: StepSpec) -> float:
 
 
 def kept_more(shape: Shape, spec: StepSpec) -> float:
-    """Bytes per token and layer that adapters keep beyond what full training keeps; below 0 where frozen weights
-    without an adapter need less. In 16 bits."""
+    """Return the bytes per token and layer, in 16 bits, that adapters keep beyond full training. Negative where
+    frozen weights without an adapter keep less."""
     assert spec.adapter is not None
     targets = set(spec.adapter.targets)
     kept = 2.0 * spec.adapter.rank * len(targets)

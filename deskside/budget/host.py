@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from deskside.budget.formats import Precision, kinds, quantized
 from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
+from deskside.budget.terms import Term, leaf
 
 # Share of a pass's launches that recomputation repeats: all of the forward, a third, or about half of that.
 REPEATED = {"none": 0.0, "attention": 1 / 6, "mlp": 1 / 6, "block": 1 / 3}
@@ -29,12 +30,15 @@ UNMEASURED_KIND = "nvfp4"
 class HostTimes:
     """Seconds of the host on the reference machine.
 
-    bf16, delayed, rowwise: for a layer in a pass; NVFP4, whose host time was never what a step waited for, is
-    taken for delayed. tensorwise: delayed, and what it takes beyond that without a card (docs/performance.md,
-    "Small passes"). uncached: more for a layer whose weights are converted at each use. step, muon: for the
-    rest of a step, and for Muon's update beside it, which no measured step waited for either. attention: for
-    a layer in a pass of the compiled execution whose attention is recomputed, the only case in which the host
-    was seen to hold that execution up. overlap: `p` above. factor: of this machine against the reference.
+    Attributes:
+        bf16, delayed, rowwise: One layer in one pass. NVFP4 uses `delayed`: no measured step waited for its host.
+        tensorwise: `delayed`, plus the difference measured without a card (docs/performance.md, "Small passes").
+        uncached: Extra time of a layer whose weights are converted at each use.
+        step, muon: The rest of a step, and Muon's update. No measured step waited for the latter.
+        attention: One layer in one pass of compiled blocks with recomputed attention, the only case in which the host
+            delayed compiled blocks.
+        overlap: `p` above.
+        factor: Time of this machine's host relative to the reference.
     """
 
     bf16: float = 2.05e-3
@@ -49,7 +53,7 @@ class HostTimes:
     factor: float = 1.0
 
     def times(self, factor: float) -> "HostTimes":
-        """Return the same with every time multiplied."""
+        """Return these times with every one multiplied."""
         return replace(self, factor=self.factor * factor)
 
     def of_layer(self, spec: StepSpec) -> float:
@@ -62,8 +66,10 @@ class HostTimes:
 
 
 def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
-    """Return the host's seconds of a step. 0 where it was never seen to hold a step up."""
-    layers = shape.num_hidden_layers * spec.accumulation
+    """Return the host's seconds of a step, or 0 where it was never seen to delay one."""
+    layers: float = shape.num_hidden_layers * spec.accumulation
+    if isinstance(host.factor, Term):
+        layers = leaf("layers x passes", layers)
     if not spec.fused:
         return host.factor * layers * host.attention if spec.activation_checkpointing == "attention" else 0.0
     again = 1 + REPEATED[spec.activation_checkpointing]

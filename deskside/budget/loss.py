@@ -33,6 +33,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from deskside.budget.terms import exp, named
+
 REPEATS, EXCESS = 1.3, 40.0  # R_D and R_N, fitted to our own runs
 PUBLISHED_REPEATS, PUBLISHED_EXCESS = 15.387756, 5.309743  # of Muennighoff et al. 2023
 MOST_WEIGHTS_PER_TOKEN = 2.0  # unique tokens; 1.4 is the most that was measured with repeated text
@@ -54,7 +56,6 @@ MEASURED = (  # (params, tokens, unique tokens, bits per byte): Muon on our Engl
 )
 BESIROGLU = {"E": 1.8172, "A": 482.01, "alpha": 0.3478, "B": 2085.43, "beta": 0.3658}  # nats per token
 PARAMS_MEASURED, TOKENS_MEASURED = (0.4e8, 4e8), (0.8e8, 4e9)
-MOST_TOKENS = 1e15
 WIDER_BELOW, WIDER_ABOVE = 0.12, 0.05  # share of the loss by which the range widens per factor of ten outside
 RECENT, FEWEST = 0.4, 8  # share of the pilot's tokens that its fit looks at, and the fewest steps in it
 PILOT_SPREAD, DATA_TERM_SPREAD = 0.02, 0.5
@@ -88,7 +89,9 @@ class LossLaw:
         excess: float = EXCESS,
     ) -> float:
         """Bits per byte after `tokens` tokens drawn from `unique_tokens` (None: from more than it reads)."""
-        worth = effective_tokens(tokens, unique_tokens, repeats)
+        worth = named(
+            "tokens', worth of repeated text", effective_tokens(tokens, unique_tokens, repeats), "tokens"
+        )
         return self.floor(params, tokens, unique_tokens, excess) + self.B / worth**self.beta
 
     def floor(
@@ -96,6 +99,7 @@ class LossLaw:
     ) -> float:
         """The part that more tokens of the same kind would not remove."""
         counted = self.effective_params(params, tokens, unique_tokens, excess)
+        counted = named("N', less what exceeds the optimum for this text", counted, "weights")
         return self.E + self.offset + self.A / counted**self.alpha
 
     def effective_params(
@@ -107,7 +111,8 @@ class LossLaw:
 
     def best_params(self, tokens: float) -> float:
         """Parameters for which `tokens` unique tokens are compute-optimal."""
-        return float((self.alpha * self.A * tokens**self.beta / (self.beta * self.B)) ** (1 / self.alpha))
+        best = (self.alpha * self.A * tokens**self.beta / (self.beta * self.B)) ** (1 / self.alpha)
+        return named("N that is optimal for this text", best, "weights")
 
 
 @dataclass(frozen=True)
@@ -136,20 +141,6 @@ LAW = LossLaw(
 )
 
 
-def fit_constants(points: Sequence[tuple[float, float, float]] = NANOCHAT) -> tuple[float, float, float]:
-    """(E, A, B) from compute-optimal points (params, tokens, bits per byte): how `LAW` came about.
-
-    Two unknowns by least squares; the exponents are given, and A / B is where the points are optimal.
-    """
-    params, tokens, loss = (np.array(column) for column in zip(*points, strict=True))
-    alpha, beta = BESIROGLU["alpha"], BESIROGLU["beta"]
-    by_params, by_tokens = params**-alpha, tokens**-beta
-    ratio = float(np.exp(np.mean(np.log(beta * by_tokens / (alpha * by_params)))))
-    together = ratio * by_params + by_tokens
-    (E, B), *_ = np.linalg.lstsq(np.stack([np.ones_like(together), together], 1), loss, rcond=None)
-    return float(E), float(B * ratio), float(B)
-
-
 def effective_tokens(tokens: float, unique_tokens: float | None, repeats: float = REPEATS) -> float:
     """Unique tokens that are worth as much as `tokens` tokens drawn from `unique_tokens`."""
     if unique_tokens is None or tokens <= unique_tokens:
@@ -168,22 +159,12 @@ def expected_bpb(
     for name, value in (("params", params), ("tokens", tokens), ("unique_tokens", unique_tokens)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be above zero, not {value}")
-    expected = law.at(params, tokens, unique_tokens)
+    expected = named("bits per byte", law.at(params, tokens, unique_tokens), "bits per byte")
     as_published = law.at(params, tokens, unique_tokens, PUBLISHED_REPEATS, PUBLISHED_EXCESS)
+    as_published = named("with the published constants of repetition", as_published, "bits per byte")
     wider = _outside(params, PARAMS_MEASURED) + _outside(tokens, TOKENS_MEASURED)
     low = min(expected, as_published) * max(0.1, law.low - wider)
     return low, expected, expected * (law.high + wider)
-
-
-def tokens_for(law: LossLaw, params: float, bpb: float, unique_tokens: float | None = None) -> float | None:
-    """Tokens after which a model of this size is expected to reach `bpb`; None when it never does."""
-    low, high = 0.0, math.log(MOST_TOKENS)
-    if law.at(params, MOST_TOKENS, unique_tokens) > bpb:
-        return None
-    for _ in range(60):  # the law falls with tokens, so halving finds the place
-        middle = (low + high) / 2
-        low, high = (middle, high) if law.at(params, math.exp(middle), unique_tokens) > bpb else (low, middle)
-    return math.exp(high)
 
 
 def fitted(law: LossLaw, params: float, tokens: float, unique_tokens: float | None, bpb: float) -> LossLaw:
@@ -197,7 +178,9 @@ def fitted(law: LossLaw, params: float, tokens: float, unique_tokens: float | No
 
 def _diminishing(value: float, enough: float, star: float) -> float:
     """`enough`, and of what is beyond it less and less."""
-    return enough * (1 + star * (1 - math.exp(-(value / enough - 1) / star)))
+    if value <= enough:
+        return value
+    return enough * (1 + star * (1 - exp(-(value / enough - 1) / star)))
 
 
 def _outside(value: float, measured: tuple[float, float]) -> float:

@@ -53,24 +53,30 @@ day, whose gradient was beside its logits (docs/planner-accuracy.md): 7 D bytes 
 1.36 times a part's activations while it is recomputed and differentiated.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deskside.budget.adapters import adapter_params, dense_bytes, frozen_bytes, joined_bytes, kept_more
 from deskside.budget.formats import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
-from deskside.budget.shape import Shape, block_matrices, num_params, root_params
+from deskside.budget.shape import Shape
+from deskside.budget.sizes import Sizes
 from deskside.budget.states import on_gpu
 from deskside.budget.step_spec import AdapterSpec, Checkpointing, StepSpec
+from deskside.budget.terms import Line, explained, named
 
-ENDS = 7  # bytes per token and hidden channel: embedding, its halves, the last norm
-END = 4  # the same of the hand-written step, and only until the backward begins
-RECOMPUTE = 1.36  # a part that is recomputed and differentiated, in units of what it keeps when it is not
-TEMPORARY = RECOMPUTE - 1  # the gradients inside of one block
+STREAM_ENDS = (
+    7  # bytes per token and hidden channel at the stream's two ends: embedding, its casts, the last norm
+)
+FUSED_STREAM_END = 4  # the same for the fused step, and only until the backward begins
+RECOMPUTE = (
+    1.36  # a part that is recomputed and differentiated, relative to what it keeps without recomputation
+)
+TEMPORARY = RECOMPUTE - 1  # the gradients inside one block
 LIBRARIES = 64 * 2**20  # cuBLAS workspaces
-STACK_WEIGHTS = 2**26  # Muon works on so many weights at a time, at least on one matrix
-BUCKET_WEIGHTS = 2**25  # replicas sum their gradients when a bucket has so many, whole tensors only
+STACK_WEIGHTS = 2**26  # Muon works on so many weights at a time, but at least on one matrix
+BUCKET_WEIGHTS = 2**25  # replicas sum their gradients when a bucket has so many, in whole tensors
 STACK_BYTES = 14  # bfloat16 iterate and two results, float32 weight and update
-RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20  # what the allocator held beyond its peak, in the middle
+RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20  # median of what the allocator held beyond its peak
+Items = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -93,175 +99,171 @@ class Memory:
 
 
 def training_memory(shape: Shape, spec: StepSpec) -> Memory:
-    """The modelled peak of one optimiser step on one GPU."""
+    """Return the modelled peak of one optimizer step on one GPU."""
     return max(instants(shape, spec).values(), key=lambda memory: memory.allocated)
 
 
-def largest_micro_tokens(
-    memory: Callable[[int], Memory], sequence_length: int, free_bytes: int, margin: float = 1.1
-) -> int:
-    """The most tokens, a power of two of rows, that are modelled to fit; one row if not even that does.
-
-    memory: micro-batch in tokens -> `training_memory` with the rest filled in; margin: what allocated bytes are
-    multiplied with before they must fit, for fragmentation.
-    """
-    rows = 1
-    while memory(2 * rows * sequence_length).allocated * margin <= free_bytes:
-        rows *= 2
-    return rows * sequence_length
-
-
 def instants(shape: Shape, spec: StepSpec) -> dict[str, Memory]:
-    """What is allocated at each of the four instants."""
-    found = _instants(shape, spec)
+    """Return what is allocated at each of the four instants."""
+    found = _instants(Sizes(shape, spec))
     return {name: Memory({k: int(v) for k, v in items.items()}, name) for name, items in found.items()}
 
 
-def _adapted_instants(shape: Shape, spec: StepSpec, adapter: AdapterSpec) -> dict[str, dict[str, float]]:
-    """The four instants where only adapters train. Blocks run as they are written."""
-    trained = 4.0 * adapter_params(shape, adapter)
-    D, V, N = shape.hidden_size, shape.vocab_size, spec.micro_tokens
-    wide = spec.precision == "fp32"
-    width, rung = 2 if wide else 1, spec.activation_checkpointing
-    parts = _Parts(shape, spec.compiled, width)
-    always: dict[str, float] = {
-        "weights": frozen_bytes(shape, adapter) + trained,
-        "optimizer": on_gpu(shape, spec),
-    }
-    more = width * kept_more(shape, spec)
-    share = {"none": 1.0, "block": 0.0}.get(rung, 0.5)
-    kept = parts.kept(rung) + shape.num_hidden_layers * more * share
-    # Weights in 16 bits are what BF16 activations meet; for others autograd keeps a copy.
-    copies = 4.0 * parts.copied_weights(rung) if wide and adapter.base == "bf16" else 0.0
-    copies += share * joined_bytes(shape, spec)
-    ends, dense = ENDS * N * D * width, dense_bytes(shape, spec)
-    earlier = trained if spec.accumulation > 1 else 0.0
-    logits = min(spec.loss_chunk_tokens, N) * V * logit_bytes(spec) + hidden_bytes(spec) * N * D
-    bucket = 0 if spec.gpus == 1 else min(trained, 4.0 * BUCKET_WEIGHTS)
-    return {
-        "loss": {
-            **always,
-            "gradients": earlier,
-            "copies": copies + (4 * V * D if wide else 0),
-            "activations": N * kept + ends,
-            "logits": logits,
-            "workspace": LIBRARIES,
-        },
-        "backward": {
-            **always,
-            "gradients": earlier,
-            "copies": copies,
-            "activations": N * kept + ends,
-            "logits": 0,
-            "workspace": LIBRARIES + N * (parts.backward(rung) + (more if rung == "block" else 0)) + dense,
-        },
-        "gradients": {
-            **always,
-            "gradients": trained,
-            "copies": 0,
-            "activations": N * (parts.block + more) + ends,
-            "logits": 0,
-            "workspace": LIBRARIES + N * parts.last_gradients + dense,
-        },
-        "update": {
-            **always,
-            "gradients": trained,
-            "copies": 0,
-            "activations": 0,
-            "logits": 0,
-            "workspace": LIBRARIES + bucket,
-        },
-    }
+def explain_memory(shape: Shape, spec: StepSpec, instant: str, item: str) -> list[Line]:
+    """Return the arithmetic behind one item at one instant."""
+    value = _instants(Sizes(shape, spec, traced=True))[instant][item]
+    *steps, last = explained(
+        f"{item}, at the instant '{instant}'", value, "bytes", nothing="none at this instant"
+    )
+    return [*steps, replace(last, value=int(value))]
 
 
-def _instants(shape: Shape, spec: StepSpec) -> dict[str, dict[str, float]]:
-    if spec.adapter is not None:
-        return _adapted_instants(shape, spec, spec.adapter)
-    parameters, matrices = num_params(shape), block_matrices(shape)
-    D, V, N = shape.hidden_size, shape.vocab_size, spec.micro_tokens
-    width = 2 if spec.precision == "fp32" else 1  # the tables' bytes are bfloat16's
-    shards = spec.gpus if spec.sharded else 1
-    always: dict[str, float] = {
-        "weights": 4 * parameters / shards,
-        "optimizer": on_gpu(shape, spec),
-    }
-    whole, head = 4.0 * parameters, 4.0 * V * D
+def _instants(sizes: Sizes) -> dict[str, Items]:
+    adapter = sizes.spec.adapter
+    return _full_training(sizes) if adapter is None else _adapter_training(sizes, adapter)
+
+
+def _full_training(sizes: Sizes) -> dict[str, Items]:
+    spec, s = sizes.spec, sizes
+    fp32 = spec.precision == "fp32"
+    width = 2 if fp32 else 1  # the byte counts of this module are bfloat16's
     several = spec.accumulation > 1
-    earlier = whole if several else 0.0
-    one_layer, root = 4 * matrices / shape.num_hidden_layers, 4.0 * root_params(shape)
     rung = spec.activation_checkpointing
-    if spec.fused:
-        parts: _Parts = _Halves(shape, spec, width)
-        ends, later_ends = float(END), 0.0
-    else:
-        parts = _Parts(shape, spec.compiled, width, saved_per_value(shape, spec))
-        ends = later_ends = float(ENDS)
-    activations = N * parts.kept(rung)
-    temporary = N * parts.backward(rung)
-    copies = 0.0
-    if width == 1 and spec.copies == "pass":
-        copies = 2.0 * parts.copied_weights(rung)
-    head_copy: float = 2 * V * D if width == 1 else 0
-    lasting = 0.0  # copies that are there at the update too
-    if has_cache(spec):
-        copies = lasting = cached_weights(shape, spec)
-        if spec.fp8_head:  # W and W^T, and among the lasting ones already
-            head_copy = 0
-    # FSDP gathers one block in float32 while it computes, and the next one meanwhile, if there is a next one.
-    fixed = LIBRARIES + (2 * one_layer + root if spec.sharded else 0.0)
-    fixed_at_end = LIBRARIES + (one_layer + root if spec.sharded else 0.0)
-    # A block's gradients on their way are there a second time, in one flat tensor.
-    sent = one_layer * (1 if several else 2) if spec.sharded else 0.0
 
-    logits = min(spec.loss_chunk_tokens, N) * V * logit_bytes(spec)
-    hidden = hidden_bytes(spec) * N * D
-    heads = head_gradients(spec)
-    stack = max(STACK_WEIGHTS, D * max(shape.intermediate_size, shape.moe_intermediate_size))
-    update = STACK_BYTES * min(matrices, stack) if spec.optimizer == "muon" else 0
+    layer = _LayerBytes(s, width, saved_per_value(s.shape, spec))
+    stream_end = s.pass_tokens * (s.hidden * width)
+    ends = FUSED_STREAM_END * stream_end if spec.fused else STREAM_ENDS * stream_end
+    later_ends = 0.0 if spec.fused else ends
+
+    head: float = 4.0 * s.vocabulary * s.hidden
+    root: float = 4.0 * s.root_weights
+    all_gradients: float = 4.0 * s.parameters
+    one_layer = 4 * s.block_weights / s.layers
+    earlier = all_gradients if several else 0.0
+
+    # Converted weights: kept from forward to backward by autograd, or from step to step by the cache.
+    copies = lasting_copies = 0.0
+    head_copy = 0.0 if fp32 else 2 * s.vocabulary * s.hidden
+    if has_cache(spec):
+        copies = lasting_copies = cached_weights(s)
+        if spec.fp8_head:  # W and W^T are among the cached ones already
+            head_copy = 0.0
+    elif spec.copies == "pass" and not fp32:
+        copies = 2.0 * layer.copied_weights(rung)
+
+    # FSDP gathers one block in float32 while it computes, and the next one at the same time, if there is one.
+    libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
+    gathered = libraries + (2 * one_layer + root if spec.sharded else 0.0)
+    gathered_at_end = libraries + (one_layer + root if spec.sharded else 0.0)
+    # Gradients of a block that is being reduced exist a second time, in one flat tensor.
+    reduced = (one_layer if several else 2 * one_layer) if spec.sharded else 0.0
+
+    logits = s.chunk_tokens * s.vocabulary * logit_bytes(spec)
+    hidden = hidden_bytes(spec) * s.pass_tokens * s.hidden
+    always: Items = {"weights": 4 * s.parameters / s.shards, "optimizer": on_gpu(s)}
     return {
         "loss": {
             **always,
             "gradients": earlier,
             "copies": copies + head_copy,
-            "activations": activations + ends * N * D * width,
-            "logits": logits + heads * head + hidden,
-            "workspace": fixed,
+            "activations": s.pass_tokens * layer.kept(rung) + ends,
+            "logits": logits + head_gradients(spec) * head + hidden,
+            "workspace": gathered,
         },
         "backward": {
             **always,
             "gradients": max(earlier, head),
             "copies": copies,
-            "activations": activations + later_ends * N * D * width,
-            # A tied head's gradient waits for the embedding's.
-            "logits": head if shape.tie_word_embeddings and several else 0,
-            "workspace": fixed + sent + temporary,
+            "activations": s.pass_tokens * layer.kept(rung) + later_ends,
+            # The gradient of a tied head waits for the embedding's.
+            "logits": head if s.shape.tie_word_embeddings and several else 0.0,
+            "workspace": gathered + reduced + s.pass_tokens * layer.backward(rung),
         },
         "gradients": {
             **always,
-            "gradients": whole if several else (whole - root) / shards + root,
-            "copies": lasting,
-            "activations": N * (parts.block + later_ends * D * width),
-            "logits": 0,
-            # Of several passes the one before the last, which scatters nothing yet.
-            "workspace": fixed_at_end + (head if several else sent) + N * parts.last_gradients,
+            "gradients": all_gradients if several else (all_gradients - root) / s.shards + root,
+            "copies": lasting_copies,
+            "activations": s.pass_tokens * layer.block + later_ends,
+            "logits": 0.0,
+            # With several passes this is the pass before the last, which reduces nothing yet.
+            "workspace": gathered_at_end
+            + (head if several else reduced)
+            + s.pass_tokens * layer.last_gradients,
         },
         "update": {
             **always,
-            "gradients": whole / shards,
-            "copies": lasting,
-            "activations": 0,
-            "logits": 0,
+            "gradients": all_gradients / s.shards,
+            "copies": lasting_copies,
+            "activations": 0.0,
+            "logits": 0.0,
             # One after the other: gradients are summed before they are used.
-            "workspace": LIBRARIES + max(update, bucket_bytes(shape, spec)),
+            "workspace": libraries + max(_muon_stack(s), _bucket_bytes(s)),
+        },
+    }
+
+
+def _adapter_training(sizes: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
+    """Return the four instants of a step that trains only adapters. Its blocks are not fused."""
+    spec, s = sizes.spec, sizes
+    fp32 = spec.precision == "fp32"
+    width, rung = 2 if fp32 else 1, spec.activation_checkpointing
+    gradients = 4.0 * s.leaf("parameters of the adapters", adapter_params(s.shape, adapter))
+    layer = _LayerBytes(s, width, SAVED_BF16)
+    more = s.leaf("kept more for the adapters, per token and layer", width * kept_more(s.shape, spec))
+    kept_share = {"none": 1.0, "block": 0.0}.get(rung, 0.5)
+    kept = layer.kept(rung) + s.layers * more * kept_share
+    ends, dense = STREAM_ENDS * s.pass_tokens * s.hidden * width, dense_bytes(s.shape, spec)
+    earlier = gradients if spec.accumulation > 1 else 0.0
+    # BF16 activations meet 16-bit weights as they are; for other dtypes autograd keeps a copy.
+    copies = 4.0 * layer.copied_weights(rung) if fp32 and adapter.base == "bf16" else 0.0
+    copies += kept_share * s.leaf("joined A and B", joined_bytes(s.shape, spec))
+    libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
+    dequantized = s.leaf("largest dequantized weight", dense) if dense else 0.0
+    always: Items = {"weights": frozen_bytes(s, adapter) + gradients, "optimizer": on_gpu(s)}
+    return {
+        "loss": {
+            **always,
+            "gradients": earlier,
+            "copies": copies + (4 * s.vocabulary * s.hidden if fp32 else 0.0),
+            "activations": s.pass_tokens * kept + ends,
+            "logits": s.chunk_tokens * s.vocabulary * logit_bytes(spec)
+            + hidden_bytes(spec) * s.pass_tokens * s.hidden,
+            "workspace": libraries,
+        },
+        "backward": {
+            **always,
+            "gradients": earlier,
+            "copies": copies,
+            "activations": s.pass_tokens * kept + ends,
+            "logits": 0.0,
+            "workspace": libraries
+            + s.pass_tokens * (layer.backward(rung) + (more if rung == "block" else 0.0))
+            + dequantized,
+        },
+        "gradients": {
+            **always,
+            "gradients": gradients,
+            "copies": 0.0,
+            "activations": s.pass_tokens * (layer.block + more) + ends,
+            "logits": 0.0,
+            "workspace": libraries + s.pass_tokens * layer.last_gradients + dequantized,
+        },
+        "update": {
+            **always,
+            "gradients": gradients,
+            "copies": 0.0,
+            "activations": 0.0,
+            "logits": 0.0,
+            "workspace": libraries + (0.0 if spec.gpus == 1 else min(gradients, 4.0 * BUCKET_WEIGHTS)),
         },
     }
 
 
 def logit_bytes(spec: StepSpec) -> int:
-    """Bytes per logit of a chunk, in the activations' dtype.
+    """Return the bytes per logit of a chunk, in the activations' dtype.
 
-    The kernel writes the gradient over the logits; the loss that compiled blocks were measured with made another
-    tensor. The last chunk's gradient is still there at the next.
+    The fused kernel writes the gradient over the logits; the loss that compiled blocks were measured with made another
+    tensor. The gradient of the last chunk is still there when the next one begins.
     """
     several = spec.loss_chunk_tokens < spec.micro_tokens
     if spec.fused and spec.fp8_head:
@@ -271,87 +273,108 @@ def logit_bytes(spec: StepSpec) -> int:
 
 
 def hidden_bytes(spec: StepSpec) -> int:
-    """Bytes per hidden state beside itself in the loss: its gradient, and FP8 both ways for an FP8 head."""
+    """Return the bytes beside each hidden state in the loss: its gradient, and two FP8 layouts for an FP8 head."""
     return (4 if spec.precision == "fp32" else 2) + (2 if spec.fused and spec.fp8_head else 0)
 
 
 def head_gradients(spec: StepSpec) -> int:
-    """Gradients of the head's weight in the loss: FP8 products cannot add to one that is there."""
+    """Return how many gradients of the head's weight exist in the loss. FP8 products cannot accumulate in place."""
     return 2 if spec.fused and spec.fp8_head and spec.loss_chunk_tokens < spec.micro_tokens else 1
 
 
-def half_gradients(shape: Shape, spec: StepSpec) -> tuple[int, int]:
-    """(attention's, the MLP's) temporary gradients in a hand-written half, bytes per token."""
-    D, F, W = shape.hidden_size, shape.intermediate_size, 2 if shape.gated_mlp else 1
-    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    each = per_output(spec)
+def sublayer_gradients(sizes: Sizes) -> tuple[float, float]:
+    """Return the temporary gradients of a fused attention and of a fused MLP, in bytes per token."""
+    D, q, kv = sizes.hidden, sizes.queries, sizes.keys
+    F, outputs = sizes.leaf("MLP width", sizes.shape.intermediate_size), 2 if sizes.shape.gated_mlp else 1
+    # The gradient of a projection's output exists in every format that a product reads it in.
+    backward_kind = kinds(sizes.spec.precision)[1]
+    each = 2 if sizes.spec.kept_blocks else {"fp32": 2, "bf16": 2, "fp8": 4, "nvfp4": 6}[backward_kind]
     return (
         max(2 * D + 8 * q + 4 * kv, 6 * D + each * (q + 2 * kv)),
-        max(2 * D + 2 * F + 2 * W * F, 6 * D + each * W * F),
+        max(2 * D + 2 * F + 2 * outputs * F, 6 * D + each * outputs * F),
     )
 
 
-def per_output(spec: StepSpec) -> int:
-    """Bytes per output of a projection that its gradient takes while it is used, in every form that it has."""
-    return 2 if spec.kept_blocks else {"fp32": 2, "bf16": 2, "fp8": 4, "nvfp4": 6}[kinds(spec.precision)[1]]
-
-
 def has_cache(spec: StepSpec) -> bool:
-    """Whether converted weights outlast a pass."""
+    """Return whether converted weights are kept from step to step."""
     return quantized(spec.precision) or (spec.copies == "step" and spec.precision == "bf16")
 
 
-def cached_weights(shape: Shape, spec: StepSpec) -> float:
-    """Bytes of the converted weights that stay from step to step: blocks in the recipe's formats, kept blocks in BF16,
-    and the head's W and W^T where it is in FP8."""
-    share = spec.quantized_share(shape.num_hidden_layers)
-    each = share * weight_copies(spec.precision, spec.native)
-    each += (1 - share) * weight_copies("bf16", spec.native)
-    head = weight_copies("fp8", spec.native) * shape.vocab_size * shape.hidden_size if spec.fp8_head else 0.0
-    return each * block_matrices(shape) + head
+def cached_weights(sizes: Sizes) -> float:
+    """Return the bytes of converted weights that are kept from step to step: blocks in the recipe's formats, kept
+    blocks in BF16, and W and W^T of an FP8 head."""
+    spec = sizes.spec
+    low, high = weight_copies(spec.precision, spec.native), weight_copies("bf16", spec.native)
+    share = spec.quantized_share(sizes.shape.num_hidden_layers)
+    each: float = low
+    if share != 1:
+        part = sizes.leaf(f"share of the weights in {spec.precision}", share)
+        each = named("bytes of a weight's copies", part * low + (1 - part) * high)
+    head = 0.0
+    if spec.fp8_head:
+        head = weight_copies("fp8", spec.native) * sizes.vocabulary * sizes.hidden
+    return each * sizes.block_weights + head
 
 
 def saved_per_value(shape: Shape, spec: StepSpec) -> float:
-    """Bytes per value of what projections read, kept for their weight gradients: the mean over the blocks."""
+    """Return the bytes per value of the projections' inputs that are kept for weight gradients, averaged over the
+    blocks."""
     share = spec.quantized_share(shape.num_hidden_layers)
     return (1 - share) * SAVED_BF16 + share * saved_bytes(spec.precision)
 
 
-def bucket_bytes(shape: Shape, spec: StepSpec) -> int:
-    """The largest bucket of gradients that replicas sum: it may end with the largest tensor, which is a table's."""
-    if spec.gpus == 1 or spec.sharded:
-        return 0
-    return 4 * min(num_params(shape), BUCKET_WEIGHTS + shape.vocab_size * shape.hidden_size)
+def _muon_stack(sizes: Sizes) -> float:
+    if sizes.spec.optimizer != "muon":
+        return 0.0
+    widest = max(sizes.shape.intermediate_size, sizes.shape.moe_intermediate_size)
+    stack = max(STACK_WEIGHTS, sizes.shape.hidden_size * widest)
+    return STACK_BYTES * sizes.leaf("weights of Muon's stack", min(sizes.block_weights, stack))
 
 
-class _Parts:
-    """Bytes per token that one layer keeps, by part. saved: bytes per value of what projections read."""
+def _bucket_bytes(sizes: Sizes) -> float:
+    """Return the bytes of the largest bucket of gradients that replicas sum. It may end with the largest tensor, a
+    table."""
+    if sizes.spec.gpus == 1 or sizes.spec.sharded:
+        return 0.0
+    table = sizes.shape.vocab_size * sizes.shape.hidden_size
+    return 4 * sizes.leaf("weights of a gradient bucket", min(sizes.parameters, BUCKET_WEIGHTS + table))
 
-    def __init__(self, shape: Shape, compiled: bool, width: int, saved: float = SAVED_BF16):
-        D = shape.hidden_size
-        heads = shape.num_attention_heads + shape.num_key_value_heads
-        channels = heads * shape.head_dim
-        attention = 4 * channels + 4 * shape.num_attention_heads
+
+class _LayerBytes:
+    """Bytes per token that one layer keeps for its backward, by part: residual stream and norms, attention, MLP.
+
+    saved: bytes per value that a projection's input takes when it is kept for the weight gradient.
+    """
+
+    def __init__(self, sizes: Sizes, width: int, saved: float):
+        s, shape, compiled = sizes, sizes.shape, sizes.spec.compiled or sizes.spec.fused
+        self.sizes = s
+        channels = s.queries + s.keys
+        attention = 4 * channels + 4 * s.heads
         if shape.qk_norm or shape.position_embedding == "rope":
             attention += 2 * channels
-        if shape.qk_norm:
-            attention += 4 * heads + (0 if compiled else 8 * channels)
-        per_ffn = (6 if compiled else 8) if shape.gated_mlp else 4
-        inside: float = shape.intermediate_size
-        if shape.num_experts:
-            inside = shape.num_experts_per_tok * shape.moe_intermediate_size
-            mlp: float = per_ffn * inside + shape.num_experts_per_tok * 4 * D
-        else:
-            mlp = per_ffn * inside
+        if shape.qk_norm and not s.spec.fused:  # the fused sublayer computes the statistics again
+            attention += 4 * (s.heads + s.kv_heads) + (0 if compiled else 8 * channels)
+        mlp = ((6 if compiled else 8) if shape.gated_mlp else 4) * s.mlp_width
+        if shape.num_experts:  # each choice has its own copy of input and output
+            mlp += s.leaf("experts per token", shape.num_experts_per_tok) * 4 * s.hidden
         less = SAVED_BF16 - saved
-        self.width, self.layers = width, shape.num_hidden_layers
-        self.stream = width * ((8 if compiled else 20) * D + 8) - 2 * D * less
-        # Attention's backward needs its output in 16 bits whatever the projection after it keeps: FP8 is beside it.
-        output = shape.num_attention_heads * shape.head_dim * less
-        self.attention, self.mlp = width * attention + output, width * mlp - inside * less
-        self.hidden, self.normed = width * D, width * D - D * less / 2
-        self.matrices = block_matrices(shape)
-        self.attention_matrices = self.layers * D * 2 * channels
+        # Attention's backward needs its output in 16 bits, whatever the projection after it keeps of it beside that.
+        output = s.queries * less
+        per_token = "per token and layer"
+        stream = width * ((8 if compiled else 20) * s.hidden + 8) - 2 * s.hidden * less
+        self.stream = named(f"residual stream and norms, {per_token}", stream)
+        self.attention = named(f"attention, {per_token}", width * attention + output)
+        self.mlp = named(f"MLP, {per_token}", width * mlp - s.mlp_width * less)
+        self.block_input = 4 * (width * s.hidden)  # a recomputed block keeps the pair (residual, delta)
+        self.normed = width * s.hidden - s.hidden * less / 2
+        self.gradients: tuple[float, float] | None = None
+        if s.spec.fused:
+            of_attention, of_mlp = sublayer_gradients(s)
+            self.gradients = (
+                named(f"temporary gradients of attention, {per_token}", width * of_attention),
+                named(f"temporary gradients of the MLP, {per_token}", width * of_mlp),
+            )
 
     @property
     def block(self) -> float:
@@ -360,66 +383,41 @@ class _Parts:
     @property
     def last_gradients(self) -> float:
         """Temporary gradients of the first block, where the backward ends."""
-        return self.block * TEMPORARY
+        return self.block * TEMPORARY if self.gradients is None else self.gradients[0]
 
-    def backward(self, checkpointing: Checkpointing) -> float:
-        """What the last block's backward makes: temporary gradients, and what is computed again."""
-        if checkpointing == "none":
-            return self.block * TEMPORARY
-        return self.recomputed(checkpointing) * RECOMPUTE
+    def kept(self, rung: Checkpointing) -> float:
+        """Return what all layers keep. A recomputed sublayer does not keep its normed input."""
+        if rung == "block":
+            return self.sizes.layers * self.block_input
+        if rung == "none":
+            return self.sizes.layers * self.block
+        other = self.mlp if rung == "attention" else self.attention
+        return self.sizes.layers * (self.stream - 2 * self.normed + other)
 
-    def kept(self, checkpointing: Checkpointing) -> float:
-        """By all layers."""
-        # A recomputed half does not keep its normed input: 2 D, or D in FP8.
-        half = self.stream - 2 * self.normed
-        return (
-            self.layers
-            * {
-                "none": self.block,
-                "attention": half + self.mlp,
-                "mlp": half + self.attention,
-                "block": 4 * self.hidden,
-            }[checkpointing]
-        )
+    def backward(self, rung: Checkpointing) -> float:
+        """Return what the backward of the last block allocates: temporary gradients and recomputed activations."""
+        if self.gradients is None:
+            if rung == "none":
+                return self.block * TEMPORARY
+            if rung == "block":
+                return self.block * RECOMPUTE
+            return ((self.attention if rung == "attention" else self.mlp) + self.stream / 2) * RECOMPUTE
+        # Each fused sublayer recomputes and differentiates itself alone. The MLP goes first, and its kept activations
+        # are free when attention begins.
+        attention, mlp = self.gradients
+        if rung == "none":
+            return mlp
+        if rung == "attention":
+            return max(mlp, self.attention + attention - self.mlp)
+        whole_mlp = self.normed + self.mlp + mlp
+        return whole_mlp if rung == "mlp" else max(whole_mlp, self.normed + self.attention + attention)
 
-    def recomputed(self, checkpointing: Checkpointing) -> float:
-        """Of the layer that is being recomputed."""
+    def copied_weights(self, rung: Checkpointing) -> float:
+        """Return the weights of the blocks whose bfloat16 copies autograd keeps from the forward to the backward."""
+        attention = self.sizes.layers * self.sizes.attention_weights
         return {
-            "none": 0,
-            "attention": self.attention + self.stream // 2,
-            "mlp": self.mlp + self.stream // 2,
-            "block": self.block,
-        }[checkpointing]
-
-    def copied_weights(self, checkpointing: Checkpointing) -> int:
-        """Weights of the blocks whose bfloat16 copies are kept from the forward to the backward."""
-        return {
-            "none": self.matrices,
-            "attention": self.matrices - self.attention_matrices,
-            "mlp": self.attention_matrices,
-            "block": 0,
-        }[checkpointing]
-
-
-class _Halves(_Parts):
-    """The same of the hand-written halves: each recomputes and differentiates itself, before the next one does."""
-
-    def __init__(self, shape: Shape, spec: StepSpec, width: int):
-        super().__init__(shape, True, width, saved_per_value(shape, spec))
-        if shape.qk_norm:  # statistics are found again
-            self.attention -= width * 4 * (shape.num_attention_heads + shape.num_key_value_heads)
-        self.attention_gradients, self.mlp_gradients = (width * b for b in half_gradients(shape, spec))
-
-    @property
-    def last_gradients(self) -> float:
-        return self.attention_gradients
-
-    def backward(self, checkpointing: Checkpointing) -> float:
-        """The MLP half goes first; when attention's turn comes, what the MLP had kept is gone."""
-        attention = self.normed + self.attention + self.attention_gradients
-        if checkpointing == "none":
-            return self.mlp_gradients
-        if checkpointing == "attention":
-            return max(self.mlp_gradients, attention - self.normed - self.mlp)
-        again = self.normed + self.mlp + self.mlp_gradients
-        return again if checkpointing == "mlp" else max(again, attention)
+            "none": self.sizes.block_weights,
+            "attention": self.sizes.block_weights - attention,
+            "mlp": attention,
+            "block": 0.0,
+        }[rung]

@@ -39,15 +39,8 @@ from deskside.budget.formats import (
     quantized,
     runs_as,
 )
-from deskside.budget.shape import (
-    Shape,
-    attention_matrix,
-    attention_span,
-    block_matrices,
-    mlp_matrix,
-    num_params,
-    root_params,
-)
+from deskside.budget.shape import Shape, attention_span
+from deskside.budget.sizes import Sizes
 from deskside.budget.states import ADAMW_STATE, MUON_STATE, state_bytes
 from deskside.budget.step_spec import StepSpec
 
@@ -55,6 +48,13 @@ Group = Literal[
     "matmul", "head", "attention", "traffic", "loss_traffic", "weights", "quantize",
     "optimizer_matmul", "optimizer_traffic", "communication", "offload", "layers",
 ]  # fmt: skip
+
+# The item of a step's time that a group of operators belongs to; what is recomputed is an item of its own.
+ITEM_OF: dict[Group, str] = {
+    "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
+    "weights": "traffic", "quantize": "quantize", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
+    "communication": "communication", "offload": "offload", "layers": "launches",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,205 +101,177 @@ class Operator:
     share: float = 1.0
     windowed: bool = False
 
+    @property
+    def item(self) -> str:
+        """The item of a step's time that this operator belongs to."""
+        return "recompute" if self.recompute else ITEM_OF[self.group]
 
-def step_operators(shape: Shape, spec: StepSpec) -> list[Operator]:
-    """Everything that one GPU does in one optimiser step. Embedding look-ups are left out."""
-    tokens = float(spec.tokens // spec.gpus)
-    layers, D = shape.num_hidden_layers, shape.hidden_size
-    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    attention_weights, mlp_weights = attention_matrix(shape), mlp_matrix(shape, shape.num_experts_per_tok)
-    again_attention = spec.activation_checkpointing in ("attention", "block")
-    again_mlp = spec.activation_checkpointing in ("mlp", "block")
-    scores = 4.0 * q * tokens  # of the forward pass, for each token seen
-    unit = 4 if spec.precision == "fp32" else 2
 
-    inside = shape.intermediate_size
-    if shape.num_experts:
-        inside = shape.num_experts_per_tok * shape.moe_intermediate_size
-    elements = tokens * layers * unit
+def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[Operator]:
+    """Return everything that one GPU does in one optimizer step. Embedding look-ups are left out.
+
+    traced: amounts are `Term`s, which carry their formulas.
+    """
+    s = Sizes(shape, spec, traced)
+    unit = s.leaf("bytes of an activation", 4 if spec.precision == "fp32" else 2)
     units = units_of(spec)
-    norm = elements * D * units.norm
-    rope = elements * ((q + kv) * units.rope + kv * units.rope_keys)
-    activation = elements * inside * (units.gated if shape.gated_mlp else units.plain)
-
-    each = float(product_flops(spec))
+    elements = s.tokens * s.layers * unit
+    norm = elements * s.hidden * units.norm
+    rope = elements * ((s.queries + s.keys) * units.rope + s.keys * units.rope_keys)
+    activation = elements * s.mlp_width * (units.gated if shape.gated_mlp else units.plain)
+    # FLOPs per weight and token: output, gradient of the input and, where it is trained, gradient of the weight.
+    product = 6.0 if spec.adapter is None else 4.0
+    entering, leaving = values_quantized(s)
     found = [
-        *_products("attention projections", each * tokens * layers * attention_weights, shape, spec),
-        *_products("MLP", each * tokens * layers * mlp_weights, shape, spec),
+        *_products("attention projections", product * s.tokens * s.layers * s.attention_weights, s),
+        *_products("MLP", product * s.tokens * s.layers * s.mlp_weights, s),
         Operator(
             "head",
             "head",
-            each * tokens * D * shape.vocab_size,
-            runs_as=runs_as("fp8", spec.native) if spec.fp8_head else _plain(spec),
+            product * s.tokens * s.hidden * s.vocabulary,
+            runs_as=runs_as("fp8", spec.native) if spec.fp8_head else _unquantized(spec),
         ),
-        *_attention(3 * scores, shape, spec),
+        *_attention(12.0 * s.queries * s.tokens, s),
         Operator("norms and residuals", "traffic", norm),
         Operator("QK-norm and RoPE", "traffic", rope),
         Operator("activation", "traffic", activation),
-        Operator("loss", "loss_traffic", tokens * shape.vocab_size * unit * loss_units(spec)),
-        *_weights(shape, spec),
-        *_adapters(shape, spec),
-        Operator("layers", "layers", float(layers * spec.accumulation)),
-        *_quantizing(norm + rope + activation, values_quantized(shape, tokens), spec, layers),
+        Operator("loss", "loss_traffic", s.tokens * s.vocabulary * unit * _loss_units(spec)),
+        *_weights(s),
+        *_adapters(s, unit),
+        Operator("layers", "layers", s.layers * s.passes),
+        *_quantizing(norm + rope + activation, entering, leaving, s),
     ]
-    if again_attention:
+    if spec.activation_checkpointing in ("attention", "block"):
+        again = RECOMPUTED * (rope + norm / 2)
         found += [
-            *_products("attention projections", 2.0 * tokens * layers * attention_weights, shape, spec, True),
-            *_attention(scores, shape, spec, recompute=True),
-            Operator("QK-norm and RoPE", "traffic", RECOMPUTED * (rope + norm / 2), True),
-            *_quantizing(
-                RECOMPUTED * (rope + norm / 2), (tokens * layers * (D + q), 0.0), spec, layers, True
-            ),
+            *_products("attention projections", 2.0 * s.tokens * s.layers * s.attention_weights, s, True),
+            *_attention(4.0 * s.queries * s.tokens, s, True),
+            Operator("QK-norm and RoPE", "traffic", again, True),
+            *_quantizing(again, s.tokens * s.layers * (s.hidden + s.queries), 0.0, s, True),
         ]
-    if again_mlp:
+    if spec.activation_checkpointing in ("mlp", "block"):
+        again = RECOMPUTED * (activation + norm / 2)
         found += [
-            *_products("MLP", 2.0 * tokens * layers * mlp_weights, shape, spec, True),
-            Operator("activation", "traffic", RECOMPUTED * (activation + norm / 2), True),
-            *_quantizing(
-                RECOMPUTED * (activation + norm / 2),
-                (tokens * layers * (D + inside), 0.0),
-                spec,
-                layers,
-                True,
-            ),
+            *_products("MLP", 2.0 * s.tokens * s.layers * s.mlp_weights, s, True),
+            Operator("activation", "traffic", again, True),
+            *_quantizing(again, s.tokens * s.layers * (s.hidden + s.mlp_width), 0.0, s, True),
         ]
-    return found + _optimizer(shape, spec) + _between_gpus(shape, spec)
+    return found + _optimizer(s) + _between_gpus(s)
 
 
 def units_of(spec: StepSpec) -> Units:
-    """Of the step that does this spec."""
     return FUSED if spec.fused else COMPILED
 
 
-def attention_spans(shape: Shape, spec: StepSpec) -> dict[bool, float]:
-    """Return the tokens that a token sees, summed over the layers, of those without and with a window (False, True)."""
-    layers = range(shape.num_hidden_layers)
-    spans = {False: 0.0, True: 0.0}
-    for window, count in Counter(shape.layer_window(layer) for layer in layers).items():
-        # A window as long as the rows masks nothing.
-        masked = window is not None and window < spec.sequence_length
-        spans[masked] += count * attention_span(spec.sequence_length, window)
-    return spans
-
-
-def _attention(scores: float, shape: Shape, spec: StepSpec, recompute: bool = False) -> Iterator[Operator]:
-    """scores: FLOPs for each token seen."""
-    for windowed, span in attention_spans(shape, spec).items():
-        if span:
-            name = "attention, windowed" if windowed else "attention"
-            yield Operator(name, "attention", scores * span, recompute, shape.head_dim, windowed=windowed)
-
-
-def loss_units(spec: StepSpec) -> float:
-    """Of the loss, which an FP8 head changes."""
+def _loss_units(spec: StepSpec) -> float:
     return FP8_HEAD_LOSS if spec.fused and spec.fp8_head else units_of(spec).loss
 
 
-def weight_passes(spec: StepSpec) -> int:
-    """Passes of a step in which weights are cast and gradients added up outside of products."""
-    return 1 if spec.copies == "step" and spec.precision == "bf16" else spec.accumulation
+def _unquantized(spec: StepSpec) -> RunsAs:
+    return "fp32" if spec.precision == "fp32" else "bf16"
 
 
-def product_flops(spec: StepSpec) -> int:
-    """Of a weight and token: output, gradient of the input and, where it trains, its own."""
-    return 6 if spec.adapter is None else 4
+def _attention(scores: float, s: Sizes, recompute: bool = False) -> Iterator[Operator]:
+    """Yield attention without and with a sliding window. scores: FLOPs for each token seen."""
+    length = s.spec.sequence_length
+    spans = {False: 0.0, True: 0.0}
+    windows = Counter(s.shape.layer_window(layer) for layer in range(s.shape.num_hidden_layers))
+    for window, count in windows.items():
+        # A window as long as the rows masks nothing.
+        masked = window is not None and window < length
+        spans[masked] += count * attention_span(length, window)
+    for windowed, span in spans.items():
+        if span:
+            name = "attention, windowed" if windowed else "attention"
+            seen = s.leaf("tokens that a token sees, summed over the layers", span)
+            yield Operator(name, "attention", scores * seen, recompute, s.shape.head_dim, windowed=windowed)
 
 
-def _weights(shape: Shape, spec: StepSpec) -> list[Operator]:
-    """Casts of weights, and their gradients added up; dense forms of codes, for every product again."""
-    if spec.adapter is None:
-        return [Operator("weights", "weights", float(WEIGHT_BYTES * num_params(shape) * weight_passes(spec)))]
-    trained = float(WEIGHT_BYTES * adapter_params(shape, spec.adapter) * spec.accumulation)
-    found = [Operator("weights", "weights", trained)]
-    if spec.adapter.base != "bf16":
+def _weights(s: Sizes) -> list[Operator]:
+    """Casts of weights and the accumulation of their gradients. Codes are dequantized again for every product."""
+    spec, adapter = s.spec, s.spec.adapter
+    if adapter is None:
+        # The cache casts once per step, and its products accumulate gradients themselves.
+        passes = 1 if spec.copies == "step" and spec.precision == "bf16" else s.passes
+        return [Operator("weights", "weights", float(WEIGHT_BYTES) * s.parameters * passes)]
+    found = [Operator("weights", "weights", float(WEIGHT_BYTES) * trained_params(s) * s.passes)]
+    if adapter.base != "bf16":
         uses = 2 if spec.activation_checkpointing == "none" else 3
-        once = matrix_bytes(shape, spec.adapter) + 2.0 * block_matrices(shape)
-        found.append(Operator("dense forms of codes", "weights", uses * once * spec.accumulation))
+        codes = s.leaf(f"bytes of the blocks in {adapter.base}", matrix_bytes(s.shape, adapter))
+        once = codes + 2.0 * s.block_weights
+        found.append(Operator("dequantized weights", "weights", uses * once * s.passes))
     return found
 
 
-def _adapters(shape: Shape, spec: StepSpec) -> list[Operator]:
-    if spec.adapter is None:
+def _adapters(s: Sizes, unit: float) -> list[Operator]:
+    if s.spec.adapter is None:
         return []
-    tokens = float(spec.tokens // spec.gpus)
-    sizes = projection_sizes(shape)
-    channels = sum(sum(sizes[name]) for name in spec.adapter.targets)
-    traffic = 4.0 * tokens * shape.num_hidden_layers * channels * (4 if spec.precision == "fp32" else 2)
-    flops = 6.0 * tokens * adapter_params(shape, spec.adapter)
+    projections = projection_sizes(s.shape)
+    channels = sum(sum(projections[name]) for name in s.spec.adapter.targets)
+    traffic = 4.0 * s.tokens * s.layers * s.leaf("channels into and out of the adapters", channels) * unit
     return [
-        Operator("adapters", "matmul", flops, runs_as=_plain(spec)),
+        Operator("adapters", "matmul", 6.0 * s.tokens * trained_params(s), runs_as=_unquantized(s.spec)),
         Operator("adapters' inputs and outputs", "traffic", traffic),
     ]
 
 
-def _plain(spec: StepSpec) -> RunsAs:
-    return "fp32" if spec.precision == "fp32" else "bf16"
-
-
-def _products(
-    name: str, flops: float, shape: Shape, spec: StepSpec, recompute: bool = False
-) -> Iterator[Operator]:
-    """The projections of all blocks, by the rate they run at. A third of a step's FLOPs are the forward's, and all of
-    what is recomputed."""
-    blocks = spec.quantized_share(shape.num_hidden_layers) if quantized(spec.precision) else 0.0
+def _products(name: str, flops: float, s: Sizes, recompute: bool = False) -> Iterator[Operator]:
+    """Yield the projections of all blocks by the rate they run at. A third of a step's FLOPs are the forward's, and
+    all of what is recomputed."""
+    spec = s.spec
+    blocks = spec.quantized_share(s.shape.num_hidden_layers) if quantized(spec.precision) else 0.0
     forward, backward = kinds(spec.precision)
-    shares: dict[RunsAs, float] = {_plain(spec): 1 - blocks}
+    shares: dict[RunsAs, float] = {_unquantized(spec): 1 - blocks}
     of_step: tuple[tuple[Kind, float], ...] = ((forward, 1 / 3), (backward, 2 / 3))
     for kind, share in ((forward, 1.0),) if recompute else of_step:
         rate = runs_as(kind, spec.native)
         shares[rate] = shares.get(rate, 0.0) + blocks * share
     for rate, share in shares.items():
         if share > 0:
-            yield Operator(name, "matmul", flops * share, recompute, runs_as=rate, share=share)
+            part = flops if share == 1 else flops * s.leaf(f"share that runs as {rate}", share)
+            yield Operator(name, "matmul", part, recompute, runs_as=rate, share=share)
 
 
-def values_quantized(shape: Shape, tokens: float) -> tuple[float, float]:
-    """(values that enter the projections of all blocks, values of the gradients that leave them), of `tokens`."""
-    D = shape.hidden_size
-    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    inside, leaving = shape.intermediate_size, 2 if shape.gated_mlp else 1
-    if shape.num_experts:
-        inside = shape.num_experts_per_tok * shape.moe_intermediate_size
-    entering = D + q + D + inside
-    gradients = (q + 2 * kv) + D + leaving * inside + D
-    return tokens * shape.num_hidden_layers * entering, tokens * shape.num_hidden_layers * gradients
+def values_quantized(s: Sizes) -> tuple[float, float]:
+    """Return (values that enter the projections of all blocks, values of the gradients that leave them)."""
+    entering = s.hidden + s.queries + s.hidden + s.mlp_width
+    outputs = 2 if s.shape.gated_mlp else 1
+    gradients = (s.queries + 2 * s.keys) + s.hidden + outputs * s.mlp_width + s.hidden
+    return s.tokens * s.layers * entering, s.tokens * s.layers * gradients
 
 
 def _quantizing(
-    traffic: float, values: tuple[float, float], spec: StepSpec, layers: int, recompute: bool = False
+    traffic: float, entering: float, leaving: float, s: Sizes, recompute: bool = False
 ) -> Iterator[Operator]:
-    """Bytes that converting moves beyond the element-wise `traffic` of BF16. values: as `values_quantized` has them.
+    """Yield the bytes that converting moves beyond the element-wise `traffic` of BF16.
 
-    In NVFP4 what enters is converted for the output and for the weight gradient, a gradient for the input gradient and
-    for the weight gradient; recomputed, only the output is. In FP8 the producers convert, for all products at once.
+    entering, leaving: values, as in `values_quantized`. In NVFP4 what enters is converted for the output and for the
+    weight gradient, a gradient for the input gradient and for the weight gradient; a recomputed forward needs only the
+    output. In FP8 the kernels that produce a tensor convert it, for all products at once.
     """
+    spec = s.spec
     if not quantized(spec.precision):
         return
-    blocks = spec.quantized_share(layers)
+    share = spec.quantized_share(s.shape.num_hidden_layers)
+    blocks = s.leaf("quantized share of the weights", share)
     forward, backward = kinds(spec.precision)
     if spec.precision in OWN_SCALE:
-        entering, gradients = values
-        amount = blocks * OWN_SCALE_BYTES * (entering if recompute else entering + gradients)
-        yield Operator("quantising with own scales", "quantize", amount, recompute, share=blocks)
+        values = entering if recompute else entering + leaving
+        amount = blocks * OWN_SCALE_BYTES * values
+        yield Operator("quantizing with own scales", "quantize", amount, recompute, share=share)
     elif forward == "fp8":
-        share = 1.0 if backward == "fp8" or recompute else 0.5  # of both passes, or of the forward alone
-        yield Operator(
-            "quantising to FP8",
-            "quantize",
-            blocks * share * (FP8_TRAFFIC - 1) * traffic,
-            recompute,
-            share=blocks,
-        )
+        passes = 1.0 if backward == "fp8" or recompute else 0.5  # of both passes, or of the forward alone
+        amount = blocks * passes * (FP8_TRAFFIC - 1) * traffic
+        yield Operator("quantizing to FP8", "quantize", amount, recompute, share=share)
     if backward == "nvfp4":
-        entering, gradients = values
-        both = entering * ((forward == "nvfp4") + (not recompute)) + 2 * gradients
+        both = entering * ((forward == "nvfp4") + (not recompute)) + 2 * leaving
         if both:
             amount = blocks * nvfp4_bytes(spec.native) * NVFP4_WORK[spec.precision] * both
-            yield Operator("quantising to NVFP4", "quantize", amount, recompute, share=blocks)
+            yield Operator("quantizing to NVFP4", "quantize", amount, recompute, share=share)
 
 
 def newton_schulz_flops(shape: Shape) -> float:
-    """FLOPs of Muon's iteration over all matrices of the blocks, once."""
+    """Return the FLOPs of Muon's iteration over all matrices of the blocks, once."""
     D = shape.hidden_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     matrices = [(q, D), (kv, D), (kv, D), (D, q)]
@@ -315,51 +287,47 @@ def newton_schulz_flops(shape: Shape) -> float:
     return flops * shape.num_hidden_layers
 
 
-def _optimizer(shape: Shape, spec: StepSpec) -> list[Operator]:
-    """The update, once per step. Sharded AdamW updates its shard; every GPU does all of Muon's iteration."""
-    parameters, matrices = trained_params(shape, spec), block_matrices(shape)
-    shards = spec.gpus if spec.sharded else 1
-    adamw, muon = adamw_bytes(spec), muon_bytes(spec)
+def trained_params(s: Sizes) -> float:
+    """Return the number of parameters that the optimizer updates."""
+    if s.spec.adapter is None:
+        return s.parameters
+    return s.leaf("parameters of the adapters", adapter_params(s.shape, s.spec.adapter))
+
+
+def _optimizer(s: Sizes) -> list[Operator]:
+    """The update, once per step. Sharded AdamW updates its shard; every GPU computes all of Muon's iteration."""
+    spec, units = s.spec, units_of(s.spec)
+    # Bytes per weight: smaller states are read and written.
+    adamw = units.adamw - 2 * (ADAMW_STATE["float32"] - ADAMW_STATE[spec.states])
+    muon = units.muon - 2 * (MUON_STATE["float32"] - MUON_STATE[spec.states])
     if spec.optimizer == "adamw":
-        return [Operator("AdamW", "optimizer_traffic", adamw * parameters / shards)]
+        return [Operator("AdamW", "optimizer_traffic", adamw * trained_params(s) / s.shards)]
+    iteration = s.leaf(
+        f"{NEWTON_SCHULZ_STEPS} x (4 x long x short^2 + 2 x short^3), summed over all matrices",
+        newton_schulz_flops(s.shape),
+    )
+    others = trained_params(s) - s.block_weights
     return [
-        Operator(
-            "Muon, Newton-Schulz", "optimizer_matmul", newton_schulz_flops(shape), width=shape.hidden_size
-        ),
-        Operator("Muon", "optimizer_traffic", muon * matrices),
-        Operator("AdamW", "optimizer_traffic", adamw * (parameters - matrices) / shards),
+        Operator("Muon, Newton-Schulz", "optimizer_matmul", iteration, width=s.shape.hidden_size),
+        Operator("Muon", "optimizer_traffic", muon * s.block_weights),
+        Operator("AdamW", "optimizer_traffic", adamw * others / s.shards),
     ]
 
 
-def trained_params(shape: Shape, spec: StepSpec) -> int:
-    """Numbers that the optimizer updates."""
-    return num_params(shape) if spec.adapter is None else adapter_params(shape, spec.adapter)
-
-
-def adamw_bytes(spec: StepSpec) -> float:
-    """GPU memory traffic of AdamW's update, per weight."""
-    return units_of(spec).adamw - 2 * (ADAMW_STATE["float32"] - ADAMW_STATE[spec.states])
-
-
-def muon_bytes(spec: StepSpec) -> float:
-    """The same of Muon's, its iteration aside."""
-    return units_of(spec).muon - 2 * (MUON_STATE["float32"] - MUON_STATE[spec.states])
-
-
-def _between_gpus(shape: Shape, spec: StepSpec) -> list[Operator]:
-    """Bytes that each GPU sends and receives, and what travels to the host where the optimizer lives there."""
-    found = []
-    weights = 4.0 * trained_params(shape, spec)
-    share = (spec.gpus - 1) / spec.gpus
+def _between_gpus(s: Sizes) -> list[Operator]:
+    """Bytes that each GPU sends and receives, and bytes that travel to the host where the optimizer is offloaded."""
+    found, spec = [], s.spec
+    weights = 4.0 * trained_params(s)
+    share = (s.gpus - 1) / s.gpus
     if spec.gpus > 1 and spec.sharded:
         # Blocks are gathered in the forward and in the backward of every pass, the rest once for both; gradients are
         # scattered with the last pass.
-        gathers = spec.accumulation * (2 * weights - 4.0 * root_params(shape))
+        gathers = s.passes * (2 * weights - 4.0 * s.root_weights)
         found.append(Operator("FSDP", "communication", (gathers + weights) * share))
         if spec.optimizer == "muon":
-            found.append(Operator("Muon, gathered", "communication", 2.0 * block_matrices(shape) * share))
+            found.append(Operator("Muon, gathered", "communication", 2.0 * s.block_weights * share))
     elif spec.gpus > 1:
         found.append(Operator("all-reduce", "communication", 2 * weights * share))
     if spec.offload_optimizer:
-        found.append(Operator("states up, and down meanwhile", "offload", state_bytes(shape, spec).streamed))
+        found.append(Operator("states up, and down meanwhile", "offload", state_bytes(s).streamed))
     return found

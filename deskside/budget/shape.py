@@ -14,6 +14,8 @@ T / 2), which raises the utilisation they print.
 
 from typing import Protocol
 
+from deskside.budget.terms import leaf
+
 
 class Shape(Protocol):
     """What is read of a model's configuration; `config.model.ModelConfig` is one."""
@@ -109,10 +111,15 @@ def attention_span(sequence_length: int, window: int | None) -> float:
     return window - window**2 / (2 * sequence_length)
 
 
-def flops_per_token(shape: Shape, sequence_length: int) -> float:
-    """FLOPs of forward and backward per token in rows of `sequence_length`; the convention is in the module's text."""
+def flops_per_token(shape: Shape, sequence_length: int, traced: bool = False) -> float:
+    """Return the FLOPs of forward and backward per token in rows of `sequence_length`, in the convention above."""
     span = sum(attention_span(sequence_length, shape.layer_window(i)) for i in range(shape.num_hidden_layers))
-    return 6 * matmul_params(shape) + 12 * shape.num_attention_heads * shape.head_dim * span
+    weights: float = matmul_params(shape)
+    queries: float = shape.num_attention_heads * shape.head_dim
+    if traced:
+        weights, queries = leaf("weights that a token meets", weights), leaf("query channels", queries)
+        span = leaf("tokens that a token sees, summed over the layers", span)
+    return 6 * weights + 12 * queries * span
 
 
 def kv_bytes_per_token(shape: Shape, bytes_per_element: float) -> float:
@@ -138,6 +145,13 @@ def mlp_matrix(shape: Shape, experts: int) -> int:
     if shape.num_experts:
         return shape.hidden_size * (shape.num_experts + experts * matrices * shape.moe_intermediate_size)
     return matrices * shape.hidden_size * shape.intermediate_size
+
+
+def active_mlp_width(shape: Shape) -> int:
+    """Return the MLP width that a token meets: in a mixture of experts, of all its chosen experts together."""
+    if shape.num_experts:
+        return shape.num_experts_per_tok * shape.moe_intermediate_size
+    return shape.intermediate_size
 
 
 def _mlp_bias(shape: Shape) -> int:

@@ -40,11 +40,6 @@ ITEMS = (
     "launches",
     "host",
 )
-ITEM_OF = {
-    "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
-    "weights": "traffic", "quantize": "quantize", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
-    "communication": "communication", "offload": "offload", "layers": "launches",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Rates:
     notes: tuple[str, ...] = ()
 
     def efficiency_of(self, spec: StepSpec) -> Efficiency:
-        """Of the step that does this spec."""
+        """Return the efficiencies of the execution that this step uses."""
         return self.fused if spec.fused else self.efficiency
 
     def corrected(self, compute: float, memory: float, delay: float) -> "Rates":
@@ -172,8 +167,7 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
     """Seconds of one optimiser step by item (`ITEMS`); the sum is the step."""
     seconds = dict.fromkeys(ITEMS, 0.0)
     for operator in step_operators(shape, spec):
-        item = "recompute" if operator.recompute else ITEM_OF[operator.group]
-        seconds[item] += operator_seconds(operator, rates, spec)
+        seconds[operator.item] += operator_seconds(operator, rates, spec)
     device = sum(seconds.values())
     seconds["host"] = together(device, host_seconds(shape, spec, rates.host), rates.host.overlap) - device
     return seconds

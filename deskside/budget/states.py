@@ -1,19 +1,19 @@
-"""Bytes of optimiser state: by format, and what of it stays on the GPU when it lies in the host's memory.
+"""Bytes of optimizer state by format, and the part that stays on the GPU when the state is offloaded to the host.
 
     bytes per weight     AdamW, two moments    Muon, one momentum
     float32                      8                     4
     bfloat16                     4                     2
     8bit                   2 + 8/256                   2 (bfloat16)
 
-Vectors (norms, biases) keep float32 state on the GPU: `optim/adamw.py` says why. The numbers of the streaming buffers
-are those of `optim/offload.py`; a test holds them equal.
+Vectors (norms, biases) keep float32 state on the GPU; `optim/adamw.py` explains why. BUFFERS and PIECE are those of
+`optim/offload.py`, which a test checks.
 """
 
 from dataclasses import dataclass
 
 from deskside.budget.adapters import adapter_params
-from deskside.budget.shape import Shape, block_matrices, num_params, root_params
-from deskside.budget.step_spec import StateFormat, StepSpec
+from deskside.budget.sizes import Sizes
+from deskside.budget.step_spec import StateFormat
 
 BUFFERS, PIECE = 3, 2**22
 ADAMW_STATE: dict[StateFormat, float] = {"float32": 8, "bfloat16": 4, "8bit": 2 + 8 / 256}
@@ -22,7 +22,7 @@ MUON_STATE: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2}
 
 @dataclass(frozen=True)
 class StateBytes:
-    """matrices: of block weights; tables: of embeddings and head; vectors: of everything else. Of one GPU."""
+    """Optimizer state of one GPU. matrices: of block weights; tables: of embeddings and head; vectors: the rest."""
 
     matrices: float
     tables: float
@@ -35,31 +35,32 @@ class StateBytes:
 
     @property
     def streamed(self) -> float:
-        """What travels up and down at each step when state is offloaded."""
+        """Bytes that travel to the host and back in each step when the state is offloaded."""
         return self.matrices + self.tables
 
     @property
     def buffers(self) -> float:
-        """What streaming holds on the GPU."""
+        """Bytes of the streaming buffers on the GPU."""
         return min(BUFFERS * PIECE * self.largest_per_weight, BUFFERS * self.streamed)
 
 
-def state_bytes(shape: Shape, spec: StepSpec) -> StateBytes:
-    """Of one GPU's optimiser. Adapters are matrices, and all that trains."""
-    if spec.adapter is not None:
-        each = ADAMW_STATE[spec.states]
-        return StateBytes(each * adapter_params(shape, spec.adapter), 0.0, 0.0, each)
-    shards = spec.gpus if spec.sharded else 1
-    matrices, tables = block_matrices(shape), root_params(shape)
-    vectors = num_params(shape) - matrices - tables
+def state_bytes(sizes: Sizes) -> StateBytes:
+    """Return the optimizer state of one GPU. Adapters are matrices, and nothing else is trained beside them."""
+    spec = sizes.spec
     adamw = ADAMW_STATE[spec.states]
+    if spec.adapter is not None:
+        trained = sizes.leaf("parameters of the adapters", adapter_params(sizes.shape, spec.adapter))
+        return StateBytes(adamw * trained, 0.0, 0.0, adamw)
     per_matrix = MUON_STATE[spec.states] if spec.optimizer == "muon" else adamw
     return StateBytes(
-        matrices * per_matrix / shards, tables * adamw / shards, 8 * vectors / shards, max(per_matrix, adamw)
+        matrices=per_matrix * sizes.block_weights / sizes.shards,
+        tables=adamw * sizes.root_weights / sizes.shards,
+        vectors=8 * sizes.leaf("weights of norms and biases", sizes.vectors) / sizes.shards,
+        largest_per_weight=sizes.leaf("bytes of a weight's state", max(per_matrix, adamw)),
     )
 
 
-def on_gpu(shape: Shape, spec: StepSpec) -> float:
-    """Bytes of optimiser state, or of the buffers in its place, that stay on one GPU."""
-    state = state_bytes(shape, spec)
-    return state.vectors + state.buffers if spec.offload_optimizer else state.total
+def on_gpu(sizes: Sizes) -> float:
+    """Return the bytes of optimizer state on one GPU, or of the buffers in its place if it is offloaded."""
+    state = state_bytes(sizes)
+    return state.vectors + state.buffers if sizes.spec.offload_optimizer else state.total

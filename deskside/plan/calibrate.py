@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from deskside.budget.host import HostTimes, device_part, host_seconds
-from deskside.budget.operators import step_operators
-from deskside.budget.speed import ITEM_OF, Rates, operator_seconds
+from deskside.budget.operators import ITEM_OF, Group, step_operators
+from deskside.budget.speed import Rates, operator_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu
@@ -216,7 +216,7 @@ def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, StepSpec]:
     return ModelConfig(**asked["model"]), spec
 
 
-def _column(group: str) -> int:
+def _column(group: Group) -> int:
     if group in ("matmul", "head", "attention", "optimizer_matmul"):
         return 0
     if group in ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic"):

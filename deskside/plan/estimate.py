@@ -1,7 +1,7 @@
-"""What one way of training costs: memory and speed of a setting, with their ranges.
+"""Memory and speed of one way of training, with their ranges.
 
-A setting is a model and everything about its optimiser step. It may have stages of sequence length; its memory is then
-that of the hungriest stage, and its speed the mean over the run. Ranges come from the calibration: narrow after a
+A setting is a model and everything about its optimizer step. It may have stages of sequence length: its memory is that
+of the stage that needs the most, and its speed the mean over the run. Ranges come from the calibration: narrow after a
 measurement on this card, wide without one.
 """
 
@@ -157,9 +157,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and speed of a setting on one card. memory: of the hungriest stage; memory_bytes: everything that must
-    be in the card's memory, the CUDA context included; step: seconds of a mean step by item; host_share: how much of a
-    change of the host's time changes the step's."""
+    """Memory and speed of a setting on one card.
+
+    memory: of the stage that needs the most; memory_bytes: everything that must be in the card's memory, the CUDA
+    context included; step: seconds of a mean step by item; host_share: how much of a change of the host's time changes
+    the step's.
+    """
 
     setting: Setting
     memory: Memory
@@ -201,7 +204,7 @@ class Estimate:
 
 def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estimate:
     """Memory and speed of a setting. capacity: bytes that the card has for programs."""
-    memory = hungriest(setting)
+    memory = peak_memory(setting)
     step = setting_seconds(setting, calibration.rates)
     speed = setting.tokens_per_step / sum(step.values())
     spread = speed_spread(setting, step, calibration)
@@ -244,10 +247,18 @@ def host_share(step: dict[str, float], calibration: Calibration) -> float:
     return 1.0 - ((total - step["host"]) / total) ** calibration.rates.host.overlap
 
 
-def hungriest(setting: Setting) -> Memory:
-    """Memory of the stage that needs most."""
-    found = [training_memory(shape, spec) for _, shape, spec in setting.step_specs()]
-    return max(found, key=lambda memory: memory.reserved)
+def peak_stage(setting: Setting) -> tuple[ModelConfig, StepSpec]:
+    """Return the model and the step of the stage that needs the most memory."""
+    stages = [(shape, spec) for _, shape, spec in setting.step_specs()]
+    return max(stages, key=lambda stage: training_memory(*stage).reserved)
+
+
+def peak_memory(setting: Setting) -> Memory:
+    """Return the memory of the stage that needs the most."""
+    return max(
+        (training_memory(shape, spec) for _, shape, spec in setting.step_specs()),
+        key=lambda memory: memory.reserved,
+    )
 
 
 def memory_range(memory: Memory, calibration: Calibration) -> Range:
@@ -289,7 +300,7 @@ def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Setting
         # Most that does not fit is seen at the last stage already; only what is left is looked at in all of them.
         if memory_range(training_memory(shape, spec), calibration)[1] > capacity:
             continue
-        _, expected, high = memory_range(hungriest(tried), calibration)
+        _, expected, high = memory_range(peak_memory(tried), calibration)
         if high <= capacity:
             return tried
         if tight is None and expected <= capacity:

@@ -1,77 +1,30 @@
 """`--explain ITEM`: the formula of one number of the plan, with this plan's numbers filled in, and its source.
 
-Every line is arithmetic that can be typed into a calculator: a test reads the filled-in text, computes it, and
-compares it with the number that the plan shows. Of a run with stages the last stage is shown, where rows are longest.
+Nothing is derived here. The functions that computed the plan run once more with `Term`s (`budget/terms.py`), which
+carry their formulas, and this module prints them. Every line is arithmetic that can be typed into a calculator, and a
+test does that. A run with stages is explained by its last stage, where rows are longest.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deskside.budget.loss import EXCESS, REPEATS, effective_tokens
-from deskside.budget.shape import matmul_params
-from deskside.plan import explain_memory, explain_speed
-from deskside.plan.candidates import muon_advantage, pretrain_seconds, setup_seconds
+from deskside.budget.host import host_seconds, together
+from deskside.budget.loss import expected_bpb
+from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
+from deskside.budget.operators import Operator, step_operators
+from deskside.budget.shape import flops_per_token, matmul_params
+from deskside.budget.speed import Rates, operator_seconds, step_seconds
+from deskside.budget.terms import Line, explained, leaf, traced
+from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import MEMORY_SOURCE, Estimate
-from deskside.plan.formula import Line, plain
+from deskside.plan.estimate import MEMORY_SOURCE, Estimate, peak_stage
 from deskside.plan.result import Plan, PlannedBand
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, gib, number
 
-
-@dataclass(frozen=True)
-class Explanation:
-    """lines: formula, numbers, value; source: measured, modelled or published, and from what."""
-
-    item: str
-    of: str
-    lines: tuple[Line, ...]
-    source: str
-
-    def text(self) -> str:
-        """For a person."""
-        shown = [f"{self.item} of {self.of}"]
-        for line in self.lines:
-            shown.append(f"  {line.what} = {line.formula}")
-            shown += [f"    = {line.filled}"] if line.filled != line.formula else []
-            shown.append(f"    = {_value(line)}")
-        return "\n".join([*shown, f"source: {self.source}"])
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "item": self.item,
-            "of": self.of,
-            "lines": [
-                {
-                    "what": line.what,
-                    "formula": line.formula,
-                    "filled": line.filled,
-                    "value": line.value,
-                    "unit": line.unit,
-                }
-                for line in self.lines
-            ],
-            "source": self.source,
-        }
-
-
-def explain(plan: Plan, item: str) -> Explanation:
-    """One item of the recommended band (or of the run as it was asked for). Raises UsageError for one that is none."""
-    known = _items(plan)
-    wanted = item.strip().lower()
-    if wanted not in known:
-        by_last = [name for name in known if name.split(".")[-1] == wanted]
-        if len(by_last) != 1:
-            raise UsageError(f"--explain: {item} is none of {', '.join(known)}; --explain list lists them")
-        wanted = by_last[0]
-    lines, source = known[wanted]()
-    of = plan.best.name if plan.best else "the run as it was asked for"
-    return Explanation(wanted, f"{of}, {plan.request.card.name}", tuple(lines), source)
-
-
-# What an item is, by its name or, for "part.name", its part.
+UNITS = {"matmul": "FLOP", "head": "FLOP", "optimizer_matmul": "FLOP", "attention": "FLOP", "layers": "times"}
+# What an item is, by its name or, for "part.name", by its part.
 DESCRIPTIONS = {
     "memory.weights": "float32 weights",
     "memory.optimizer": "optimizer states",
@@ -79,7 +32,7 @@ DESCRIPTIONS = {
     "memory.copies": "weights in the format of the products",
     "memory.activations": "what the forward pass keeps for the backward",
     "memory.logits": "logits and their gradient, one chunk",
-    "memory.workspace": "largest buffers that live for a moment",
+    "memory.workspace": "largest temporary buffers",
     "memory.needed": "everything on the card, fragmentation and context included",
     "memory.capacity": "memory that programs can use",
     "memory": "part of the peak",
@@ -95,102 +48,201 @@ DESCRIPTIONS = {
     "speed.launches": "tails of small kernels",
     "speed.host": "waiting for the host to launch kernels",
     "speed.tokens_per_second": "speed and its range",
-    "speed.mfu": "model FLOPs utilisation",
+    "speed.mfu": "model FLOPs utilization",
     "speed.flops_per_token": "training FLOPs of a token",
     "speed": "part of a step",
-    "tokens": "tokens that the budget comes to",
+    "tokens": "tokens that the budget allows",
     "loss": "expected bits per byte",
     "cost.kwh": "energy at the wall",
     "cost.electricity": "price of that energy",
     "cost.rent": "price of renting instead",
     "cost.own": "hours until buying is cheaper than renting",
 }
+Explainer = Callable[[], tuple[list[Line], str]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """lines: formula, numbers, value; source: measured, modelled or published, and on what basis."""
+
+    item: str
+    of: str
+    lines: tuple[Line, ...]
+    source: str
+
+    def text(self) -> str:
+        """Return the explanation as text."""
+        shown = [f"{self.item} of {self.of}"]
+        for line in self.lines:
+            shown.append(f"  {line.what} = {line.formula}")
+            shown += [f"    = {line.filled}"] if line.filled != line.formula else []
+            shown.append(f"    = {_value(line)}")
+        return "\n".join([*shown, f"source: {self.source}"])
+
+    def to_json(self) -> dict[str, Any]:
+        lines = [asdict(line) for line in self.lines]
+        return {"item": self.item, "of": self.of, "lines": lines, "source": self.source}
+
+
+def explain(plan: Plan, item: str) -> Explanation:
+    """Explain one item of the recommended band, or of the run as it was asked for. Raises UsageError for an unknown
+    item."""
+    known = _items(plan)
+    wanted = item.strip().lower()
+    if wanted not in known:
+        by_last = [name for name in known if name.split(".")[-1] == wanted]
+        if len(by_last) != 1:
+            raise UsageError(f"--explain: {item} is none of {', '.join(known)}; --explain list lists them")
+        wanted = by_last[0]
+    lines, source = known[wanted]()
+    of = plan.best.name if plan.best else "the run as it was asked for"
+    return Explanation(wanted, f"{of}, {plan.request.card.name}", tuple(lines), source)
 
 
 def descriptions(plan: Plan) -> dict[str, str]:
-    """Return what each item that can be explained of this plan is."""
+    """Return a description of every item of this plan that can be explained."""
     return {name: DESCRIPTIONS.get(name) or DESCRIPTIONS[name.split(".")[0]] for name in _items(plan)}
-
-
-def items(plan: Plan) -> list[str]:
-    """What can be explained of this plan."""
-    return list(_items(plan))
-
-
-Explainer = Callable[[], tuple[list[Line], str]]
 
 
 def _items(plan: Plan) -> dict[str, Explainer]:
     found: dict[str, Explainer] = {}
-    shown, best = plan.shown, plan.best
-    calibration = plan.request.calibration
+    shown, best, calibration = plan.shown, plan.best, plan.request.calibration
     speed_source = f"modelled, with rates {calibration.source}: {calibration.basis}"
     if shown is not None:
         for name in shown.memory.items:
-            found[f"memory.{name}"] = lambda name=name: (  # type: ignore[misc]
-                explain_memory.lines(plan.request, shown, name),
-                MEMORY_SOURCE,
-            )
-        found["memory.needed"] = lambda: (explain_memory.needed(plan.request, shown), MEMORY_SOURCE)
-        found["memory.capacity"] = lambda: (_capacity(plan, shown), plan.request.card.memory_source)
+            found[f"memory.{name}"] = lambda name=name: (_memory(shown, name), MEMORY_SOURCE)  # type: ignore[misc]
+        found["memory.needed"] = lambda: (_needed(plan, shown), MEMORY_SOURCE)
+        found["memory.capacity"] = lambda: (
+            explained("capacity", leaf("memory that programs can use", shown.capacity), "bytes"),
+            plan.request.card.memory_source,
+        )
         for name in shown.step:
-            found[f"speed.{name}"] = lambda name=name: (  # type: ignore[misc]
-                explain_speed.lines(plan.request, shown, name),
-                speed_source,
-            )
-        found["speed.tokens_per_second"] = lambda: (_rate(plan, shown), speed_source)
+            found[f"speed.{name}"] = lambda name=name: (_speed(plan, shown, name), speed_source)  # type: ignore[misc]
+        found["speed.tokens_per_second"] = lambda: (_tokens_per_second(shown), speed_source)
         found["speed.mfu"] = lambda: (_mfu(plan, shown), f"{speed_source}; peak: data sheet")
         found["speed.flops_per_token"] = lambda: (
-            explain_speed.flops_per_token_lines(shown),
+            _flops_per_token(shown),
             "arithmetic on the shape, by the convention of budget/shape.py",
         )
     if best is not None:
         found["tokens"] = lambda: (_tokens(plan, best), speed_source)
         if plan.request.pretrains:
             found["loss"] = lambda: (_loss(plan, best), plan.request.law.source)
-        found |= _cost_items(plan, best.cost)
+        found |= _costs(plan, best.cost)
     return found
 
 
-def _capacity(plan: Plan, shown: Estimate) -> list[Line]:
-    return [Line("capacity", "memory that programs can use", plain(shown.capacity), shown.capacity, "bytes")]
+def _memory(shown: Estimate, item: str) -> list[Line]:
+    shape, spec = peak_stage(shown.setting)
+    return explain_memory(shape, spec, shown.memory.instant, item)
 
 
-def _rate(plan: Plan, shown: Estimate) -> list[Line]:
-    seconds = [value for value in shown.step.values() if value > 0]
-    spread = shown.speed_spread
-    _, expected, _ = shown.tokens_per_second
+def _needed(plan: Plan, shown: Estimate) -> list[Line]:
+    """From the peak of allocated bytes to the bytes that the card must have."""
+    calibration, peak = plan.request.calibration, shown.memory
+    allocated = sum(leaf(name, size) for name, size in peak.items.items() if size)
+    reserved = leaf("reserved", peak.reserved)
+    context = leaf("CUDA context", calibration.overhead_bytes)
+    spread = leaf("spread", calibration.memory_spread)
+    fragments = leaf("allocated", peak.allocated) * (1 + RESERVED_SHARE) + RESERVED_BYTES
     return [
-        Line(
-            "step",
-            " + ".join(k for k, v in shown.step.items() if v > 0),
-            seconds,
-            shown.step_seconds,
-            "s",
-            " + ",
-        ),
-        Line(
-            "tokens/s",
-            "tokens per step / step",
-            [shown.setting.tokens_per_step, shown.step_seconds],
-            expected,
-            "tokens/s",
-            " / ",
-        ),
-        Line(
-            "low",
-            "tokens/s x (1 - spread)",
-            f"{plain(expected)} x (1 - {plain(spread)})",
-            shown.tokens_per_second[0],
-            "tokens/s",
-        ),
-        Line(
-            "high",
-            "tokens/s x (1 + spread)",
-            f"{plain(expected)} x (1 + {plain(spread)})",
-            shown.tokens_per_second[2],
-            "tokens/s",
-        ),
+        *explained("peak allocated", allocated, "bytes"),
+        replace(explained("reserved", fragments, "bytes")[-1], value=peak.reserved),
+        *explained("needed", reserved + context, "bytes"),
+        *explained("low", reserved * (1 - spread) + context, "bytes"),
+        *explained("high", reserved * (1 + spread) + context, "bytes"),
+        *explained("capacity", leaf(gib(shown.capacity), shown.capacity), "bytes"),
+    ]
+
+
+def _speed(plan: Plan, shown: Estimate, item: str) -> list[Line]:
+    """The operators of an item: their amount, and what the device does per second. Then the mean over the stages."""
+    rates = plan.request.calibration.rates
+    if item == "host":
+        return _host(rates, shown)
+    stages = list(shown.setting.step_specs())
+    _, shape, spec = stages[-1]
+    named_rates = _traced_rates(rates)
+    lines: list[Line] = []
+    times: list[float] = []
+    for operator in step_operators(shape, spec, traced=True):
+        if operator.item != item or not operator.amount:
+            continue
+        unit = UNITS.get(operator.group, "bytes")
+        lines += explained(_label(operator), operator.amount, unit)
+        priced = replace(operator, amount=leaf(unit, operator.amount))
+        lines += explained("  takes", operator_seconds(priced, named_rates, spec), "s")
+        times.append(leaf(operator.name, lines[-1].value))
+    if not times:
+        return explained(item, 0.0, "s", nothing="nothing of this kind in this run")
+    if len(stages) == 1:
+        return [*lines, *explained(item, sum(times), "s")]
+    lines += explained(f"{item}, last stage", sum(times), "s")
+    mean = sum(
+        leaf("share", stage.share) * leaf("seconds of the stage", step_seconds(s, w, rates)[item])
+        for stage, s, w in stages
+    )
+    return [*lines, *explained(item, mean, "s")]
+
+
+def _host(rates: Rates, shown: Estimate) -> list[Line]:
+    """Time that the device waits for the host (`budget/host.py`), stage by stage."""
+    lines: list[Line] = []
+    mean: float = 0.0
+    for stage, shape, spec in shown.setting.step_specs():
+        host = host_seconds(shape, spec, traced(rates.host, factor="this host relative to the reference"))
+        if not host:
+            continue
+        lines += explained(f"host, rows of {stage.sequence_length}", host, "s")
+        busy = sum(s for name, s in step_seconds(shape, spec, rates).items() if name != "host")
+        device, overlap = leaf("device", busy), leaf("p", rates.host.overlap)
+        lines += explained("  waited for", together(device, leaf("host", host), overlap) - device, "s")
+        mean = mean + leaf("share", stage.share) * leaf("waited for", lines[-1].value)
+    if not lines:
+        return explained("host", 0.0, "s", nothing="the device is not known to wait for the host here")
+    return [*lines, *explained("host", mean, "s")]
+
+
+def _traced_rates(rates: Rates) -> Rates:
+    found: Rates = traced(
+        rates,
+        matmul_flops="large matmul rate",
+        low_precision_flops="large FP8 rate",
+        fp4_flops="large NVFP4 rate",
+        single_flops="FP32 rate",
+        link_bandwidth="bandwidth between GPUs",
+        host_bandwidth="bandwidth to the host, each way",
+        compute="correction",
+        memory="correction",
+        delay="correction",
+    )
+    names = dict.fromkeys(vars(rates.efficiency), "efficiency")
+    names |= {
+        "layer_seconds": "delay of a layer",
+        "low_precision": "low-precision share",
+        "rowwise": "row-wise share",
+        "windowed": "window share",
+        "muon_width": "width of half efficiency",
+    }
+    return replace(found, efficiency=traced(rates.efficiency, **names), fused=traced(rates.fused, **names))
+
+
+def _label(operator: Operator) -> str:
+    """Return an operator's name, with the format of a product of a quantized run."""
+    low = operator.runs_as not in ("fp32", "bf16") or operator.share < 1
+    return f"{operator.name}, {operator.runs_as}" if low and operator.group != "quantize" else operator.name
+
+
+def _tokens_per_second(shown: Estimate) -> list[Line]:
+    low, expected, high = shown.tokens_per_second
+    step = sum(leaf(name, seconds) for name, seconds in shown.step.items() if seconds > 0)
+    rate, spread = leaf("tokens/s", expected), leaf("spread", shown.speed_spread)
+    per_step = leaf("tokens per step", shown.setting.tokens_per_step) / leaf("step", shown.step_seconds)
+    return [
+        *explained("step", step, "s"),
+        replace(explained("tokens/s", per_step, "tokens/s")[0], value=expected),
+        replace(explained("low", rate * (1 - spread), "tokens/s")[0], value=low),
+        replace(explained("high", rate * (1 + spread), "tokens/s")[0], value=high),
     ]
 
 
@@ -198,141 +250,84 @@ def _mfu(plan: Plan, shown: Estimate) -> list[Line]:
     gpu = plan.request.card.gpu
     if gpu is None:
         raise UsageError(f"--explain: {plan.request.card.name} has no data sheet here to compare with")
-    values = [shown.setting.flops_per_token, shown.tokens_per_second[1]]
-    value = values[0] * values[1] / plan.request.gpus / gpu.bf16_flops
-    filled = f"{plain(values[0])} x {plain(values[1])} / {plan.request.gpus} / {plain(gpu.bf16_flops)}"
-    return [Line("utilisation", "FLOPs per token x tokens/s / GPUs / peak", filled, value, "")]
+    flops = leaf("FLOPs per token", shown.setting.flops_per_token)
+    per_gpu = flops * leaf("tokens/s", shown.tokens_per_second[1]) / leaf("GPUs", plan.request.gpus)
+    return explained("utilization", per_gpu / leaf("peak", gpu.bf16_flops), "")
+
+
+def _flops_per_token(shown: Estimate) -> list[Line]:
+    *_, (stage, shape, spec) = shown.setting.step_specs()
+    value = flops_per_token(shape, spec.sequence_length, traced=True)
+    if stage.share == 1:
+        return explained("FLOPs per token", value, "FLOP")
+    mean = leaf("mean over the stages", shown.setting.flops_per_token)
+    return [*explained("last stage", value, "FLOP"), *explained("FLOPs per token", mean, "FLOP")]
 
 
 def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
-    seconds, rate = pretrain_seconds(plan.request), best.estimate.tokens_per_second[1]
-    tokens = best.candidate.tokens[1]
-    request = plan.request
+    request, tokens = plan.request, best.candidate.tokens[1]
+    budget, seconds = request.budget, pretrain_seconds(request)
     if seconds is not None:
-        setup, lines = setup_seconds(request), []
-        if request.pretrain_seconds is None and request.budget is not None:
-            filled = f"{plain(request.budget.value)} x 3600 x {plain(request.split.pretraining)}"
-            lines = [Line("pretraining", "hours x 3600 x share", filled, seconds, "s")]
-        filled = f"({plain(seconds)} - {plain(setup)}) x {plain(rate)}"
-        return [*lines, Line("tokens", "(pretraining - set-up) x tokens/s", filled, tokens, "tokens")]
-    budget = request.budget
+        lines = []
+        if request.pretrain_seconds is None and budget is not None:
+            share = leaf("share of pretraining", request.split.pretraining)
+            lines = explained("pretraining", leaf("hours", budget.value) * 3600 * share, "s")
+        training = leaf("pretraining", seconds) - leaf("set-up", setup_seconds(request))
+        rate = leaf("tokens/s", best.estimate.tokens_per_second[1])
+        return [*lines, *explained("tokens", training * rate, "tokens")]
     if budget is not None and budget.kind == "flops":
-        per_token = best.estimate.setting.flops_per_token
-        return [Line("tokens", "FLOPs / FLOPs per token", [budget.value, per_token], tokens, "tokens", " / ")]
-    if budget is not None and budget.kind == "tokens":
-        return [Line("tokens", "as given", plain(tokens), tokens, "tokens")]
-    law, weights = request.law, best.candidate.weights
+        per_token = leaf("FLOPs per token", best.estimate.setting.flops_per_token)
+        return explained("tokens", leaf("FLOPs", budget.value) / per_token, "tokens")
     if budget is not None:
-        return [Line("tokens", "where the loss below is reached", plain(tokens), tokens, "tokens")]
-    alpha, beta, A, B = (plain(value) for value in (law.alpha, law.beta, law.A, law.B))
-    filled = f"({beta} x {B} x {plain(weights)} ^ {alpha} / ({alpha} x {A})) ^ (1 / {beta})"
-    return [Line("tokens", "(beta B N^alpha / (alpha A))^(1 / beta)", filled, tokens, "tokens")]
+        known = "as given" if budget.kind == "tokens" else "where the loss below is reached"
+        return explained("tokens", leaf(known, tokens), "tokens")
+    return explained(
+        "tokens", optimal_tokens(traced(request.law), leaf("N", best.candidate.weights)), "tokens"
+    )
 
 
 def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
-    request, law, setting = plan.request, plan.request.law, best.candidate.setting
-    tokens, weights = best.candidate.tokens[1], matmul_params(setting.model)
-    lines, worth = [], tokens
+    setting, weights = best.candidate.setting, matmul_params(best.candidate.setting.model)
+    tokens: float = leaf("tokens", best.candidate.tokens[1])
     if setting.optimizer == "adamw":
-        worth = tokens / muon_advantage(weights)
-        filled = [tokens, muon_advantage(weights)]
-        lines.append(
-            Line("tokens'", "tokens / Muon's advantage (arXiv 2509.02046)", filled, worth, "tokens", " / ")
-        )
-    unique = worth if request.unique_tokens is None else min(worth, request.unique_tokens)
-    once = effective_tokens(worth, request.unique_tokens)
-    if once != worth:
-        what = "what repeated tokens are worth (form of Muennighoff et al. 2023, rate of our own runs)"
-        lines.append(Line("tokens'", what, _diminishing(worth, unique, REPEATS), once, "tokens"))
-    counted = law.effective_params(weights, worth, request.unique_tokens)
-    if counted < weights:
-        enough = min(weights, law.best_params(unique))
-        what = f"N, less what is in excess of the {plain(enough)} that are optimal for this much text"
-        lines.append(Line("N'", what, _diminishing(weights, enough, EXCESS), counted, "weights"))
-    E, offset, A, B, alpha, beta = (
-        plain(value) for value in (law.E, law.offset, law.A, law.B, law.alpha, law.beta)
-    )
-    filled_law = f"{E} + {offset} + {A} / {plain(counted)} ^ {alpha} + {B} / {plain(once)} ^ {beta}"
-    low, expected, high = best.loss
-    return [
-        *lines,
-        Line(
-            "bits per byte",
-            "E + offset + A / N'^alpha + B / tokens'^beta",
-            filled_law,
-            expected,
-            "bits per byte",
+        tokens = tokens / leaf("Muon's advantage (arXiv 2509.02046)", muon_advantage(weights))
+    law = traced(plan.request.law, offset="offset", low="low factor", high="high factor")
+    unique = plan.request.unique_tokens
+    lines: dict[Line, None] = {}
+    for name, value in zip(
+        ("low", "expected", "high"),
+        expected_bpb(
+            law, leaf("N", weights), tokens, None if unique is None else leaf("unique tokens", unique)
         ),
-        Line(
-            "low",
-            "expected x low factor",
-            f"{plain(expected)} x {plain(low / expected)}",
-            low,
-            "bits per byte",
-        ),
-        Line(
-            "high",
-            "expected x high factor",
-            f"{plain(expected)} x {plain(high / expected)}",
-            high,
-            "bits per byte",
-        ),
-    ]
+        strict=True,
+    ):
+        lines |= dict.fromkeys(explained(name, value, "bits per byte"))
+    return list(lines)
 
 
-def _diminishing(value: float, enough: float, most: float) -> str:
-    """enough x (1 + most x (1 - exp(-(value / enough - 1) / most))), with numbers."""
-    inside = f"-({plain(value)} / {plain(enough)} - 1) / {plain(most)}"
-    return f"{plain(enough)} x (1 + {plain(most)} x (1 - {math.e:.9f} ^ ({inside})))"
-
-
-def _cost_items(plan: Plan, cost: Cost) -> dict[str, Explainer]:
+def _costs(plan: Plan, cost: Cost) -> dict[str, Explainer]:
     found: dict[str, Explainer] = {}
-    hours = cost.hours[1]
+    hours, gpus = leaf("hours", cost.hours[1]), leaf("GPUs", plan.request.gpus)
+
+    def add(item: str, what: str, value: float, unit: str, source: str) -> None:
+        found[f"cost.{item}"] = lambda: (explained(what, value, unit), source)
+
     if cost.energy is not None and cost.wall is not None:
-        energy, wall = cost.energy, cost.wall
-        filled = f"{plain(wall.expected)} x {plain(hours)} / 1000"
-        found["cost.kwh"] = lambda: (
-            [Line("kWh", "watts at the wall x hours / 1000", filled, energy.expected, "kWh")],
-            f"{wall.source}: {wall.basis}",
-        )
+        kwh = leaf("watts at the wall", cost.wall.expected) * hours / 1000
+        add("kwh", "kWh", kwh, "kWh", f"{cost.wall.source}: {cost.wall.basis}")
     if cost.electricity is not None and cost.energy is not None:
-        money, kwh = cost.electricity, cost.energy.expected
-        found["cost.electricity"] = lambda: (
-            [Line("electricity", "kWh x price", [kwh, money.price], money.amount[1], "USD", " x ")],
-            f"price {money.source}",
-        )
+        price = leaf("kWh", cost.energy.expected) * leaf("price", cost.electricity.price)
+        add("electricity", "electricity", price, "USD", f"price {cost.electricity.source}")
     if cost.rent is not None:
-        rent = cost.rent
-        found["cost.rent"] = lambda: (
-            [
-                Line(
-                    "renting",
-                    "hours x GPUs x price",
-                    [hours, plan.request.gpus, rent.price],
-                    rent.amount[1],
-                    "USD",
-                    " x ",
-                )
-            ],
-            f"price {rent.source}",
+        rent = hours * gpus * leaf("price", cost.rent.price)
+        add("rent", "renting", rent, "USD", f"price {cost.rent.source}")
+    own, gpu = cost.own, plan.request.card.gpu
+    if own is not None and own.break_even_hours is not None and gpu is not None:
+        bought = leaf("price of a card", gpu.msrp_usd or 0.0) * gpus
+        saved = leaf("rent per hour", own.rent_per_hour) - leaf(
+            "electricity per hour", own.electricity_per_hour
         )
-    if cost.own is not None and cost.own.break_even_hours is not None:
-        own, gpu = cost.own, plan.request.card.gpu
-        price = (gpu.msrp_usd or 0.0) * plan.request.gpus if gpu else 0.0
-        filled_own = f"{plain(price)} / ({plain(own.rent_per_hour)} - {plain(own.electricity_per_hour)})"
-        found["cost.own"] = lambda: (
-            [
-                Line(
-                    "hours to break even",
-                    "price of the cards / (rent per hour - electricity per hour)",
-                    filled_own,
-                    own.break_even_hours or 0.0,
-                    "h",
-                )
-            ],
-            cost.own_basis,
-        )
+        add("own", "hours to break even", bought / saved, "h", cost.own_basis)
     return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.shape import num_params
+from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
 from deskside.budget.step_spec import Checkpointing, StateFormat
 from deskside.config import presets
@@ -130,7 +131,7 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
     for lean in lighter(asked):
         if lean.offload_optimizer:
             *_, (_, shape, spec) = lean.step_specs()
-            held = gib(state_bytes(shape, spec).streamed)
+            held = gib(state_bytes(Sizes(shape, spec)).streamed)
             kept = "" if lean.states == asked.states else f", in {FORMATS[lean.states]}"
             yield (
                 f"optimizer states in the host's memory{kept}",

@@ -18,6 +18,7 @@ from deskside.budget.adapters import adapter_params, frozen_bytes, joined_bytes,
 from deskside.budget.memory import LIBRARIES, instants, training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices
+from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
@@ -70,8 +71,9 @@ def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[
     initialize(model, 0)
     attach(model, AdapterConfig(rank=8, base=format), 0)
     assert trained_parameters(model) == adapter_params(shape, adapter)
+    sizes = Sizes(shape, StepSpec(64, 64, 64, adapter=adapter))
     live = stored_bytes(model) - sum(t.nbytes for t in (model.rope_cos, model.rope_sin) if t is not None)
-    assert live == pytest.approx(frozen_bytes(shape, adapter) + 4 * adapter_params(shape, adapter), rel=2e-4)
+    assert live == pytest.approx(frozen_bytes(sizes, adapter) + 4 * adapter_params(shape, adapter), rel=2e-4)
 
 
 def test_bits_per_weight() -> None:

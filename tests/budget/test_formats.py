@@ -18,6 +18,7 @@ from deskside.budget.formats import (
     weight_copies,
 )
 from deskside.budget.operators import step_operators, values_quantized
+from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
@@ -110,7 +111,7 @@ def test_formats_change_where_products_run_and_not_how_many(precision, checkpoin
 
 def test_values_quantized_by_hand() -> None:
     """A token of one block: 768 into qkv, 768 into the output, 768 into gate-up, 2048 into down; the same four out."""
-    entering, gradients = values_quantized(ModelConfig(num_hidden_layers=1), 1.0)
+    entering, gradients = values_quantized(Sizes(ModelConfig(num_hidden_layers=1), StepSpec(1, 1, 1)))
     assert entering == 768 + 768 + 768 + 2048
     assert gradients == (768 + 2 * 192) + 768 + 2 * 2048 + 768
 

@@ -13,7 +13,6 @@ from deskside.budget.memory import (
     LIBRARIES,
     Memory,
     instants,
-    largest_micro_tokens,
     training_memory,
 )
 from deskside.budget.shape import block_matrices, num_params
@@ -212,17 +211,6 @@ def test_the_peak_moves_with_the_work() -> None:
         ModelConfig(vocab_size=256, hidden_size=768, num_hidden_layers=24), 128, loss_chunk_tokens=128
     )
     assert small.instant == "update"
-
-
-def test_the_largest_micro_batch_fits_and_its_double_does_not() -> None:
-    def needed(tokens: int) -> Memory:
-        return memory(ModelConfig(), tokens)
-
-    free = 20 * 2**30
-    tokens = largest_micro_tokens(needed, 2048, free)
-    assert tokens % 2048 == 0
-    assert needed(tokens).allocated * 1.1 <= free < needed(2 * tokens).allocated * 1.1
-    assert largest_micro_tokens(needed, 2048, 1) == 2048
 
 
 @pytest.mark.parametrize(

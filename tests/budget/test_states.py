@@ -7,6 +7,7 @@ import pytest
 from deskside.budget.memory import training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices, num_params, root_params
+from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.states import BUFFERS, PIECE, on_gpu, state_bytes
 from deskside.budget.step_spec import StepSpec
@@ -24,7 +25,7 @@ STATES = ["float32", "bfloat16", "8bit"]
 OPTIMIZERS = ["adamw", "muon"]
 
 
-def work(optimizer: Any = "adamw", states: Any = "float32", **options: Any) -> StepSpec:
+def spec(optimizer: Any = "adamw", states: Any = "float32", **options: Any) -> StepSpec:
     return StepSpec(128, 512, 512, optimizer=optimizer, states=states, **options)
 
 
@@ -40,34 +41,42 @@ def test_bytes_are_those_of_a_real_optimizer(optimizer: str, states: str) -> Non
     real = build(Transformer(SHAPE), config, Scaling(1.0, 1.0, 1.0))
     real.create_state()
     tensors = {key: t.nbytes for key, t in real.state_dict_flat()[0].items() if not key.startswith("step/")}
-    assert state_bytes(SHAPE, work(optimizer, states)).total == pytest.approx(sum(tensors.values()), rel=1e-4)
-    assert on_gpu(SHAPE, work(optimizer, states)) == state_bytes(SHAPE, work(optimizer, states)).total
+    assert state_bytes(Sizes(SHAPE, spec(optimizer, states))).total == pytest.approx(
+        sum(tensors.values()), rel=1e-4
+    )
+    assert (
+        on_gpu(Sizes(SHAPE, spec(optimizer, states)))
+        == state_bytes(Sizes(SHAPE, spec(optimizer, states))).total
+    )
 
 
 def test_the_buffers_are_those_of_the_optimizer() -> None:
     assert (BUFFERS, PIECE) == (offload.BUFFERS, offload.PIECE)
     large = ModelConfig()
     for states, per_weight in (("float32", 8), ("bfloat16", 4), ("8bit", 2 + 8 / 256)):
-        found = state_bytes(large, work("adamw", states))
+        found = state_bytes(Sizes(large, spec("adamw", states)))
         assert found.buffers == 3 * 2**22 * per_weight
-        assert on_gpu(large, work("adamw", states, offload_optimizer=True)) == found.buffers + found.vectors
+        assert (
+            on_gpu(Sizes(large, spec("adamw", states, offload_optimizer=True)))
+            == found.buffers + found.vectors
+        )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_peak_and_the_time_follow(optimizer: str) -> None:
     shape, rates = ModelConfig(), Rates(matmul_flops=700e12, bandwidth=4e12)
-    plain = work(optimizer)
+    plain = spec(optimizer)
     matrices, tables = block_matrices(shape), root_params(shape)
     peak = training_memory(shape, plain).items["optimizer"]
     assert peak == pytest.approx(
         (8 if optimizer == "adamw" else 4) * matrices + 8 * (num_params(shape) - matrices)
     )
     for states in STATES[1:]:
-        small = work(optimizer, states)
+        small = spec(optimizer, states)
         assert training_memory(shape, small).items["optimizer"] < 0.53 * peak
         assert step_seconds(shape, small, rates)["optimizer"] < step_seconds(shape, plain, rates)["optimizer"]
         assert step_seconds(shape, small, rates)["offload"] == 0
-        streamed = work(optimizer, states, offload_optimizer=True)
+        streamed = spec(optimizer, states, offload_optimizer=True)
         each = {"adamw": {"bfloat16": 4, "8bit": 2.03125}, "muon": {"bfloat16": 2, "8bit": 2}}[optimizer][
             states
         ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deskside.budget.loss import LAW, expected_bpb, tokens_for
+from deskside.budget.loss import LAW, expected_bpb
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import matmul_params
 from deskside.budget.speed import tokens_per_second
@@ -157,8 +157,7 @@ def test_a_loss_is_reached_in_the_least_time(loss: float) -> None:
     for other in found.values():
         assert other.seconds[1] >= best.candidate.seconds[1] - 1e-6
         if other.setting.optimizer == "muon":
-            needed = tokens_for(request.law, other.weights, loss)
-            assert needed is not None and other.tokens[1] == pytest.approx(needed, rel=1e-3)
+            assert request.law.at(other.weights, other.tokens[1]) == pytest.approx(loss, rel=1e-3)
 
 
 def test_a_loss_bands_ends_are_the_ends_of_the_law() -> None:

@@ -205,8 +205,8 @@ def test_the_range_of_an_unknown_architecture_holds_when_one_is_left_out() -> No
 
 def fused(spec: Row, rates: Rates, launch: float | None) -> Row:
     """A point of the hand-written step, with the seconds that launching took."""
-    spec = work_of(spec, None, {"compile": "fused"})
-    step = sum(step_seconds(shape_of(spec), spec, rates).values())
+    step_spec = work_of(spec, None, {"compile": "fused"})
+    step = sum(step_seconds(shape_of(spec), step_spec, rates).values())
     found = point(spec, rates, launch_seconds=launch, compile="fused")
     found["result"]["step_seconds"] = {"median": step, "p10": step, "p90": step}
     return found

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deskside.plan.explain import explain, items
+from deskside.plan.explain import descriptions, explain
 from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
 from deskside.plan.result import Plan
@@ -135,7 +135,7 @@ def computed(filled: str) -> float:
 @pytest.mark.parametrize("name", PLANS)
 def test_every_line_comes_to_its_value(name: str) -> None:
     plan = PLANS[name]
-    for item in items(plan):
+    for item in descriptions(plan):
         for line in explain(plan, item).lines:
             assert computed(line.filled) == pytest.approx(line.value, rel=2e-4, abs=1e-9), (item, line.what)
 
@@ -204,5 +204,5 @@ def test_an_unknown_item_lists_the_known_ones() -> None:
 
 def test_of_a_real_card(tmp_path: Any) -> None:
     plan = make_plan(ask(gpu="rtx3090", hours=24, probes=str(tmp_path)))
-    for item in items(plan):
+    for item in descriptions(plan):
         assert explain(plan, item).source

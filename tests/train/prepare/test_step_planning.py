@@ -9,7 +9,7 @@ from deskside.budget.formats import LowKind, Precision
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config import merge
-from deskside.plan.estimate import hungriest, of_config
+from deskside.plan.estimate import of_config, peak_memory
 from deskside.train.prepare.step_planning import modelled_memory_gib
 
 ROWS = 1024
@@ -54,7 +54,7 @@ def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any
     native: frozenset[LowKind] = frozenset({"fp8"})
     setting = replace(of_config(config, 1, cast("Precision", name), native=native), micro_tokens=ROWS)
     assert modelled_memory_gib(config, ROWS, name, "fused", native=True) == pytest.approx(
-        hungriest(setting).allocated / 2**30, rel=1e-12
+        peak_memory(setting).allocated / 2**30, rel=1e-12
     )
 
 

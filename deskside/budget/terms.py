@@ -1,0 +1,154 @@
+"""Numbers that remember the formula they came from, so that a formula is written once and can be printed.
+
+`budget/` computes memory and time with ordinary arithmetic. Called with plain numbers, a formula costs what it looks
+like; the planner's search does that thousands of times. Called with `Term`s, it returns the same value and carries two
+texts along: the formula in words, and the formula with the numbers filled in. `deskside plan --explain` prints both:
+
+    >>> parameters, shards = leaf("parameters", 124_000_000), leaf("shards", 4)
+    >>> bytes = 4 * parameters / shards
+    >>> bytes.formula, bytes.filled
+    ('4 x parameters / shards', '4 x 124,000,000 / 4')
+
+A long formula reads better in steps. `named` gives an intermediate result a name: what uses it shows the name, and its
+own formula becomes a line before it.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+SUM, PRODUCT, POWER, ATOM = range(4)  # precedence of a formula's outermost operator
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of arithmetic: what = formula = filled = value [unit]."""
+
+    what: str
+    formula: str
+    filled: str
+    value: float
+    unit: str
+
+
+class Term(float):
+    """A float with its formula in words, its formula in numbers, and the lines of the intermediate results it uses."""
+
+    formula: str
+    filled: str
+    precedence: int
+    steps: tuple[Line, ...]
+
+    def __add__(self, other: float) -> float:
+        return _combined(self, "+", other, float(self) + float(other), SUM)
+
+    def __radd__(self, other: float) -> float:
+        return _combined(other, "+", self, float(other) + float(self), SUM)
+
+    def __sub__(self, other: float) -> float:
+        return _combined(self, "-", other, float(self) - float(other), SUM)
+
+    def __rsub__(self, other: float) -> float:
+        return _combined(other, "-", self, float(other) - float(self), SUM)
+
+    def __mul__(self, other: float) -> float:
+        return _combined(self, "x", other, float(self) * float(other), PRODUCT)
+
+    def __rmul__(self, other: float) -> float:
+        return _combined(other, "x", self, float(other) * float(self), PRODUCT)
+
+    def __truediv__(self, other: float) -> float:
+        return _combined(self, "/", other, float(self) / float(other), PRODUCT)
+
+    def __rtruediv__(self, other: float) -> float:
+        return _combined(other, "/", self, float(other) / float(self), PRODUCT)
+
+    def __pow__(self, other: float, mod: None = None) -> float:
+        return _combined(self, "^", other, float(self) ** float(other), POWER)
+
+    def __rpow__(self, other: float, mod: None = None) -> float:
+        return _combined(other, "^", self, float(other) ** float(self), POWER)
+
+    def __neg__(self) -> "Term":
+        return _term(-float(self), f"-({self.formula})", f"-({self.filled})", PRODUCT, self.steps)
+
+
+def _term(value: float, formula: str, filled: str, precedence: int, steps: tuple[Line, ...] = ()) -> Term:
+    term = Term(value)
+    term.formula, term.filled, term.precedence, term.steps = formula, filled, precedence, steps
+    return term
+
+
+def leaf(name: str, value: float) -> Term:
+    """Return a number with a name."""
+    return _term(value, name, digits(value), ATOM)
+
+
+def named(what: str, value: float, unit: str = "bytes") -> float:
+    """Give an intermediate result of a formula a name. A plain number is returned as it is."""
+    if not isinstance(value, Term) or value.precedence == ATOM:
+        return value
+    result = leaf(what, value)
+    result.steps = (*value.steps, Line(what, value.formula, value.filled, float(value), unit))
+    return result
+
+
+def exp(value: float) -> float:
+    """Return e to the power of `value`."""
+    if not isinstance(value, Term):
+        return math.exp(value)
+    base = _term(math.e, "e", f"{math.e:.9f}", ATOM)
+    return _combined(base, "^", value, math.exp(value), POWER)
+
+
+def explained(what: str, value: float, unit: str, nothing: str = "none") -> list[Line]:
+    """Return the lines that lead to a value, its own last. `nothing` is the formula of a plain zero."""
+    if isinstance(value, Term):
+        return [*value.steps, Line(what, value.formula, value.filled, float(value), unit)]
+    return [Line(what, "as given" if value else nothing, digits(value), value, unit)]
+
+
+def traced(instance: Any, **names: str) -> Any:
+    """Return a dataclass with a named `Term` for every number of it. A field without a name here uses its own."""
+    found = {f.name: getattr(instance, f.name) for f in fields(instance)}
+    numbers = {
+        name: leaf(names.get(name, name.replace("_", " ")), value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return replace(instance, **numbers)
+
+
+def digits(value: float) -> str:
+    """Return a number that is exact enough to compute with: whole numbers in full, others with six digits."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.6g}"
+
+
+def _combined(left: float, operator: str, right: float, value: float, precedence: int) -> float:
+    # Adding 0, and multiplying by 1 or 0, is left out of the text.
+    neutral = 0 if operator in "+-" else 1
+    if not isinstance(right, Term) and (right == neutral or (right == 0 and operator == "x")):
+        return left if right == neutral else 0.0
+    if not isinstance(left, Term) and operator in "+x" and (left == neutral or left == 0):
+        return right if left == neutral else 0.0
+    # a - (b - c), a / (b x c) and (a ^ b) ^ c need their parentheses; a + (b + c) and a x (b x c) do not.
+    strict_left, strict_right = operator == "^", operator in "-/^"
+    steps = getattr(left, "steps", ())
+    return _term(
+        value,
+        f"{_text(left, 'formula', precedence, strict_left)} {operator} "
+        f"{_text(right, 'formula', precedence, strict_right)}",
+        f"{_text(left, 'filled', precedence, strict_left)} {operator} "
+        f"{_text(right, 'filled', precedence, strict_right)}",
+        precedence,
+        (*steps, *(line for line in getattr(right, "steps", ()) if line not in steps)),
+    )
+
+
+def _text(value: float, kind: str, outer: int, strict: bool) -> str:
+    if not isinstance(value, Term):
+        return digits(value) if value >= 0 else f"({digits(value)})"
+    inner = getattr(value, kind)
+    return f"({inner})" if value.precedence < outer or (strict and value.precedence == outer) else str(inner)
