@@ -100,10 +100,10 @@ def _preload(root: Path, host: str, port: int) -> None:
     """
     while not _is_listening(host, port):
         time.sleep(WAIT_SECONDS)
-    from deskside.dashboard import cached
+    from deskside.dashboard import cache
     from deskside.dashboard.tabs import tab_overview  # noqa: F401
 
-    cached.ahead(root)
+    cache.preload(root)
 
 
 def _is_listening(host: str, port: int) -> bool:

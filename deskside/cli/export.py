@@ -23,7 +23,7 @@ from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
 from deskside.export.gguf_tokenizer import gguf_tokenizer
 from deskside.export.original_weights import Unavailable, merge_into_original
 from deskside.export.peft import save_peft
-from deskside.run.lineage import mapping
+from deskside.run.record import mapping
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import check_out, save_hf
 from deskside.weights.load import Loaded, load_model

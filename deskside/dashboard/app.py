@@ -6,8 +6,8 @@ from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard import cached, sidebar
-from deskside.dashboard.cached import Context
+from deskside.dashboard import cache, sidebar
+from deskside.dashboard.sidebar import Context
 
 # Each is tab_<name>.py beside this file, imported when it is first opened: pandas, plotly and the planner take seconds.
 TABS = ("Overview", "Memory", "Performance", "Efficiency", "Results", "Insights", "Live", "Planner")
@@ -22,12 +22,12 @@ def main(root: Path) -> None:
     # No icon of streamlit's: the browser would fetch it from elsewhere.
     st.set_page_config(page_title="deskside", layout="wide")
     st.html(STYLE)
-    found = cached.found(str(root))
+    found = cache.found(str(root))
     context = Context(root, found, sidebar.show(root, found))
     for name, tab in zip(TABS, st.tabs(TABS, key="tab", on_change="rerun", bind="query-params"), strict=True):
         if tab.open:
             with tab:
-                import_module(f"deskside.dashboard.tab_{name.lower()}").show(context)
+                import_module(f"deskside.dashboard.tabs.tab_{name.lower()}").show(context)
 
 
 if __name__ == "__main__":

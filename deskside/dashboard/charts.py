@@ -1,41 +1,52 @@
-"""The charts of arms and runs, as plotly figures. Each takes prepared data and computes nothing but units.
+"""Plotly renderer of the chart data, and the dashboard's own charts.
 
-They read in black and white and with any colour vision: emulated arms are hatched, lines differ by dashes and markers,
-what is no shown difference is an open mark. Colours are those of Okabe and Ito (2008), which repeat it for the rest.
+Charts read in black and white and with any color vision: emulated arms are hatched, lines differ by dashes and markers,
+and a difference that is not shown is an open mark. Colors are those of Okabe and Ito (2008).
 """
 
-import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from math import log10
 from typing import Any
 
 import plotly.graph_objects as go
 
-from deskside.dashboard.forecasts import Forecast
-from deskside.report import intervals
-from deskside.report import study_words as words
-from deskside.run.record import number
-from deskside.study.results import Arm, Estimate, Results
+from deskside.dashboard.runs import Forecast
+from deskside.report import study_text
+from deskside.report.chart_data import (
+    CURVE_TITLES,
+    Axis,
+    Interval,
+    Point,
+    Row,
+    RowChart,
+    bar_chart,
+    curve,
+    forest_chart,
+    interval,
+    scatter_chart,
+)
+from deskside.study.results import Arm, Estimate, Front, Results
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f",
 )  # fmt: skip
-COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY)
+COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY)
+EDGE = "#333333"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
-ROW, LINE = 30, 15  # pixels of one bar, of one line of its label
+ROW_HEIGHT, LINE_HEIGHT = 30, 15  # pixels of a row, and of one line of its label
 MODE_BAR: dict[str, Any] = {
     "displaylogo": False,
     "displayModeBar": True,
     "modeBarButtons": [["toImage", "zoom2d", "resetScale2d"]],
-    "toImageButtonOptions": {"format": "png", "scale": 2, "filename": "deskside"},
 }
-NEAR = 3.0  # times the longest bar
 NATIVE, EMULATED = "native", "emulated: its speed and power are not the format's"
+CLIPPED = "interval continues"
 
 
-def layout(figure: go.Figure, height: int, **more: Any) -> go.Figure:
-    """The house's frame: no wasted margin on a phone, legend above the plot, grid on both axes."""
+def apply_layout(figure: go.Figure, height: int, **more: Any) -> go.Figure:
+    """Apply the common layout: no wasted margin on a phone, legend above the plot, grid on both axes."""
     figure.update_layout(
         height=height,
         margin={"l": 8, "r": 8, "t": 44, "b": 8},
@@ -45,215 +56,167 @@ def layout(figure: go.Figure, height: int, **more: Any) -> go.Figure:
         dragmode=False,
         **more,
     )
-    figure.update_xaxes(automargin=True, showline=True, gridcolor="rgba(127,127,127,0.3)", zeroline=False)
-    figure.update_yaxes(automargin=True, showline=True, gridcolor="rgba(127,127,127,0.3)", zeroline=False)
+    for update in (figure.update_xaxes, figure.update_yaxes):
+        update(automargin=True, showline=True, gridcolor="rgba(127,127,127,0.3)", zeroline=False)
     return figure
 
 
-def folded(text: str, width: int = 28) -> str:
-    """A label on several lines, for plotly; its own markup is made harmless."""
+def fold(text: str, width: int = 28) -> str:
+    """Return a label on several lines for plotly, with its markup escaped."""
     safe = text.replace("&", "&amp;").replace("<", "&lt;")
     return "<br>".join(textwrap.wrap(safe, width, break_long_words=True) or [""])
 
 
-def room(names: Collection[str]) -> int:
-    """Pixels that rows of these folded labels need. All rows are as high as the one with the most lines."""
-    lines = max((name.count("<br>") + 1 for name in names), default=1)
-    return len(names) * max(ROW, LINE * lines + 4)
+def row_labels(arms: Sequence[Arm]) -> dict[str, str]:
+    """Return id -> folded label; the id where two arms have the same label."""
+    labels = [arm.label for arm in arms]
+    return {arm.id: fold(arm.label if labels.count(arm.label) == 1 else arm.id) for arm in arms}
 
 
-def error(found: Sequence[Estimate], scale: float, axis: tuple[float, float] | None = None) -> dict[str, Any]:
-    """Error bars of these estimates, as far as the axis goes; an arm without an interval gets none."""
-    shown = [intervals.cut(one, axis or (-math.inf, math.inf)) for one in found]
-    up = [(one.high - f.mean) * scale for one, f in zip(shown, found, strict=True)]
-    down = [(f.mean - one.low) * scale for one, f in zip(shown, found, strict=True)]
+def rows_height(labels: Collection[str]) -> int:
+    """Return the pixels for rows with these folded labels; all rows are as high as the one with the most lines."""
+    lines = max((label.count("<br>") + 1 for label in labels), default=1)
+    return len(labels) * max(ROW_HEIGHT, LINE_HEIGHT * lines + 4)
+
+
+def hover_text(arm: Arm, key: str) -> str:
+    """Return the details of an arm that are shown under the pointer."""
+    metric = study_text.metric_named(key)
+    lines = [
+        fold(arm.label, 60),
+        f"{study_text.heading(metric)}: {study_text.estimate(metric, study_text.estimate_of(arm, key))}",
+        f"trials: {study_text.trials(arm)}",
+        "emulated" if arm.emulated else "native",
+    ]
+    if (against := study_text.comparison_of(arm, key)) is not None:
+        lines.append(f"against {fold(against.baseline, 60)}: {study_text.difference(arm, key)}")
+    return "<br>".join(lines)
+
+
+def error_bars(intervals: Sequence[Interval]) -> dict[str, Any]:
+    """Return the error bars of these intervals; an arm without an interval gets none."""
+    up = [one.high - one.mean for one in intervals]
+    down = [one.mean - one.low for one in intervals]
     if not any(up) and not any(down):
         return {"visible": False}
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": up,
-        "arrayminus": down,
-        "color": GREY,
-        "thickness": 2,
-        "width": 5,
-    }
+    style = {"color": GREY, "thickness": 2, "width": 5}
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, **style}
 
 
-def arrows(
-    figure: go.Figure,
-    found: Sequence[Estimate],
-    scale: float,
-    axis: tuple[float, float],
-    across: Sequence[Any] | None = None,
-    up: Sequence[Any] | None = None,
+def add_arrows(
+    figure: go.Figure, intervals: Sequence[Interval], others: Sequence[Any], vertical: bool = False
 ) -> None:
-    """Marks at the edge of the plot where error bars go on beyond it. across or up: where the other axis has them."""
-    ends: list[tuple[float, Any, str, str]] = []
-    for one, other in zip(found, (up if across is None else across) or (), strict=True):
-        shown = intervals.cut(one, axis)
-        told = f"the interval goes on: {_short(one.low, scale)} to {_short(one.high, scale)}"
-        if shown.goes_on_below:
-            ends.append(
-                (shown.low * scale, other, "triangle-left" if across is None else "triangle-down", told)
-            )
-        if shown.goes_on_above:
-            ends.append(
-                (shown.high * scale, other, "triangle-right" if across is None else "triangle-up", told)
-            )
-    if not ends:
+    """Mark the intervals that continue beyond the axis. `others` are their coordinates on the other axis."""
+    low, high = ("triangle-down", "triangle-up") if vertical else ("triangle-left", "triangle-right")
+    marks = [
+        (end, other, symbol, f"the interval continues: {one.text}")
+        for one, other in zip(intervals, others, strict=True)
+        for clipped, end, symbol in ((one.clipped_low, one.low, low), (one.clipped_high, one.high, high))
+        if clipped
+    ]
+    if not marks:
         return
-    places, others = [end for end, *_ in ends], [other for _, other, *_ in ends]
+    ends, at, symbols, texts = (list(column) for column in zip(*marks, strict=True))
     figure.add_scatter(
-        x=places if across is None else others,
-        y=others if across is None else places,
+        x=at if vertical else ends,
+        y=ends if vertical else at,
         mode="markers",
-        marker={"symbol": [symbol for *_, symbol, _ in ends], "size": 11, "color": GREY},
+        marker={"symbol": symbols, "size": 11, "color": GREY},
         cliponaxis=False,
-        name="interval goes on",
-        legendgroup="interval goes on",
-        showlegend=not any(trace.name == "interval goes on" for trace in figure.data),
-        hovertext=[told for *_, told in ends],
+        name=CLIPPED,
+        legendgroup=CLIPPED,
+        showlegend=not any(trace.name == CLIPPED for trace in figure.data),
+        hovertext=texts,
         hoverinfo="text",
     )
 
 
-def _short(value: float | None, scale: float) -> str:
-    return "" if value is None else f"{value * scale:,.4g}"
+def _set_axis(update: Any, axis: Axis) -> None:
+    start, stop = axis.range
+    if axis.log:  # "D2" labels 1, 2 and 5 times each power of ten
+        update(title=axis.title, type="log", range=[log10(start), log10(stop)], dtick="D2")
+    else:
+        update(title=axis.title, range=[start, stop])
 
 
-def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> go.Figure | None:
-    """One metric of every arm that has it, as bars with intervals. None when no arm has it.
+def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) -> go.Figure | None:
+    """Draw one metric of every arm that has it as bars with intervals. None if no arm has it.
 
-    limit: a line to hold it against in the shown unit, and its name; left out when it is far beyond all bars.
+    `limit` is a line to compare with in the shown unit, and its label.
     """
-    metric, arms = words.metric(key), words.measured(results.arms, key)
-    if not arms:
+    data = bar_chart(arms, key, limit=limit)
+    if data is None:
         return None
+    rows = _measured(data)
+    names = row_labels([row.arm for row, _ in rows])
     figure = go.Figure()
-    names = labels(arms)
-    everything = [arm.estimates[key] for arm in arms]
-    axis = intervals.window([Estimate(0.0, None, None, 1), *everything])  # bars begin at 0
     for emulated in (False, True):
-        part = [arm for arm in arms if arm.emulated is emulated]
+        part = [(row, one) for row, one in rows if row.emulated is emulated]
         if not part:
             continue
-        found = [arm.estimates[key] for arm in part]
+        hatch = {"shape": "/" if emulated else "", "fgcolor": EDGE, "fillmode": "overlay", "size": 7}
         figure.add_bar(
-            y=[names[arm.id] for arm in part],
-            x=[f.mean * metric.scale for f in found],
-            error_x=error(found, metric.scale, axis),
+            y=[names[row.arm.id] for row, _ in part],
+            x=[one.mean for _, one in part],
+            error_x=error_bars([one for _, one in part]),
             orientation="h",
             name=EMULATED if emulated else NATIVE,
             marker={
                 "color": SKY if emulated else BLUE,
-                "line": {"color": "#333333", "width": 1},
-                "pattern": {
-                    "shape": "/" if emulated else "",
-                    "fgcolor": "#333333",
-                    "fillmode": "overlay",
-                    "size": 7,
-                },
+                "line": {"color": EDGE, "width": 1},
+                "pattern": hatch,
             },
-            hovertext=[hover(arm, key) for arm in part],
+            hovertext=[hover_text(row.arm, key) for row, _ in part],
             hoverinfo="text",
         )
-    arrows(figure, everything, metric.scale, axis, up=[names[arm.id] for arm in arms])
-    ends = [intervals.cut(found, axis).high for found in everything]
-    figure.add_scatter(  # beside the bars: on a hatched one a number is hard to read
-        x=[end * metric.scale for end in ends],
-        y=[names[arm.id] for arm in arms],
+    labels = [names[row.arm.id] for row, _ in rows]
+    add_arrows(figure, [one for _, one in rows], labels)
+    figure.add_scatter(  # numbers beside the bars, because they are hard to read on a hatched bar
+        x=[one.high for _, one in rows],
+        y=labels,
         mode="text",
-        text=[f"   {words.value(metric, found.mean)}" for found in everything],
+        text=[f"   {row.text}" for row, _ in rows],
         textposition="middle right",
         cliponaxis=False,
         showlegend=False,
         hoverinfo="skip",
     )
-    right = 0.0
-    if limit is not None and is_near(limit[0] / metric.scale, ends):
-        right = limit[0] / metric.scale
-        figure.add_vline(
-            x=limit[0],
-            line={"dash": "dash", "color": VERMILION},
-            annotation={"text": limit[1], "xanchor": "right"},
-        )
-    layout(
-        figure,
-        110 + room(names.values()),
-        barmode="overlay",
-        bargap=0.25,
-        showlegend=any(a.emulated for a in arms)
-        or any(intervals.cut(f, axis).goes_on_above for f in everything),
-    )
-    figure.update_xaxes(
-        title=words.unit(metric),
-        range=[1.3 * min(0.0, *ends) * metric.scale, 1.3 * max(*ends, right) * metric.scale],
-    )
-    figure.update_yaxes(
-        categoryorder="array",
-        categoryarray=[names[arm.id] for arm in arms],
-        autorange="reversed",
-        showgrid=False,
-    )
+    if data.limit is not None:
+        _add_limit(figure, data.limit)
+    legend = data.clipped or any(row.emulated for row, _ in rows)
+    apply_layout(figure, 110 + rows_height(labels), barmode="overlay", bargap=0.25, showlegend=legend)
+    _set_axis(figure.update_xaxes, data.axis)
+    figure.update_yaxes(categoryorder="array", categoryarray=labels, autorange="reversed", showgrid=False)
     return figure
 
 
-def is_near(limit: float, ends: Sequence[float]) -> bool:
-    """Whether bars that end there can still be told apart beside a line at the limit."""
-    return limit <= NEAR * max(ends)
+def _measured(data: RowChart) -> list[tuple[Row, Interval]]:
+    return [(row, row.interval) for row in data.rows if row.interval is not None]
 
 
-def hover(arm: Arm, key: str) -> str:
-    """What a bar or a bubble says when it is pointed at."""
-    metric = words.metric(key)
-    lines = [
-        folded(arm.label, 60),
-        f"{words.unit(metric)}: {words.estimate(metric, words.known(arm, key))}",
-        f"trials: {words.state(arm)}",
-        "emulated" if arm.emulated else "native",
-    ]
-    against = words.comparison(arm, key)
-    if against is not None:
-        lines.append(f"against {folded(against.baseline, 60)}: {words.difference(arm, key)}")
-    return "<br>".join(lines)
-
-
-def labels(arms: Sequence[Arm]) -> dict[str, str]:
-    """id -> label folded for an axis; the id where two arms have the same label."""
-    taken = [arm.label for arm in arms]
-    return {arm.id: folded(arm.label if taken.count(arm.label) == 1 else arm.id) for arm in arms}
+def _add_limit(figure: go.Figure, limit: tuple[float, str]) -> None:
+    annotation = {"text": limit[1], "xanchor": "right"}
+    figure.add_vline(x=limit[0], line={"dash": "dash", "color": VERMILION}, annotation=annotation)
 
 
 def forest(results: Results, key: str) -> go.Figure | None:
-    """Relative differences against each arm's baseline with their intervals; None when there are none."""
-    metric = words.metric(key)
-    pairs = [(arm, found) for arm in results.arms if (found := words.comparison(arm, key)) is not None]
-    pairs = [(arm, found) for arm, found in pairs if number(found.relative) is not None]
-    if not pairs:
+    """Draw relative differences from each arm's baseline with their intervals. None if there are none."""
+    data = forest_chart(results, results.arms, key)
+    if data is None:
         return None
-    names = labels([arm for arm, _ in pairs])
+    rows = _measured(data)
+    names = row_labels([row.arm for row, _ in rows])
     figure = go.Figure()
     figure.add_vline(x=0, line={"color": GREY, "width": 2})
-    bounds = [
-        100 * end
-        for _, f in pairs
-        for end in (number(f.relative_low), number(f.relative_high))
-        if end is not None
-    ]
-    limit = intervals.reach([100 * f.relative for _, f in pairs], bounds)
     for shown in (True, False):
-        part = [(a, f) for a, f in pairs if (f.verdict in ("lower", "higher", "exact")) is shown]
+        part = [(row, one) for row, one in rows if (row.kind in ("shown", "exact")) is shown]
         if not part:
             continue
-        ends = [
-            Estimate(100 * f.relative, _percent(f.relative_low), _percent(f.relative_high), f.n)
-            for _, f in part
-        ]
+        labels = [names[row.arm.id] for row, _ in part]
         figure.add_scatter(
-            x=[end.mean for end in ends],
-            y=[names[arm.id] for arm, _ in part],
-            error_x=error(ends, 1.0, (-limit, limit)),
+            x=[one.mean for _, one in part],
+            y=labels,
+            error_x=error_bars([one for _, one in part]),
             mode="markers",
             name="difference shown" if shown else "no difference shown, or too few seeds",
             marker={
@@ -262,23 +225,69 @@ def forest(results: Results, key: str) -> go.Figure | None:
                 "symbol": "circle" if shown else "circle-open",
                 "line": {"width": 2},
             },
-            hovertext=[hover(arm, key) for arm, _ in part],
+            hovertext=[hover_text(row.arm, key) for row, _ in part],
             hoverinfo="text",
         )
-        arrows(figure, ends, 1.0, (-limit, limit), up=[names[arm.id] for arm, _ in part])
-    layout(figure, 130 + room(names.values()), showlegend=True)
-    better = {"lower": "<br>left is better", "higher": "<br>right is better", None: ""}[metric.better]
-    figure.update_xaxes(title=f"{metric.label}, % against its baseline{better}", range=[-limit, limit])
+        add_arrows(figure, [one for _, one in part], labels)
+    apply_layout(figure, 130 + rows_height(names.values()), showlegend=True)
+    better = {"lower": "<br>left is better", "higher": "<br>right is better"}.get(data.axis.better or "", "")
+    figure.update_xaxes(title=data.axis.title + better, range=list(data.axis.range))
     figure.update_yaxes(
-        categoryorder="array",
-        categoryarray=[names[arm.id] for arm, _ in pairs],
-        range=[len(pairs) - 0.4, -0.6],
+        categoryorder="array", categoryarray=list(names.values()), range=[len(rows) - 0.4, -0.6]
     )
     return figure
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def bubbles(results: Results, across: str, up: str) -> go.Figure | None:
+    """Draw two metrics against each other; the area of a mark follows the parameters. None if no arm has both.
+
+    A mark has the number of its arm in `results.arms`, and a thick rim if the arm is on a front.
+    """
+    data = scatter_chart(results.arms, across, up, fronts_in(results, across, up))
+    if data is None:
+        return None
+    figure = go.Figure()
+    for emulated in (False, True):
+        part = [point for point in data.points if point.arm.emulated is emulated]
+        if part:
+            _add_bubbles(figure, part, emulated, (across, up))
+    points = data.points
+    add_arrows(figure, [point.x for point in points], [point.y.mean for point in points])
+    add_arrows(figure, [point.y for point in points], [point.x.mean for point in points], vertical=True)
+    apply_layout(figure, 480, showlegend=True)
+    _set_axis(figure.update_xaxes, data.x)
+    _set_axis(figure.update_yaxes, data.y)
+    return figure
+
+
+def _add_bubbles(figure: go.Figure, points: list[Point], emulated: bool, keys: tuple[str, str]) -> None:
+    figure.add_scatter(
+        x=[point.x.mean for point in points],
+        y=[point.y.mean for point in points],
+        error_x=error_bars([point.x for point in points]),
+        error_y=error_bars([point.y for point in points]),
+        mode="markers+text",
+        text=[f"<b>{point.number}</b>" for point in points],
+        textposition="top left" if emulated else "top right",
+        cliponaxis=False,
+        name=EMULATED if emulated else NATIVE,
+        marker={
+            "size": [8 + 16 * point.size**0.5 for point in points],
+            "color": ORANGE if emulated else SKY,
+            "symbol": "diamond" if emulated else "circle",
+            "opacity": 0.85,
+            "line": {"color": EDGE, "width": [3 if point.on_front else 0.8 for point in points]},
+        },
+        hovertext=["<br>".join(hover_text(point.arm, key) for key in keys) for point in points],
+        hoverinfo="text",
+    )
+
+
+def fronts_in(results: Results, first: str, second: str) -> list[Front]:
+    """Return the groups' fronts in exactly these two metrics, or those in the most metrics if there are none."""
+    exact = [front for front in results.fronts if set(front.metrics) == {first, second}]
+    most = max((len(front.metrics) for front in results.fronts), default=0)
+    return exact or [front for front in results.fronts if len(front.metrics) == most]
 
 
 def curves(
@@ -287,107 +296,97 @@ def curves(
     key: str,
     emulated: frozenset[str] = frozenset(),
 ) -> go.Figure | None:
-    """Loss against time or tokens. lines: label of an arm -> curves of its trials. None when nothing has points."""
+    """Draw loss against time or tokens, one line per trial. `lines` maps an arm's label to its trials' curves.
+
+    None if nothing has points.
+    """
     figure = go.Figure()
     for place, (label, trials) in enumerate(lines.items()):
-        first = True
-        for rows in trials:
-            points = [(number(row.get(across)), number(row.get(key))) for row in rows]
-            known = [(x, y) for x, y in points if x is not None and y is not None]
-            if not known:
-                continue
+        drawn = [points for rows in trials if (points := curve(rows, across, key))]
+        for number, points in enumerate(drawn):
             figure.add_scatter(
-                x=[x for x, _ in known],
-                y=[y for _, y in known],
-                mode="lines+markers" if len(known) <= 60 else "lines",
-                name=folded(label + (" (emulated)" if label in emulated else ""), 60),
+                x=[x for x, _ in points],
+                y=[y for _, y in points],
+                mode="lines+markers" if len(points) <= 60 else "lines",
+                name=fold(label + (" (emulated)" if label in emulated else ""), 60),
                 legendgroup=label,
-                showlegend=first,
+                showlegend=number == 0,
                 line={
-                    "color": COLOURS[place % len(COLOURS)],
+                    "color": COLORS[place % len(COLORS)],
                     "dash": DASHES[place % len(DASHES)],
                     "width": 2,
                 },
                 marker={"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 6},
             )
-            first = False
     if not figure.data:
         return None
-    layout(figure, 400 + 22 * len(lines))
+    apply_layout(figure, 400 + 22 * len(lines))
     figure.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top"})
-    figure.update_xaxes(title={"seconds": "time, s", "tokens": "training tokens"}[across])
-    unit = {"loss": "training loss, nats per token", "val_bpb": "validation loss, bits per byte"}[key]
-    figure.update_yaxes(title=unit)
+    figure.update_xaxes(title=CURVE_TITLES[across] + (", s" if across == "seconds" else ""))
+    figure.update_yaxes(title=CURVE_TITLES[key])
     return figure
 
 
 def line(x: Sequence[float], y: Sequence[float], x_title: str, y_title: str, height: int = 260) -> go.Figure:
-    """One plain line."""
+    """Draw one line."""
     figure = go.Figure()
-    figure.add_scatter(
-        x=list(x),
-        y=list(y),
-        mode="lines+markers" if len(x) < 40 else "lines",
-        line={"color": BLUE, "width": 2},
-    )
-    layout(figure, height, showlegend=False)
+    mode = "lines+markers" if len(x) < 40 else "lines"
+    figure.add_scatter(x=list(x), y=list(y), mode=mode, line={"color": BLUE, "width": 2})
+    apply_layout(figure, height, showlegend=False)
     figure.update_layout(margin={"t": 24})
     figure.update_xaxes(title=x_title)
     figure.update_yaxes(title=y_title)
     return figure
 
 
-def items(values: Mapping[str, float], title: str, capacity: tuple[float, str] | None = None) -> go.Figure:
-    """What a modelled sum consists of, as bars, the largest first. capacity: a line, and what it is."""
+def breakdown(values: Mapping[str, float], title: str) -> go.Figure:
+    """Draw the parts of a modelled sum as bars, the largest first."""
     known = sorted(((name, value) for name, value in values.items() if value > 0), key=lambda pair: -pair[1])
+    labels = [fold(name) for name, _ in known]
     figure = go.Figure()
     figure.add_bar(
         x=[value for _, value in known],
-        y=[folded(name) for name, _ in known],
+        y=labels,
         orientation="h",
         marker={"color": BLUE, "line": {"color": GREY, "width": 1}},
         text=[f" {value:.3g}" for _, value in known],
         textposition="auto",
     )
-    if capacity is not None:
-        figure.add_vline(
-            x=capacity[0],
-            line={"dash": "dash", "color": VERMILION},
-            annotation={"text": capacity[1], "xanchor": "right"},
-        )
-    layout(figure, 120 + room([folded(name) for name, _ in known]), showlegend=False)
+    apply_layout(figure, 120 + rows_height(labels), showlegend=False)
     figure.update_xaxes(title=title)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure
 
 
-def ratios(rows: Sequence[Forecast]) -> go.Figure:
-    """Measured over predicted, one mark per prediction, with the prediction's range; 1 is a hit."""
+def ratios(forecasts: Sequence[Forecast]) -> go.Figure:
+    """Draw measured over predicted for each prediction, with the prediction's range."""
     figure = go.Figure()
     figure.add_vline(x=1.0, line={"color": GREY, "width": 2})
-    names = [folded(f"{row.what}: {row.quantity}", 34) for row in rows]
-    for place, by in enumerate(dict.fromkeys(row.by for row in rows)):
-        part = [(name, row) for name, row in zip(names, rows, strict=True) if row.by == by]
-        ends = [
-            Estimate(
-                row.ratio,
-                row.measured / row.high if row.high else None,
-                row.measured / row.low if row.low else None,
-                1,
+    labels = [fold(f"{one.name}: {one.quantity}", 34) for one in forecasts]
+    for place, source in enumerate(dict.fromkeys(one.source for one in forecasts)):
+        part = [(name, one) for name, one in zip(labels, forecasts, strict=True) if one.source == source]
+        ranges = [
+            interval(
+                Estimate(
+                    one.ratio,
+                    one.measured / one.high if one.high else None,
+                    one.measured / one.low if one.low else None,
+                    1,
+                )
             )
-            for _, row in part
+            for _, one in part
         ]
         figure.add_scatter(
-            x=[end.mean for end in ends],
+            x=[one.ratio for _, one in part],
             y=[name for name, _ in part],
-            error_x=error(ends, 1.0),
+            error_x=error_bars(ranges),
             mode="markers",
-            name=by,
-            marker={"size": 11, "symbol": SYMBOLS[place], "color": COLOURS[place]},
-            hovertext=[f"{name}<br>measured / predicted: {row.ratio:.3f}" for name, row in part],
+            name=source,
+            marker={"size": 11, "symbol": SYMBOLS[place], "color": COLORS[place]},
+            hovertext=[f"{name}<br>measured / predicted: {one.ratio:.3f}" for name, one in part],
             hoverinfo="text",
         )
-    layout(figure, 130 + room(names), showlegend=True)
+    apply_layout(figure, 130 + rows_height(labels), showlegend=True)
     figure.update_xaxes(title="measured / predicted")
-    figure.update_yaxes(categoryorder="array", categoryarray=names, range=[len(names) - 0.4, -0.6])
+    figure.update_yaxes(categoryorder="array", categoryarray=labels, range=[len(labels) - 0.4, -0.6])
     return figure

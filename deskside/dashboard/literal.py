@@ -1,20 +1,20 @@
-"""Names and sentences of studies in Streamlit's Markdown, as they are written.
+"""Escaping for Streamlit's Markdown.
 
-A study may come from somebody else. Read as Markdown, a label could show an image, which the browser would fetch from
-wherever it says, or a link that looks like the page's own.
+A study may come from another person. Read as Markdown, a label could embed an image, which the browser would fetch
+from any address, or show a link that looks like one of the page's own.
 """
 
 import re
 
-from deskside.report.document import clean
+from deskside.utils.format import printable
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~$:&^=])")
 
 
 def literal(text: str) -> str:
-    """The text on one line, with nothing in it that CommonMark reads as more than a character.
+    """Return the text on one line with every character escaped that CommonMark gives a meaning.
 
-    Streamlit still turns a bare address into a link to that very address, and the name of an icon into the icon; it
-    looks for both after the marks are unescaped. Neither fetches anything from elsewhere by itself.
+    Streamlit still turns a bare address into a link to that address, and the name of an icon into the icon, because it
+    looks for both after unescaping. Neither fetches anything by itself.
     """
-    return SPECIAL.sub(r"\\\1", " ".join(clean(text).split()))
+    return SPECIAL.sub(r"\\\1", " ".join(printable(text).split()))

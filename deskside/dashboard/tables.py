@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from deskside.report import study_words as words
+from deskside.report import study_text
 from deskside.study.results import Arm, Results
 from deskside.study.stats.metrics import METRICS
 
-NOT_MEASURED = words.NOT_MEASURED
+NOT_MEASURED = study_text.NOT_MEASURED
 ORDER = sorted(
-    METRICS, key=lambda metric: metric.key not in words.PRIMARY
+    METRICS, key=lambda metric: metric.key not in study_text.PRIMARY
 )  # the three that matter most come first
 
 
@@ -58,11 +58,11 @@ def arms(results: Results) -> pd.DataFrame:
             "baseline": arm.baseline,
         }
         for metric in METRICS:
-            found = words.known(arm, metric.key)
+            found = study_text.estimate_of(arm, metric.key)
             row[metric.key] = found.mean if found else None
             row[f"{metric.key}_low"] = found.low if found else None
             row[f"{metric.key}_high"] = found.high if found else None
-            against = words.comparison(arm, metric.key)
+            against = study_text.comparison_of(arm, metric.key)
             row[f"{metric.key}_relative"] = against.relative if against else None
             row[f"{metric.key}_relative_low"] = against.relative_low if against else None
             row[f"{metric.key}_relative_high"] = against.relative_high if against else None
@@ -74,13 +74,13 @@ def arms(results: Results) -> pd.DataFrame:
 def shown_arms(results: Results) -> pd.DataFrame:
     """The arms for the eye: a column per measured metric in its shown unit, one per factor. Numbers sort as such."""
     labels = {factor.name: factor.label for group in results.groups for factor in group.factors}
-    measured = [metric for metric in ORDER if words.measured(results.arms, metric.key)]
+    measured = [metric for metric in ORDER if study_text.measured_arms(results.arms, metric.key)]
     rows = []
     for arm in results.arms:
-        row: dict[str, Any] = {**_group(results, arm), "arm": arm.label, "status": words.state(arm)}
+        row: dict[str, Any] = {**_group(results, arm), "arm": arm.label, "status": study_text.trials(arm)}
         for metric in measured:
-            found = words.known(arm, metric.key)
-            row[words.unit(metric)] = found.mean * metric.scale if found else None
+            found = study_text.estimate_of(arm, metric.key)
+            row[study_text.heading(metric)] = found.mean * metric.scale if found else None
         row |= {labels.get(name, name): arm.levels.get(name, "") for name in factor_names(results)}
         row["products"] = "emulated" if arm.emulated else "native"
         rows.append(row)
@@ -99,11 +99,11 @@ def shown_trials(results: Results) -> pd.DataFrame:
                 **_group(results, arm),
                 "arm": arm.label,
                 "seed": trial.seed,
-                "status": words.status(trial.status),
+                "status": study_text.status(trial.status),
             }
             for metric in measured:
                 value = trial.metrics.get(metric.key)
-                row[words.unit(metric)] = None if value is None else value * metric.scale
+                row[study_text.heading(metric)] = None if value is None else value * metric.scale
             row["why"] = trial.reason
             rows.append(row)
     return pd.DataFrame(rows)
@@ -111,26 +111,26 @@ def shown_trials(results: Results) -> pd.DataFrame:
 
 def _group(results: Results, arm: Arm) -> dict[str, str]:
     """The column of groups, where there are several."""
-    titles = {group.name: words.group_title(group) for group in results.groups}
+    titles = {group.name: study_text.group_title(group) for group in results.groups}
     return {"group": titles.get(arm.group, arm.group)} if len(titles) > 1 else {}
 
 
 def formats() -> dict[str, str]:
     """Column heading -> how its numbers are written."""
-    return {words.unit(metric): f"{{:,.{metric.digits}f}}" for metric in METRICS}
+    return {study_text.heading(metric): f"{{:,.{metric.digits}f}}" for metric in METRICS}
 
 
 def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
     """Arms against their baselines in words, for a few metrics; empty where nothing was compared."""
     rows = []
     for arm in results.arms:
-        if any(words.comparison(arm, key) for key in keys):
+        if any(study_text.comparison_of(arm, key) for key in keys):
             base = results.arm(arm.baseline)
             rows.append(
                 {
                     "arm": arm.label,
                     "against": base.label if base else arm.baseline,
-                    **{words.metric(key).label: words.difference(arm, key) for key in keys},
+                    **{study_text.metric_named(key).label: study_text.difference(arm, key) for key in keys},
                     "products": "emulated" if arm.emulated else "native",
                 }
             )
@@ -144,9 +144,9 @@ def factor_names(results: Results) -> list[str]:
 
 def not_measured(arms_: list[Arm], key: str) -> str:
     """Which arms lack a metric and why, as a sentence; empty when all have it."""
-    without = [arm for arm in arms_ if words.known(arm, key) is None]
+    without = [arm for arm in arms_ if study_text.estimate_of(arm, key) is None]
     if not without:
         return ""
-    told = [f"{arm.label} ({words.state(arm)})" for arm in without[:6]]
+    told = [f"{arm.label} ({study_text.trials(arm)})" for arm in without[:6]]
     more = f" and {len(without) - 6} more" if len(without) > 6 else ""
     return f"Not measured: {'; '.join(told)}{more}."

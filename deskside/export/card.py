@@ -10,7 +10,8 @@ from typing import Any
 
 from deskside import __version__
 from deskside.data.chat.renderer import own_template
-from deskside.run.lineage import Stage, Warn, mapping, number, stages
+from deskside.run.lineage import Stage, Warn, stages
+from deskside.run.record import mapping, number
 from deskside.utils.errors import UsageError
 from deskside.weights.hf_families import family_of
 from deskside.weights.load import Loaded
@@ -173,7 +174,7 @@ def _training(history: Sequence[Stage]) -> list[str]:
 
 def _facts(stage: Stage) -> list[tuple[str, str]]:
     summary, config = stage.summary, stage.config
-    seconds, tokens, steps = (number(summary, key) for key in ("seconds", "tokens", "steps"))
+    seconds, tokens, steps = (number(summary.get(key)) for key in ("seconds", "tokens", "steps"))
     optim, batch = mapping(config.get("optim")), mapping(config.get("batch"))
     schedule, adapter = mapping(config.get("schedule")), mapping(config.get("adapter"))
     gpu = mapping(stage.environment.get("gpu"))
@@ -182,7 +183,7 @@ def _facts(stage: Stage) -> list[tuple[str, str]]:
     clock = {"wall": "wall clock, set-up included", "training": "training steps alone"}.get(
         str(summary.get("clock")), f"clock: {summary.get('clock')}"
     )
-    mfu, memory = number(summary, "mfu"), number(summary, "peak_memory_gib")
+    mfu, memory = number(summary.get("mfu")), number(summary.get("peak_memory_gib"))
     rows = [
         ("state", _state(stage)),
         ("begun", stage.created or UNKNOWN),
@@ -211,7 +212,7 @@ def _facts(stage: Stage) -> list[tuple[str, str]]:
 
 
 def _optimiser(optim: dict[str, Any]) -> str:
-    rate = number(optim, "lr")
+    rate = number(optim.get("lr"))
     return f"{optim.get('name', UNKNOWN)}" + ("" if rate is None else f", lr {rate:g}")
 
 
@@ -262,16 +263,16 @@ def _evaluation(loaded: Loaded, history: Sequence[Stage]) -> str:
     skipped = {"schema_version", "steps", "tokens", "seconds", "tokens_per_second", "mfu", "parameters"}
     rows = []
     for key in [*labels, *sorted(summary.keys() - labels.keys() - skipped)]:
-        value = number(summary, key)
+        value = number(summary.get(key))
         if value is not None and not key.startswith(("peak_", "budget_")):
             text = f"{value:,.0f}" if float(value).is_integer() else f"{value:.4f}"
             rows.append((labels.get(key, key.replace("_", " ")), text))
     for name, value in mapping(summary.get("tasks")).items():
-        score = number(mapping(value), "score") if isinstance(value, dict) else number({"v": value}, "v")
+        score = number(value.get("score") if isinstance(value, dict) else value)
         rows.append((f"task {name}", UNKNOWN if score is None else f"{score:.4f}"))
     if not rows:
         return f"{_upper(UNKNOWN)}. Measure it with: `deskside eval`\n"
-    last = number(summary, "steps")
+    last = number(summary.get("steps"))
     other = loaded.step is not None and last is not None and int(last) != loaded.step
     note = (
         f"Measured at step {int(last or 0):,}, these weights are of step {loaded.step:,}.\n" if other else ""
@@ -321,7 +322,7 @@ def _cell(text: str) -> str:
 
 
 def _number_of(values: dict[str, Any], key: str, unit: str) -> str:
-    value = number(values, key)
+    value = number(values.get(key))
     return UNKNOWN if value is None else f"{value:,.0f}{unit}"
 
 

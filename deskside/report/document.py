@@ -1,53 +1,74 @@
-"""The report as plain blocks, before it is Markdown or HTML.
+"""A report as blocks of plain text, and its rendering as HTML and Markdown by the Jinja templates beside this file.
 
-Every text in a block is plain text: the renderers escape it, so a sample that looks like markup stays a sample.
+Every text in a block is plain. The HTML environment escapes it automatically and the Markdown filters escape it here,
+so a sample or a name that looks like markup stays text.
 """
 
+import base64
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from pathlib import Path
+from typing import Any, ClassVar
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from deskside.utils.format import printable
+
+COLUMNS = 80  # of running text in Markdown
 
 
 @dataclass(frozen=True)
 class Paragraph:
     """Running text."""
 
+    kind: ClassVar = "paragraph"
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; each row has as many cells as the head."""
+    """Rows under a head; every row has as many cells as the head."""
 
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    kind: ClassVar = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Bullets:
     """A list of short texts."""
 
-    items: tuple[str, ...]
+    kind: ClassVar = "bullets"
+    items: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Code:
     """Preformatted text: commands, logs, JSON."""
 
+    kind: ClassVar = "code"
     text: str
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what the model made of it."""
+    """A prompt and the model's completion."""
 
+    kind: ClassVar = "sample"
     prompt: str
     text: str
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A PNG file of the run directory, with its words."""
+class Image:
+    """A PNG file in the directory of the report."""
 
+    kind: ClassVar = "image"
     path: Path
     title: str
     caption: str
@@ -55,33 +76,102 @@ class Figure:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks that are folded away until they are asked for."""
+    """Blocks that are folded until the reader opens them."""
 
+    kind: ClassVar = "details"
     summary: str
-    blocks: tuple["Block", ...]
+    blocks: Sequence["Block"]
 
 
-Block = Paragraph | Table | Bullets | Code | Sample | Figure | Details
+Block = Paragraph | Table | Bullets | Code | Sample | Image | Details
 
 
 @dataclass(frozen=True)
 class Section:
-    """A headed part of the report."""
+    """A part of the report with a heading."""
 
     title: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
 
 
 @dataclass(frozen=True)
 class Document:
-    """The whole report: title, the verdict in one line, sections."""
+    """A whole report. `verdict` is its result in one line."""
 
     title: str
     verdict: str
-    sections: tuple[Section, ...]
+    sections: Sequence[Section]
 
 
-def clean(text: str) -> str:
-    """Text without control characters and lone surrogates, which no UTF-8 file or browser can show."""
-    text = text.replace("\r\n", "\n").encode("utf-8", errors="replace").decode("utf-8")
-    return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else "\ufffd" for c in text)
+def render_html(document: Document) -> str:
+    """Return one HTML page without scripts, external links or other files. Raises OSError if an image is missing."""
+    return _environment().get_template("report.html.jinja").render(document=document)
+
+
+def render_markdown(document: Document, folder: Path) -> str:
+    """Return Markdown (CommonMark with tables) whose images are linked relative to `folder`."""
+    return _environment().get_template("report.md.jinja").render(document=document, folder=folder)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=lambda name: name is not None and name.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_finalize,
+    )
+    environment.filters |= {
+        "image_runs": _image_runs,
+        "base64_png": lambda path: base64.b64encode(path.read_bytes()).decode("ascii"),
+        "inline": _inline,
+        "wrap": _wrap,
+        "fence": _fence,
+        "link": lambda path, folder: path.relative_to(folder).as_posix(),
+    }
+    return environment
+
+
+def _finalize(value: Any) -> Any:
+    """Remove unprintable characters from everything that a template writes."""
+    return value if isinstance(value, Markup) else printable(str(value))
+
+
+def _image_runs(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:
+    """Group neighboring images, which the HTML page shows side by side."""
+    for is_image, run in groupby(blocks, key=lambda block: isinstance(block, Image)):
+        yield is_image, list(run)
+
+
+def _inline(text: str) -> str:
+    """Return plain text on one line with everything escaped that Markdown or HTML could read as markup."""
+    text = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"([\\`*\[\]#|~])", r"\\\1", text)
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # an underscore inside a word is not emphasis
+
+
+def _wrap(text: str, first: str = "", rest: str = "") -> str:
+    """Return escaped text on lines of 80 columns."""
+    lines = textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first]
+    # A wrapped line must not begin like a list item, a heading or a rule.
+    return "\n".join(
+        [lines[0], *(re.sub(r"^(\s*)([-+]|\d+[.)])(?=\s|$)", r"\1\\\2", line) for line in lines[1:])]
+    )
+
+
+def _fence(text: str) -> str:
+    """Return text in a code fence that is longer than every fence inside it."""
+    text = printable(text)
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"

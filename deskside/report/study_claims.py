@@ -4,12 +4,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deskside.report import markdown, words
-from deskside.report.document import Block, Bullets, Details, Document, Paragraph, Section, Table
-from deskside.report.study_words import group_title, several
+from deskside.report.document import (
+    Block,
+    Bullets,
+    Details,
+    Document,
+    Paragraph,
+    Section,
+    Table,
+    render_markdown,
+)
+from deskside.report.run_plan import provenance_rows
+from deskside.report.study_text import group_title
 from deskside.run.record import mapping, number, text
 from deskside.study.claims.claim_results import judge
 from deskside.study.results import ClaimResult, Results
+from deskside.utils.format import plural
 
 # In the order in which a person wants to know them: verdict -> (how several are said to have it, what it means).
 VERDICTS = {
@@ -51,7 +61,7 @@ def claims_section(results: Results) -> Section:
     """Counts, the table of all claims, and an explanation of each that is contradicted."""
     explained = [_explained(claim) for claim in results.claims if claim.verdict == "contradicted"]
     judged = [claim for claim in results.claims if claim.verdict != "not measured"]
-    blocks: list[Block] = [Paragraph(counts(results))]
+    blocks: list[Block] = [Paragraph(verdict_counts(results))]
     if judged:
         blocks.append(_table(judged))
     if explained:
@@ -78,7 +88,7 @@ def with_others(results: Results, others: Sequence[Results]) -> Results:
 
 def claims_markdown(results: Results) -> str:
     """The claims as a Markdown document for docs/: by verdict, with method and machine, and without plots."""
-    return markdown.render(claims_document(results), Path("."))
+    return render_markdown(claims_document(results), Path("."))
 
 
 def claims_document(results: Results) -> Document:
@@ -117,13 +127,14 @@ def claims_document(results: Results) -> Document:
     sections += [
         Section("How this was measured", (Bullets(tuple(lines)),)),
         Section(
-            "Machine", (Table(("what", "value", "source"), tuple(words.facts(results.machine, "measured"))),)
+            "Machine",
+            (Table(("what", "value", "source"), tuple(provenance_rows(results.machine, "measured"))),),
         ),
     ]
-    return Document("Claims, measured", counts(results), tuple(sections))
+    return Document("Claims, measured", verdict_counts(results), tuple(sections))
 
 
-def counts(results: Results) -> str:
+def verdict_counts(results: Results) -> str:
     """Of 32 claims: 3 contradicted, 10 hold, ... on which card."""
     found = {verdict: sum(c.verdict == verdict for c in results.claims) for verdict in VERDICTS}
     told = ", ".join(
@@ -133,7 +144,7 @@ def counts(results: Results) -> str:
     )
     card = _card(results)
     where = f" Measured on {card}." if card else ""
-    return f"{several(len(results.claims), 'claim')}: {told or 'none judged'}.{where}"
+    return f"{plural(len(results.claims), 'claim')}: {told or 'none judged'}.{where}"
 
 
 def _card(results: Results) -> str:

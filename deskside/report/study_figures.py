@@ -4,46 +4,46 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from deskside.report.document import Figure
-from deskside.report.study_canvas import Drawn, save
-from deskside.report.study_curves import curves
-from deskside.report.study_effects import forest, heat
-from deskside.report.study_levels import axes_of, bars, bubbles, front
-from deskside.report.study_words import ENERGY, MEMORY, PRIMARY, SPEED, arms_of, group_title, measured
+from deskside.report.canvas import Plot, save
+from deskside.report.chart_data import front_axes
+from deskside.report.charts import bars, bubbles, forest, front
+from deskside.report.curves import curves
+from deskside.report.document import Image
+from deskside.report.heat_map import heat_maps
+from deskside.report.study_text import ENERGY, MEMORY, PRIMARY, SPEED, arms_of, group_title, measured_arms
 from deskside.study.results import Group, Results
 
 
-def draw(results: Results, folder: Path) -> tuple[dict[str, list[Figure]], dict[str, list[str]]]:
-    """Draw what each group has the numbers for. Returns, by group, its figures and why others are missing.
+def draw(results: Results, folder: Path) -> tuple[dict[str, list[Image]], dict[str, list[str]]]:
+    """Draw every plot that a study has the numbers for. Return, by group, the images and reasons for missing ones.
 
-    Plots of an earlier report that are not drawn any more are removed. Raises OSError when `folder` cannot be written.
+    Plots of an earlier report that no longer exist are removed. Raises OSError if `folder` cannot be written.
     """
-    figures: dict[str, list[Figure]] = {}
+    images: dict[str, list[Image]] = {}
     absent: dict[str, list[str]] = {}
     written = set()
     for group, prefix in zip(results.groups, _prefixes(results.groups), strict=True):
-        figures[group.name], absent[group.name] = [], []
-        for drawn in plots(results, group):
-            if isinstance(drawn, str):
-                absent[group.name].append(drawn)
+        images[group.name], absent[group.name] = [], []
+        for plot in plots(results, group):
+            if isinstance(plot, str):
+                absent[group.name].append(plot)
                 continue
-            path = folder / f"{prefix}{drawn.name}.png"
-            folder.mkdir(parents=True, exist_ok=True)
-            save(drawn, path)
+            path = folder / f"{prefix}{plot.name}.png"
+            save(plot.canvas, path)
             written.add(path.name)
-            title = drawn.title if len(results.groups) == 1 else f"{group_title(group)}: {drawn.title}"
-            figures[group.name].append(Figure(path, title, drawn.caption))
+            title = plot.title if len(results.groups) == 1 else f"{group_title(group)}: {plot.title}"
+            images[group.name].append(Image(path, title, plot.caption))
     for old in folder.glob("*.png"):
         if old.name not in written:
             old.unlink()
-    return figures, absent
+    return images, absent
 
 
-def plots(results: Results, group: Group) -> Iterator[Drawn | str]:
-    """Every plot of a group in reading order, or the sentence that says why there is none."""
+def plots(results: Results, group: Group) -> Iterator[Plot | str]:
+    """Yield every plot of a group in reading order, or the reason why there is none."""
     arms = arms_of(results, group)
     if not any(arm.finished() for arm in arms):
-        yield "No plots: no trial has come to its end."
+        yield "No plots: no trial has finished."
         return
     if len(arms) > 1:
         for key in PRIMARY:
@@ -52,21 +52,21 @@ def plots(results: Results, group: Group) -> Iterator[Drawn | str]:
         yield curves(results, group, across)
     for key in (SPEED, MEMORY):
         yield bars(results, group, key)
-    if measured(arms, ENERGY):  # only cards tell their power
+    if measured_arms(arms, ENERGY):  # only GPUs report their power
         yield bars(results, group, ENERGY)
     if len(arms) > 1:
         yield bubbles(results, group)
         seen = set()
         for found in sorted(results.fronts, key=lambda f: len(f.metrics)):
-            # A front in three metrics would be the picture of two of them again; the table has it.
-            if found.group == group.name and len(found.metrics) > 1 and axes_of(found) not in seen:
-                seen.add(axes_of(found))
+            # A front in three metrics would show the same two again; the table has it.
+            if found.group == group.name and len(found.metrics) > 1 and front_axes(found) not in seen:
+                seen.add(front_axes(found))
                 yield front(results, group, found)
-        yield from heat(results, group)
+        yield from heat_maps(results, group)
 
 
 def _prefixes(groups: list[Group]) -> list[str]:
-    """What the file names of each group begin with: nothing for a single one, else its name, safe and unique."""
+    """Return the safe and unique prefix of each group's file names; empty for a single group."""
     if len(groups) == 1:
         return [""]
     names: list[str] = []

@@ -1,8 +1,9 @@
-"""The tables of a study's report: arms, comparisons, interactions, fronts, trials, and what was not measured."""
+"""Tables of a study's report: arms, interactions, fronts, trials, and what was not measured."""
 
-from deskside.report import words
+from collections.abc import Callable, Sequence
+
 from deskside.report.document import Block, Bullets, Details, Paragraph, Table
-from deskside.report.study_words import (
+from deskside.report.study_text import (
     ENERGY,
     MEMORY,
     NOT_MEASURED,
@@ -10,227 +11,203 @@ from deskside.report.study_words import (
     QUALITY,
     SPEED,
     arms_of,
-    comparison,
+    comparison_of,
     difference,
     estimate,
+    estimate_of,
     group_title,
-    known,
-    measured,
-    metric,
+    heading,
+    measured_arms,
+    metric_named,
     relative,
-    several,
-    state,
     status,
-    unit,
+    trials,
     value,
 )
 from deskside.run.record import number
 from deskside.study.results import Arm, Group, Interaction, Results
 from deskside.study.stats.metrics import METRICS
+from deskside.utils.format import count, elapsed, plural
 
 
 def arms_table(results: Results, group: Group) -> Table:
-    """An arm per row: how many trials came to their end, quality, speed, memory, each beside its difference."""
+    """Return one row per arm: finished trials, quality, speed and memory, each with its difference, and power."""
     arms = arms_of(results, group)
-    power = [key for key in ("watts", ENERGY) if measured(arms, key)]
+    power = [metric_named(key) for key in ("watts", ENERGY) if measured_arms(arms, key)]
     head = ["arm", "trials finished"]
     for key in PRIMARY:
-        head += [unit(metric(key)), "against its baseline"]
-    head += [unit(metric(key)) for key in power]
+        head += [heading(metric_named(key)), "difference from its baseline"]
     rows = []
     for place, arm in enumerate(arms, start=1):
         base = " (baseline)" if arm.id == arm.baseline and not arm.label.endswith("baseline") else ""
-        row = [f"{place}. {arm.label}{base}", state(arm)]
+        row = [f"{place}. {arm.label}{base}", trials(arm)]
         for key in PRIMARY:
-            plain = estimate(metric(key), known(arm, key), interval=key == QUALITY)
-            emulated = " (emulated)" if key == SPEED and arm.emulated and plain != NOT_MEASURED else ""
-            row += [plain + emulated, difference(arm, key)]
-        row += [estimate(metric(key), known(arm, key), interval=False) for key in power]
-        rows.append(tuple(row))
-    return Table(tuple(head), tuple(rows))
+            mean = estimate(metric_named(key), estimate_of(arm, key), interval=key == QUALITY)
+            emulated = " (emulated)" if key == SPEED and arm.emulated and mean != NOT_MEASURED else ""
+            row += [mean + emulated, difference(arm, key)]
+        rows.append([*row, *(estimate(m, estimate_of(arm, m.key), interval=False) for m in power)])
+    return Table([*head, *(heading(metric) for metric in power)], rows)
 
 
-def numbers(results: Results, group: Group) -> list[Block]:
-    """Everything else that was compared and measured, folded away: an arm per row, a metric per column."""
+def all_numbers(results: Results, group: Group) -> list[Block]:
+    """Return every difference and every measured number of a group, folded."""
     arms = arms_of(results, group)
     blocks: list[Block] = []
-    compared = [m for m in METRICS if m.better and any(comparison(arm, m.key) for arm in arms)]
-    against = [arm for arm in arms if arm.id != arm.baseline]
-    if compared and against:
-        rows = tuple((arm.label, *(difference(arm, m.key) for m in compared)) for arm in against)
+    compared = [m for m in METRICS if m.better and any(comparison_of(arm, m.key) for arm in arms)]
+    others = [arm for arm in arms if arm.id != arm.baseline]
+    if compared and others:
+        rows = [(arm.label, *(difference(arm, m.key) for m in compared)) for arm in others]
         table = Table(("arm", *(m.label for m in compared)), rows)
-        blocks.append(Details("Every difference against the baseline", (table,)))
-    have = [m for m in METRICS if measured(arms, m.key)]
-    if have:
-        rows = tuple((arm.label, *(estimate(m, known(arm, m.key)) for m in have)) for arm in arms)
-        table = Table(("arm", *(unit(m) for m in have)), rows)
-        about = Bullets(tuple(f"{m.label}: {m.about}" for m in have if m.about))
-        blocks.append(Details("Every measured number, with intervals over seeds", (table, about)))
+        blocks.append(Details("Every difference from the baseline", [table]))
+    if have := [m for m in METRICS if measured_arms(arms, m.key)]:
+        rows = [(arm.label, *(estimate(m, estimate_of(arm, m.key)) for m in have)) for arm in arms]
+        table = Table(("arm", *(heading(m) for m in have)), rows)
+        definitions = Bullets([f"{m.label}: {m.about}" for m in have if m.about])
+        blocks.append(Details("Every measured number, with intervals over seeds", [table, definitions]))
     return blocks
 
 
 def interactions(results: Results) -> list[Block]:
-    """Whether factors act independently: what is shown to depend first, the rest folded away."""
+    """Return whether factors act independently: dependent pairs first, the others folded."""
     if not results.interactions:
         return [Paragraph("No two factors of this study were varied together in enough trials to say.")]
-    shown: list[tuple[str, ...]] = []
-    rest: list[tuple[str, ...]] = []
+    titles = _group_column(results)
+    dependent: list[tuple[str, ...]] = []
+    others: list[tuple[str, ...]] = []
     for found in results.interactions:
         row = (
-            *((_title(results, found.group),) if len(results.groups) > 1 else ()),
+            *titles(found.group),
             f"{_factor(found, found.first)} x {_factor(found, found.second)}",
-            metric(found.metric).label,
+            metric_named(found.metric).label,
             relative(found.effect, number(found.low), number(found.high), found.verdict),
             str(found.n),
         )
         depends = found.verdict in ("lower", "higher") or (found.verdict == "exact" and found.effect != 0)
-        (shown if depends else rest).append(row)
-    head = (
-        *(("group",) if len(results.groups) > 1 else ()),
-        "factors",
-        "metric",
-        "both beyond each alone",
-        "seeds",
-    )
+        (dependent if depends else others).append(row)
+    head = (*titles("", "group"), "factors", "metric", "effect of both beyond the sum of each", "seeds")
     blocks: list[Block] = [
         Paragraph(
-            "An effect of zero: what one factor does is the same at every level of the other. "
-            "Relative, from the difference of differences of logarithms."
-        )
+            "Zero means that one factor has the same effect at every level of the other. Relative, from the difference "
+            "of differences of logarithms."
+        ),
+        Table(head, dependent)
+        if dependent
+        else Paragraph("No two factors are shown to depend on each other."),
     ]
-    if shown:
-        blocks.append(Table(head, tuple(shown)))
-    else:
-        blocks.append(Paragraph("No two factors are shown to depend on each other."))
-    if rest:
-        blocks.append(
-            Details(f"Not shown to depend on each other ({len(rest)})", (Table(head, tuple(rest)),))
-        )
+    if others:
+        blocks.append(Details(f"Not shown to depend on each other ({len(others)})", [Table(head, others)]))
     return blocks
 
 
 def _factor(found: Interaction, name: str) -> str:
-    level = found.levels.get(name)
-    return f"{name.replace('_', ' ')} {level}" if level else name.replace("_", " ")
+    return f"{name.replace('_', ' ')} {found.levels.get(name, '')}".strip()
+
+
+def _group_column(results: Results) -> Callable[..., tuple[str, ...]]:
+    """Return a function that gives the cells of the group column: none if there is one group."""
+    titles = {group.name: group_title(group) for group in results.groups}
+
+    def cells(name: str, head: str = "") -> tuple[str, ...]:
+        return (head or titles.get(name, name),) if len(titles) > 1 else ()
+
+    return cells
 
 
 def fronts(results: Results) -> list[Block]:
-    """The arms that no other arm beats in everything at once."""
+    """Return the arms that no other arm beats in all metrics at once."""
     if not results.fronts:
         return [Paragraph("There is no Pareto front: no arm has the numbers for one.")]
-    many = len(results.groups) > 1
-    rows = tuple(
+    titles = _group_column(results)
+
+    def listed(ids: list[str]) -> str:
+        arms = {arm.id: arm for arm in results.arms}
+        return "; ".join(
+            f"{arms[name].label}{' (emulated)' if arms[name].emulated else ''}" if name in arms else name
+            for name in ids
+        )
+
+    rows = [
         (
-            *((_title(results, front.group),) if many else ()),
-            ", ".join(metric(key).label for key in front.metrics),
-            _listed(results, front.arms) or "no arm has all of these numbers",
-            _listed(results, front.unclear) or "none",
+            *titles(front.group),
+            ", ".join(metric_named(key).label for key in front.metrics),
+            listed(front.arms) or "no arm has all of these numbers",
+            listed(front.unclear) or "none",
         )
         for front in results.fronts
-    )
-    head = (
-        "weighed together",
-        "on the front: no other arm is better in all of it",
-        "left open by the intervals",
-    )
-    return [Table((("group", *head) if many else head), rows)]
+    ]
+    head = ("metrics", "on the front: no other arm is better in all metrics", "undecided by the intervals")
+    return [Table((*titles("", "group"), *head), rows)]
 
 
-def _listed(results: Results, ids: list[str]) -> str:
-    names = []
-    for name in ids:
-        arm = results.arm(name)
-        names.append((arm.label if arm else name) + (" (emulated)" if arm and arm.emulated else ""))
-    return "; ".join(names)
-
-
-def unfinished(results: Results) -> list[Block]:
-    """The trials that did not come to their end, with their reasons; equal ones of an arm in one row."""
-    rows: dict[tuple[str, str, str], list[int]] = {}
+def unfinished_trials(results: Results) -> list[Block]:
+    """Return the trials that did not finish with their reasons; equal ones of an arm share a row."""
+    seeds: dict[tuple[str, str, str], list[int]] = {}
     for arm in results.arms:
         for trial in arm.trials:
             if trial.status not in ("finished", "pending"):
-                rows.setdefault((arm.label, status(trial.status), trial.reason), []).append(trial.seed)
+                seeds.setdefault((arm.label, status(trial.status), trial.reason), []).append(trial.seed)
     pending = sum(trial.status == "pending" for arm in results.arms for trial in arm.trials)
-    waiting: list[Block] = [Paragraph(f"Not run yet: {several(pending, 'trial')}.")] if pending else []
-    if not rows:
-        return waiting or [Paragraph("Every trial came to its end.")]
-    table = tuple(
-        (arm, ", ".join(str(seed) for seed in seeds), how, reason or "not recorded")
-        for (arm, how, reason), seeds in rows.items()
-    )
-    return [*waiting, Table(("arm", "seed", "status", "reason"), table)]
+    blocks: list[Block] = [Paragraph(f"Not run yet: {plural(pending, 'trial')}.")] if pending else []
+    if seeds:
+        rows = [
+            (arm, ", ".join(str(seed) for seed in of), how, reason or "not recorded")
+            for (arm, how, reason), of in seeds.items()
+        ]
+        blocks.append(Table(("arm", "seed", "status", "reason"), rows))
+    return blocks or [Paragraph("Every trial finished.")]
 
 
-def not_measured(results: Results) -> list[Block]:
-    """Which numbers are missing, and where: absent is never zero."""
+def missing_numbers(results: Results) -> list[Block]:
+    """Return which numbers are missing, and of which arms."""
     sentences = []
     for group in results.groups:
         arms = [arm for arm in arms_of(results, group) if arm.finished()]
         where = f"{group_title(group)}: " if len(results.groups) > 1 else ""
         if not arms:
-            sentences.append(f"{where}Nothing was measured: no trial has come to its end.")
+            sentences.append(f"{where}Nothing was measured: no trial has finished.")
             continue
-        nowhere = [shown.label for shown in METRICS if not measured(arms, shown.key)]
-        if nowhere:
+        lacking = {m.label: [arm.label for arm in arms if estimate_of(arm, m.key) is None] for m in METRICS}
+        if nowhere := [label for label, without in lacking.items() if len(without) == len(arms)]:
             sentences.append(f"{where}Measured in no arm: {', '.join(nowhere)}.")
-        for shown in METRICS:
-            lacking = [arm.label for arm in arms if known(arm, shown.key) is None]
-            if lacking and shown.label not in nowhere:
-                sentences.append(
-                    f"{where}Lacking {shown.label}, {several(len(lacking), 'arm')}: {'; '.join(lacking)}."
-                )
-    return (
-        [Bullets(tuple(sentences))]
-        if sentences
-        else [Paragraph("Every metric was measured in every finished arm.")]
-    )
+        sentences += [
+            f"{where}Without {label}, {plural(len(without), 'arm')}: {'; '.join(without)}."
+            for label, without in lacking.items()
+            if 0 < len(without) < len(arms)
+        ]
+    if sentences:
+        return [Bullets(sentences)]
+    return [Paragraph("Every metric was measured in every finished arm.")]
 
 
-def trials(results: Results) -> Details:
-    """Every trial with its directory."""
+def all_trials(results: Results) -> Details:
+    """Return every trial with its directory, folded."""
     rows = []
     for arm in results.arms:
         for trial in arm.trials:
-            loss = number(trial.metrics.get(QUALITY))
+
+            def shown(key: str, metrics: dict[str, float] = trial.metrics) -> str:
+                found = number(metrics.get(key))
+                return NOT_MEASURED if found is None else value(metric_named(key), found)
+
+            speed, seconds = number(trial.metrics.get(SPEED)), number(trial.metrics.get("total_seconds"))
             rows.append(
                 (
                     arm.label,
                     str(trial.seed),
                     status(trial.status),
-                    NOT_MEASURED if loss is None else value(metric(QUALITY), loss),
-                    words.count(number(trial.metrics.get(SPEED))).replace("not known", NOT_MEASURED),
-                    _shown(trial.metrics, MEMORY),
-                    words.seconds(number(trial.metrics.get("total_seconds"))).replace(
-                        "not known", NOT_MEASURED
-                    ),
+                    shown(QUALITY),
+                    NOT_MEASURED if speed is None else count(speed),
+                    shown(MEMORY),
+                    NOT_MEASURED if seconds is None else elapsed(seconds),
                     trial.device or "not recorded",
                     trial.run,
                 )
             )
-    head = (
-        "arm",
-        "seed",
-        "status",
-        unit(metric(QUALITY)),
-        "tokens/s",
-        unit(metric(MEMORY)),
-        "whole time",
-        "device",
-        "directory",
-    )
-    return Details(f"Every trial ({len(rows)})", (Table(head, tuple(rows)),))
+    quality, memory = heading(metric_named(QUALITY)), heading(metric_named(MEMORY))
+    head = ("arm", "seed", "status", quality, "tokens/s", memory, "total time", "device", "directory")
+    return Details(f"Every trial ({len(rows)})", [Table(head, rows)])
 
 
-def _shown(metrics: dict[str, float], key: str) -> str:
-    found = number(metrics.get(key))
-    return NOT_MEASURED if found is None else value(metric(key), found)
-
-
-def _title(results: Results, name: str) -> str:
-    return next((group_title(group) for group in results.groups if group.name == name), name)
-
-
-def finished(arms: list[Arm]) -> tuple[int, int]:
-    """(trials that came to their end, all trials)."""
+def finished_trials(arms: Sequence[Arm]) -> tuple[int, int]:
+    """Return (finished trials, all trials)."""
     return sum(len(arm.finished()) for arm in arms), sum(len(arm.trials) for arm in arms)

@@ -4,8 +4,7 @@ A run that began from another run's weights names it, so the stages before are r
 fact that a directory does not have is None: nothing is derived from what the configuration meant to do.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 from deskside.data.reading.shards import DatasetIndex, read_index
 from deskside.run.paths import reached
+from deskside.run.record import MISSING, mapping, number, read_metrics, read_object
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.parsing import json_value
 
 MOST_STAGES = 16
 OBJECTIVES = {
@@ -84,19 +83,6 @@ def stages(run_dir: Path, warn: Warn) -> list[Stage]:
     return found[::-1]
 
 
-def number(values: Mapping[str, Any], key: str) -> float | None:
-    """A finite number, or None for anything else."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def mapping(value: object) -> dict[str, Any]:
-    """A JSON object, or an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
-
-
 def _run_of(path: Path) -> Path | None:
     """The run that a path of --init names: the run itself, the model exported in it, or one of its checkpoints."""
     for folder in (path, path.parent, path.parent.parent):
@@ -123,7 +109,7 @@ def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) 
         plan=_object(path / "plan.json", warn),
         sources=[] if index is None else _sources(index, any(s.startswith("bundled:") for s in specs)),
         specs=[s if s.startswith(("hf:", "bundled:")) else Path(s).name for s in specs],
-        energy=_energy(path / "metrics.jsonl", warn),
+        energy=_energy(path, warn),
         began_from=began_from,
     )
 
@@ -162,39 +148,24 @@ def _bundled_licences() -> dict[str, str]:
     return {row[0].strip("`").removesuffix(".txt"): row[-1] for row in named}
 
 
-def _energy(path: Path, warn: Warn) -> Energy | None:
-    """Watts times the seconds of each logged step: its tokens over its speed, so that pauses do not count."""
-    joules, steps, logged, before = 0.0, 0, 0, 0.0
-    damaged = 0
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        try:
-            row = mapping(json_value(line))
-        except ValueError:
-            damaged += 1
-            continue
-        tokens, speed, watts = number(row, "tokens"), number(row, "tokens_per_second"), number(row, "watts")
-        if tokens is None:
-            continue
-        logged += 1
-        if watts is not None and speed and tokens > before:
+def _energy(run_dir: Path, warn: Warn) -> Energy | None:
+    """Return the sum of watts times step time, where a step takes its tokens over its speed, so pauses do not count."""
+    log = read_metrics(run_dir)
+    if damaged := log.damaged + log.partial:
+        warn(f"{run_dir / 'metrics.jsonl'}: {damaged} damaged lines are left out of the energy")
+    joules, steps, before = 0.0, 0, 0.0
+    rows = [row for row in log.rows if number(row.get("tokens")) is not None]
+    for row in rows:
+        tokens, speed, watts = (number(row.get(key)) for key in ("tokens", "tokens_per_second", "watts"))
+        if tokens is not None and watts is not None and speed and tokens > before:
             joules, steps = joules + watts * (tokens - before) / speed, steps + 1
-        before = tokens
-    if damaged:
-        warn(f"{path}: {damaged} damaged lines are left out of the energy")
-    return Energy(joules / 3.6e6, steps, logged) if steps else None
+        before = tokens or 0.0
+    return Energy(joules / 3.6e6, steps, len(rows)) if steps else None
 
 
 def _object(path: Path, warn: Warn) -> dict[str, Any]:
-    """A JSON object of the run; empty where it is missing, and where it is damaged, which is said."""
-    try:
-        value = json_value(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warn(f"{path}: is not used for the model card: {error}")
-        return {}
-    return mapping(value)
+    """Return a JSON object of the run, or {} after a warning if the file is damaged."""
+    value, problem = read_object(path)
+    if problem and problem != MISSING:
+        warn(f"{path}: is not used for the model card: it {problem}")
+    return value

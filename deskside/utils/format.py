@@ -147,3 +147,9 @@ def value_text(value: object) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{key}: {value_text(item)}" for key, item in value.items()) or "(empty)"
     return str(value)
+
+
+def printable(text: str) -> str:
+    """Return text without control characters and lone surrogates, which no UTF-8 file or browser can show."""
+    text = text.replace("\r\n", "\n").encode("utf-8", errors="replace").decode("utf-8")
+    return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else "\ufffd" for c in text)

@@ -235,7 +235,7 @@ def test_what_was_written_meanwhile_is_seen(tmp_path: Path, draw: Draw) -> None:
 def test_a_running_run_shows_its_step_its_numbers_and_the_time_left(tmp_path: Path, draw: Draw) -> None:
     with made_up.running(tmp_path / "runs/now", steps=40):
         page = draw(tmp_path, "Live")
-        assert "1 run going on" in text(page)
+        assert "1 run training now" in text(page)
         shown = {metric.label: metric.value for metric in page.metric}
         assert shown["loss, nats per token"] == "3.1951" and shown["power, W"] == "310"
     assert page.main.children  # it was drawn

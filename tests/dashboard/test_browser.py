@@ -30,7 +30,7 @@ FIRST_WORDS = {
     "Efficiency": "Trade-offs",
     "Results": "Arms as CSV",
     "Insights": "What the data says",
-    "Live": "1 run going on",
+    "Live": "1 run training now",
     "Planner": "To carry it out",
 }
 

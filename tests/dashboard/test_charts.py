@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.dashboard import bubbles, charts, pictures
-from deskside.dashboard.forecasts import Forecast
-from deskside.report import study_words as words
+from deskside.dashboard import charts, illustrations
+from deskside.dashboard.runs import Forecast
+from deskside.report import study_text
 from deskside.study.results import Results
 from deskside.study.stats.compare import compare
 from deskside.study.stats.metrics import METRICS
@@ -16,7 +16,7 @@ WHOLE = compare(made.results())
 
 
 def test_bars_carry_means_intervals_and_units() -> None:
-    figure = charts.bars(WHOLE, "joules_per_token")
+    figure = charts.bars(WHOLE.arms, "joules_per_token")
     assert figure is not None
     native = next(bar for bar in figure.data if bar.name == "native")
     arms = [arm for arm in WHOLE.arms if not arm.emulated]
@@ -28,7 +28,7 @@ def test_bars_carry_means_intervals_and_units() -> None:
 
 
 def test_emulated_bars_are_hatched_and_named_so() -> None:
-    figure = charts.bars(WHOLE, "tokens_per_second")
+    figure = charts.bars(WHOLE.arms, "tokens_per_second")
     assert figure is not None
     patterns = {bar.name: bar.marker.pattern.shape for bar in figure.data if bar.type == "bar"}
     assert patterns == {"native": "", charts.EMULATED: "/"}
@@ -36,24 +36,24 @@ def test_emulated_bars_are_hatched_and_named_so() -> None:
 
 
 def test_one_seed_draws_no_interval() -> None:
-    figure = charts.bars(compare(made.results(seeds=1)), "val_bpb")
+    figure = charts.bars(compare(made.results(seeds=1)).arms, "val_bpb")
     assert figure is not None and figure.data[0].error_x.visible is False
 
 
 def test_nothing_measured_draws_nothing() -> None:
     bare = replace(WHOLE, arms=[replace(arm, estimates={}, comparisons=[], trials=[]) for arm in WHOLE.arms])
-    assert charts.bars(bare, "val_bpb") is None
+    assert charts.bars(bare.arms, "val_bpb") is None
     assert charts.forest(bare, "val_bpb") is None
-    assert bubbles.bubble(bare, "peak_memory_gib", "tokens_per_second") is None
+    assert charts.bubbles(bare, "peak_memory_gib", "tokens_per_second") is None
     assert charts.curves({}, "seconds", "loss") is None
 
 
 def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> None:
     figure = charts.forest(WHOLE, "val_bpb")
     assert figure is not None
-    marks = {trace.marker.symbol: trace for trace in figure.data if trace.name != "interval goes on"}
+    marks = {trace.marker.symbol: trace for trace in figure.data if trace.name != charts.CLIPPED}
     drawn = sum(len(trace.x) for trace in marks.values())
-    compared = [c for arm in WHOLE.arms if (c := words.comparison(arm, "val_bpb"))]
+    compared = [c for arm in WHOLE.arms if (c := study_text.comparison_of(arm, "val_bpb"))]
     assert drawn == len(compared)
     unclear = [c for c in compared if c.verdict == "no difference shown"]
     assert unclear and len(marks["circle-open"].x) == len(unclear)
@@ -63,16 +63,16 @@ def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> 
 
 def test_bubbles_are_numbered_as_their_list_and_the_front_has_a_rim() -> None:
     across, up = "peak_memory_gib", "tokens_per_second"
-    figure = bubbles.bubble(WHOLE, across, up)
+    figure = charts.bubbles(WHOLE, across, up)
     assert figure is not None
-    arms = bubbles.both(WHOLE, across, up)
+    arms = WHOLE.arms
     by_number = {
         text: (x, y, rim)
         for trace in figure.data
         if trace.text
         for text, x, y, rim in zip(trace.text, trace.x, trace.y, trace.marker.line.width, strict=True)
     }
-    front = {name for found in bubbles.fronts_of(WHOLE, across, up) for name in found.arms}
+    front = {name for found in charts.fronts_in(WHOLE, across, up) for name in found.arms}
     assert front
     for number, arm in enumerate(arms, 1):
         x, y, rim = by_number[f"<b>{number}</b>"]
@@ -91,28 +91,28 @@ def with_one_wide_interval(key: str) -> Results:
 
 def test_an_interval_far_beyond_the_means_is_cut_and_marked_in_the_bubbles() -> None:
     across, up = "tokens_per_second", "val_bpb"
-    figure = bubbles.bubble(with_one_wide_interval(up), across, up)
+    figure = charts.bubbles(with_one_wide_interval(up), across, up)
     assert figure is not None
     start, stop = figure.layout.yaxis.range
     means = [arm.estimates[up].mean for arm in WHOLE.arms]
     assert start < min(means) and stop > max(means) and stop - start < 3 * (max(means) - min(means))
-    marks = next(trace for trace in figure.data if trace.name == "interval goes on")
+    marks = next(trace for trace in figure.data if trace.name == charts.CLIPPED)
     assert list(marks.marker.symbol[:2]) == ["triangle-down", "triangle-up"]
     assert list(marks.y[:2]) == pytest.approx([start, stop])
     assert list(marks.x[:2]) == [WHOLE.arms[0].estimates[across].mean] * 2
     assert f"0 to {10 * means[0]:,.4g}" in marks.hovertext[0]  # the whole of it can be read
     for trace in figure.data:
-        if trace.name != "interval goes on":
+        if trace.name != charts.CLIPPED:
             ends = zip(trace.y, trace.error_y.array, trace.error_y.arrayminus, strict=True)
             assert all(y + up_ <= stop + 1e-9 and y - down >= start - 1e-9 for y, up_, down in ends)
 
 
 def test_bars_keep_their_scale_beside_a_wide_interval() -> None:
-    figure = charts.bars(with_one_wide_interval("joules_per_token"), "joules_per_token")
+    figure = charts.bars(with_one_wide_interval("joules_per_token").arms, "joules_per_token")
     assert figure is not None
     longest = 1000 * max(arm.estimates["joules_per_token"].mean for arm in WHOLE.arms)
     assert longest < figure.layout.xaxis.range[1] < 2.5 * longest
-    marks = next(trace for trace in figure.data if trace.name == "interval goes on")
+    marks = next(trace for trace in figure.data if trace.name == charts.CLIPPED)
     assert list(marks.marker.symbol) == ["triangle-right"] and figure.layout.showlegend
 
 
@@ -129,7 +129,7 @@ def test_means_far_apart_get_a_logarithmic_axis() -> None:
         )
         for place, arm in enumerate(WHOLE.arms)
     ]
-    figure = bubbles.bubble(replace(WHOLE, arms=arms), "peak_memory_gib", "tokens_per_second")
+    figure = charts.bubbles(replace(WHOLE, arms=arms), "peak_memory_gib", "tokens_per_second")
     assert figure is not None and figure.layout.yaxis.type == "log" and figure.layout.xaxis.type != "log"
     start, stop = figure.layout.yaxis.range
     assert -2 < start < 0 and 7 < stop < 9
@@ -137,16 +137,16 @@ def test_means_far_apart_get_a_logarithmic_axis() -> None:
 
 def test_the_memory_of_the_card_is_a_line_only_where_it_is_near() -> None:
     most = max(arm.estimates["peak_memory_gib"].mean for arm in WHOLE.arms)
-    near = charts.bars(WHOLE, "peak_memory_gib", (1.5 * most, "the card"))
-    far = charts.bars(WHOLE, "peak_memory_gib", (20 * most, "the card"))
+    near = charts.bars(WHOLE.arms, "peak_memory_gib", (1.5 * most, "the card"))
+    far = charts.bars(WHOLE.arms, "peak_memory_gib", (20 * most, "the card"))
     assert near is not None and len(near.layout.shapes) == 1 and near.layout.xaxis.range[1] > 1.5 * most
     assert far is not None and len(far.layout.shapes) == 0 and far.layout.xaxis.range[1] < 2 * most
 
 
 def test_long_labels_get_higher_rows() -> None:
-    short = charts.bars(WHOLE, "val_bpb")
+    short = charts.bars(WHOLE.arms, "val_bpb")
     arms = [replace(arm, label=f"{arm.label}, " + "with many words more " * 4) for arm in WHOLE.arms]
-    long = charts.bars(replace(WHOLE, arms=arms), "val_bpb")
+    long = charts.bars(arms, "val_bpb")
     assert short is not None and long is not None and long.layout.height > 1.5 * short.layout.height
 
 
@@ -163,19 +163,19 @@ def test_curves_differ_by_dash_and_marker() -> None:
 
 def test_markup_in_a_name_is_text() -> None:
     arm = replace(WHOLE.arms[0], label="<img src=x onerror=alert(1)> & more")
-    figure = charts.bars(replace(WHOLE, arms=[arm]), "val_bpb")
+    figure = charts.bars([arm], "val_bpb")
     assert figure is not None
     assert "<img" not in figure.to_json().replace("\\u003c", "<")
 
 
 def test_arms_of_one_label_stay_apart() -> None:
     twins = [replace(arm, label="same") for arm in WHOLE.arms[:2]]
-    assert len(set(charts.labels(twins).values())) == 2
+    assert len(set(charts.row_labels(twins).values())) == 2
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
 def test_every_axis_has_its_unit(metric) -> None:  # type: ignore[no-untyped-def]
-    figure = charts.bars(WHOLE, metric.key)
+    figure = charts.bars(WHOLE.arms, metric.key)
     if figure is not None:
         assert metric.unit in figure.layout.xaxis.title.text
 
@@ -190,31 +190,33 @@ def test_ratios_carry_the_range_of_the_prediction() -> None:
 
 def test_the_drawn_fp4_values_are_on_the_grid() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    assert [float(v) for v in ml_dtypes.finfo(ml_dtypes.float4_e2m1fn).max.reshape(1)] == [pictures.E2M1[-1]]
+    assert [float(v) for v in ml_dtypes.finfo(ml_dtypes.float4_e2m1fn).max.reshape(1)] == [
+        illustrations.E2M1[-1]
+    ]
     codes = __import__("numpy").arange(8, dtype="uint8").view(ml_dtypes.float4_e2m1fn)
-    assert tuple(float(code) for code in codes) == pictures.E2M1
+    assert tuple(float(code) for code in codes) == illustrations.E2M1
 
 
 def test_the_drawn_fp4_values_are_rounded_as_fp4_rounds() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    scale = max(abs(value) for value in pictures.VALUES) / pictures.E2M1[-1]
-    kept = pictures.fp4().data[2].y
-    rounded = [float(ml_dtypes.float4_e2m1fn(value / scale)) * scale for value in pictures.VALUES]
+    scale = max(abs(value) for value in illustrations.VALUES) / illustrations.E2M1[-1]
+    kept = illustrations.fp4().data[2].y
+    rounded = [float(ml_dtypes.float4_e2m1fn(value / scale)) * scale for value in illustrations.VALUES]
     assert kept == pytest.approx(rounded)
 
 
 def test_recomputation_as_drawn_needs_less_memory() -> None:
-    kept, again = pictures.recomputation().data
+    kept, again = illustrations.recomputation().data
     assert max(again.y) < max(kept.y) / 3
-    assert max(kept.y) == pictures.BLOCKS
+    assert max(kept.y) == illustrations.BLOCKS
 
 
 @pytest.mark.parametrize(("rows", "micro"), [(16, 16), (16, 4), (16, 1)])
 def test_micro_batches_are_one_box_per_pass_and_the_update(rows: int, micro: int) -> None:
-    assert len(pictures.micro_batches(rows, micro).layout.shapes) == rows // micro + 1
+    assert len(illustrations.micro_batches(rows, micro).layout.shapes) == rows // micro + 1
 
 
 @pytest.mark.parametrize("keys", [16, 4, 1])
 def test_every_query_head_has_one_line(keys: int) -> None:
-    lines, queries, shared = pictures.heads(16, keys).data
+    lines, queries, shared = illustrations.heads(16, keys).data
     assert lines.x.count(None) == 16 and len(queries.x) == 16 and len(shared.x) == keys

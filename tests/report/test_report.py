@@ -209,7 +209,7 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     page = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", write_report(folder).read_text("utf-8")))
     assert "speed, tokens/s 500,000 (400,000 to 600,000) 480,000 550,000 +10.0%" in page
     assert "validation loss, bits per byte 1.100 (1.000 to 1.200) 1.120 (1.050 to 1.200) 1.134 +3.1%" in page
-    assert "peak memory, GiB 20.50 21.15" in page and "tokens, in all not known" in page
+    assert "peak memory, GiB 20.50 21.15" in page and "tokens, in total not known" in page
     assert "Budget: 0.12 hours" in page and "The plan was modelled from it." in page
     damages: list[Any] = [{"bpb": 3}, [], "x", {"bpb": {"plan": [1, 2, 3], "measured": "y", "pilot": [1]}}]
     for damaged in damages:
@@ -274,7 +274,7 @@ def test_unfinished_run_uses_the_newest_validation(tmp_path: Path) -> None:
     page, _ = report(folder)
     bpb = metric(100)["val_bpb"]
     assert f"{bpb:.3f} bits per byte" in "".join(page.words)
-    assert "The run has not come to its end." in "".join(page.words)
+    assert "The run has not finished." in "".join(page.words)
 
 
 def test_half_written_and_damaged_lines_are_told_apart(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_half_written_and_damaged_lines_are_told_apart(tmp_path: Path) -> None:
     (folder / "plan.json").write_text("{")
     page, _ = report(folder)
     text = "".join(page.words)
-    assert "last line of metrics.jsonl is half written" in text
+    assert "last line of metrics.jsonl is incomplete" in text
     assert "2 damaged lines of metrics.jsonl" in text
     assert "plan.json is not valid JSON" in text
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.cli.report import run
-from deskside.report import html, markdown, study, study_claims, study_words
+from deskside.report import study_claims, study_report, study_text
+from deskside.report.document import render_html, render_markdown
 from deskside.report.study_claims import claims_markdown
 from deskside.report.write import write_report
 from deskside.study.narrative.findings import GOALS, insights
@@ -30,10 +31,10 @@ HOSTILE = "<script>alert(1)</script> | `x` $\\frac{1}$ [a](http://b) \x07\ud800 
 
 def pages(results: Results, folder: Path) -> tuple[str, str]:
     """(the text of the HTML, the Markdown), each on one line and without pictures; the HTML is checked to be whole."""
-    document = study.compose(results, folder, {}, {})
-    page = Page(html.render(document))
+    document = study_report.compose(results, folder, {}, {})
+    page = Page(render_html(document))
     assert not page.open
-    return tuple(" ".join(text.split()) for text in (" ".join(page.words), markdown.render(document, folder)))  # type: ignore[return-value]
+    return tuple(" ".join(text.split()) for text in (" ".join(page.words), render_markdown(document, folder)))  # type: ignore[return-value]
 
 
 def save(results: Results, folder: Path) -> Path:
@@ -82,10 +83,10 @@ def row(text: str, beginning: str) -> list[str]:
 
 def test_table_has_the_numbers_of_the_results(tmp_path: Path) -> None:
     results = compare(made.results())
-    text = markdown.render(study.compose(results, tmp_path, {}, {}), tmp_path)
+    text = render_markdown(study_report.compose(results, tmp_path, {}, {}), tmp_path)
     for place, arm in enumerate(results.arms, start=1):
         cells = row(text, f"{place}. {arm.label}")
-        loss, speed, memory = (arm.estimates[key] for key in study_words.PRIMARY)
+        loss, speed, memory = (arm.estimates[key] for key in study_text.PRIMARY)
         assert cells[2] == f"{loss.mean:.4f} ({loss.low:.4f} to {loss.high:.4f})"
         assert cells[4] == f"{speed.mean:,.0f}" + (" (emulated)" if arm.emulated else "")
         assert cells[6] == f"{memory.mean:.2f}"
@@ -119,8 +120,8 @@ def test_sections_say_what_they_are_for(tmp_path: Path) -> None:
         assert "4 minutes of training; compile, evaluation and checkpoints are not counted" in text
         assert "one row of 2048 tokens does not fit in 5.1 GiB" in text
         assert "gradient norm not finite at step 40" in text
-        assert "22 of 24 came to their end" in text
-        assert "Benjamini" in text and "favours the slower" in text and "Arms marked emulated" in text
+        assert "22 of 24 finished" in text
+        assert "Benjamini" in text and "favors the slower" in text and "Arms marked emulated" in text
         assert "Every metric was measured in every finished arm." in text
         assert "a card that was made up" in text
         assert "no difference shown" in text
@@ -129,12 +130,12 @@ def test_sections_say_what_they_are_for(tmp_path: Path) -> None:
 
 def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> None:
     results = compare(made.results())
-    text = markdown.render(study.compose(results, tmp_path, {}, {}), tmp_path)
+    text = render_markdown(study_report.compose(results, tmp_path, {}, {}), tmp_path)
     assert results.interactions and results.fronts
     for found in results.interactions:
         names = " x ".join(f"{name} {found.levels[name]}" for name in (found.first, found.second))
         cells = row(text, f"{names} | {BY_KEY[found.metric].label} |")
-        assert cells[2] == study_words.relative(found.effect, found.low, found.high, found.verdict)
+        assert cells[2] == study_text.relative(found.effect, found.low, found.high, found.verdict)
         assert cells[3] == str(found.n)
     assert "No two factors are shown to depend on each other." in " ".join(text.split())
     front = next(front for front in results.fronts if front.metrics == ["tokens_per_second", "val_bpb"])
@@ -167,9 +168,9 @@ def test_a_metric_that_one_arm_lacks_is_not_zero(tmp_path: Path) -> None:
     results = compare(
         replace(results, arms=[*results.arms[:2], replace(first, trials=stripped), *results.arms[3:]])
     )
-    text = markdown.render(study.compose(results, tmp_path, {}, {}), tmp_path)
+    text = render_markdown(study_report.compose(results, tmp_path, {}, {}), tmp_path)
     assert row(text, "3. small")[8] == "not measured"
-    assert f"Lacking power, 1 arm: {first.label}." in " ".join(text.split())
+    assert f"Without power, 1 arm: {first.label}." in " ".join(text.split())
 
 
 def one_arm(results: Results) -> Results:
@@ -191,12 +192,12 @@ def test_small_and_unfinished_studies(tmp_path: Path, change: Callable[[Results]
     results = change(made.results())
     words, text = pages(results, tmp_path)
     if change is pending:
-        assert "Nothing to compare yet: no trial has come to its end (24 not run yet)." in words
+        assert "Nothing to compare yet: no trial has finished (24 not run yet)." in words
         assert "Not run yet: 24 trials." in words and f"deskside study {tmp_path} --resume" in words
     if change is no_arms:
-        assert "none has begun" in words and "This group has no arms." in words
+        assert "none has started" in words and "This group has no arms." in words
     if change is two_groups:
-        assert "## A second matrix" in text and "every arm had 100M tokens." in text and "## main" in text
+        assert "## A second matrix" in text and "budget per arm: 100M tokens." in text and "## main" in text
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -210,11 +211,11 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
             results, name=HOSTILE, question=HOSTILE, arms=arms, notes=[HOSTILE], machine={HOSTILE: HOSTILE}
         )
     )
-    document = study.compose(results, tmp_path, {}, {})
-    page = Page(html.render(document))
+    document = study_report.compose(results, tmp_path, {}, {})
+    page = Page(render_html(document))
     assert not {tag for tag, _ in page.tags} & {"script", "a", "img", "link"}
     assert "<script>alert(1)</script>" in " ".join(page.words)
-    text = markdown.render(document, tmp_path)
+    text = render_markdown(document, tmp_path)
     assert "<script>" not in text and "[a](" not in text and "\x07" not in text
     heads = [line.count(" | ") for line in text.splitlines() if line.startswith("| 1. ")]
     assert heads == [9]  # a bar in a name makes no new column
@@ -302,7 +303,7 @@ def compared(relative: float, low: float | None, high: float | None, verdict: st
 @given(st.floats(-0.9, 30), st.floats(0, 3), st.sampled_from(["lower", "higher", "no difference shown"]))
 def test_differences_are_rounded_and_not_changed(middle: float, reach: float, verdict: str) -> None:
     low, high = middle - reach, middle + reach
-    text = study_words.difference(compared(middle, low, high, verdict), "val_bpb")
+    text = study_text.difference(compared(middle, low, high, verdict), "val_bpb")
     shown = [float(number.replace(",", "")) for number in re.findall(r"(?:[-+]|\b)[0-9][0-9,.]*", text)]
     expected = [low, high] if verdict == "no difference shown" else [middle, low, high]
     assert len(shown) == len(expected)
@@ -324,7 +325,7 @@ def test_differences_are_rounded_and_not_changed(middle: float, reach: float, ve
     ],
 )
 def test_differences_in_words(arguments: Any, expected: str) -> None:
-    assert study_words.difference(compared(*arguments), "val_bpb") == expected
+    assert study_text.difference(compared(*arguments), "val_bpb") == expected
 
 
 @pytest.mark.parametrize(

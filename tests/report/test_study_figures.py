@@ -15,22 +15,23 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.text import Annotation
 from PIL import Image
 
-from deskside.report.document import clean
-from deskside.report.study_canvas import Drawn, telling, wrapped
-from deskside.report.study_curves import curves
-from deskside.report.study_effects import forest, heat
+from deskside.report.canvas import Plot, wrapped
+from deskside.report.chart_data import most_different
+from deskside.report.charts import bars, bubbles, forest, front
+from deskside.report.curves import curves
+from deskside.report.heat_map import heat_maps
 from deskside.report.study_figures import draw, plots
-from deskside.report.study_levels import bars, bubbles, front
 from deskside.study.results import Arm, Factor, Group, Results
 from deskside.study.stats.compare import compare
+from deskside.utils.format import printable
 from tests.study import made
 
 RESULTS = compare(made.results())
 GROUP = RESULTS.groups[0]
 
 
-def drawn(found: Drawn | str) -> Drawn:
-    assert isinstance(found, Drawn), found
+def drawn(found: Plot | str) -> Plot:
+    assert isinstance(found, Plot), found
     return found
 
 
@@ -223,13 +224,13 @@ def test_curves_show_at_most_six_arms_of_a_baseline() -> None:
 
 
 def test_heat_map_of_two_factors_and_of_many() -> None:
-    (found,) = heat(RESULTS, GROUP)
+    (found,) = heat_maps(RESULTS, GROUP)
     words = texts(drawn(found).canvas.axes[0])
     assert len(words) == 6 * 4  # the arms that are no baseline; loss, speed, memory, energy
     assert words[1] == "-20.2 %" and any(word.startswith("(") for word in words)
     group = replace(GROUP, factors=[GROUP.factors[0], GROUP.factors[1]])
     two = replace(RESULTS, groups=[group], arms=[arm for arm in RESULTS.arms if arm.levels["fp4"] == "off"])
-    maps = [drawn(one) for one in heat(two, group)]
+    maps = [drawn(one) for one in heat_maps(two, group)]
     assert [one.name for one in maps] == ["heat_val_bpb", "heat_tokens_per_second", "heat_peak_memory_gib"]
     speed = maps[1].canvas.axes[0]
     assert texts(speed) == ["baseline", "baseline", "+9.62 %", "+9.95 %"]
@@ -237,15 +238,15 @@ def test_heat_map_of_two_factors_and_of_many() -> None:
     assert speed.get_title(loc="left") == "down: grouped-query attention; across: size"
     other = replace(group, factors=[GROUP.factors[0], GROUP.factors[2]])
     fp4 = replace(two, groups=[other], arms=[arm for arm in RESULTS.arms if arm.levels["gqa"] == "off"])
-    emulated = texts(drawn(heat(fp4, other)[1]).canvas.axes[0])
+    emulated = texts(drawn(heat_maps(fp4, other)[1]).canvas.axes[0])
     assert emulated == ["baseline", "baseline", "-20.2 %\nemulated", "-20.0 %\nemulated"]
     shades = speed.images[0].get_array()
     assert shades[1, 1] < shades[1, 0] < shades[0, 0]  # faster is lighter
 
 
-def test_telling_keeps_baselines_and_the_order() -> None:
+def test_most_different_keeps_baselines_and_the_order() -> None:
     results = many(10)
-    kept = telling(results.arms, "val_bpb", 4)
+    kept = most_different(results.arms, "val_bpb", 4)
     assert [arm.id for arm in kept] == [
         a.id for a in results.arms if a.id in ("baseline", "x_9", "x_8", "x_7")
     ]
@@ -269,7 +270,7 @@ def test_draw_writes_greys_and_removes_what_is_gone(tmp_path: Path) -> None:
     nothing = [replace(arm, trials=[], estimates={}, comparisons=[]) for arm in small.arms]
     figures, absent = draw(replace(small, arms=nothing), tmp_path)
     assert not list(tmp_path.iterdir()) and figures == {"main": []}
-    assert absent == {"main": ["No plots: no trial has come to its end."]}
+    assert absent == {"main": ["No plots: no trial has finished."]}
 
 
 def test_hostile_names_are_drawn_as_text_and_stay_in_the_folder(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_numbers_that_are_damaged_draw_nothing_and_fail_nothing() -> None:
     comparisons = [replace(c, relative=math.inf, relative_low=None) for c in first.comparisons]
     arms = [RESULTS.arms[0], replace(first, estimates=estimates, comparisons=comparisons)]
     results = replace(RESULTS, arms=arms, fronts=[])
-    kept = [one for one in plots(results, GROUP) if isinstance(one, Drawn)]
+    kept = [one for one in plots(results, GROUP) if isinstance(one, Plot)]
     assert "forest_val_bpb" not in {one.name for one in kept} and "loss_time" in {one.name for one in kept}
 
 
@@ -296,7 +297,7 @@ def test_numbers_that_are_damaged_draw_nothing_and_fail_nothing() -> None:
 def test_long_names_keep_their_beginning_and_their_end(text: str, columns: int, lines: int) -> None:
     shown = wrapped(text, columns, lines).replace(r"\$", "$").split("\n")
     assert len(shown) <= lines and all(len(line) <= columns for line in shown)
-    whole = " ".join(clean(text).split())
+    whole = " ".join(printable(text).split())
     if len(whole) <= columns:
         assert shown == [whole]
 

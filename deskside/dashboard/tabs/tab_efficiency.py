@@ -1,12 +1,12 @@
-"""Efficiency: what speed costs in memory and quality, and the arms that nothing beats."""
+"""Efficiency tab: speed against memory and quality, and the Pareto fronts."""
 
 import streamlit as st
 
-from deskside.dashboard import bubbles, charts
-from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, seeds_told, usable
+from deskside.dashboard import charts
+from deskside.dashboard.components import chart, seeds_note, usable
 from deskside.dashboard.literal import literal
-from deskside.report import study_words as words
+from deskside.dashboard.sidebar import Context
+from deskside.report import study_text
 from deskside.study.results import Results
 
 AXES = {
@@ -18,7 +18,7 @@ AXES = {
 
 
 def show(context: Context) -> None:
-    """The tab."""
+    """Draw the tab."""
     selection = usable(context)
     if selection is None:
         return
@@ -28,36 +28,43 @@ def show(context: Context) -> None:
         "axes", list(AXES), horizontal=True, key="efficiency-axes", label_visibility="collapsed"
     )
     across, up = AXES[choice]
-    figure = bubbles.bubble(results, across, up)
+    figure = charts.bubbles(results, across, up)
     if figure is None:
-        missing = [words.metric(key).label for key in (across, up) if not words.measured(results.arms, key)]
-        st.info(f"{' and '.join(missing) or choice}: {words.NOT_MEASURED} for these arms.")
+        missing = [
+            study_text.metric_named(key).label
+            for key in (across, up)
+            if not study_text.measured_arms(results.arms, key)
+        ]
+        st.info(f"{' and '.join(missing) or choice}: {study_text.NOT_MEASURED} for these arms.")
     else:
         chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
-        st.caption(f"{seeds_told(selection, up)} {_sizes(results)} {_rim(results, across, up)}")
+        st.caption(f"{seeds_note(selection, up)} {_size_note(results)} {_rim_note(results, across, up)}")
         names = [
-            f"{place}. {literal(arm.label)}" for place, arm in enumerate(bubbles.both(results, across, up), 1)
+            f"{place}. {literal(arm.label)}"
+            for place, arm in enumerate(results.arms, 1)
+            if study_text.estimate_of(arm, across) and study_text.estimate_of(arm, up)
         ]
-        for column, part in zip(
-            st.columns(2), (names[: (len(names) + 1) // 2], names[(len(names) + 1) // 2 :]), strict=True
-        ):
+        half = (len(names) + 1) // 2
+        for column, part in zip(st.columns(2), (names[:half], names[half:]), strict=True):
             column.markdown("\n".join(part))
     _fronts(results)
-    figure = charts.bars(results, "joules_per_token")
+    figure = charts.bars(results.arms, "joules_per_token")
     if figure is not None:
         st.header("Energy")
         chart(figure, "energy", "energy per token of each arm")
-        st.caption(seeds_told(selection, "joules_per_token"))
+        st.caption(seeds_note(selection, "joules_per_token"))
 
 
-def _sizes(results: Results) -> str:
-    sizes = {found.mean for arm in results.arms if (found := words.known(arm, "parameters")) is not None}
+def _size_note(results: Results) -> str:
+    sizes = {
+        found.mean for arm in results.arms if (found := study_text.estimate_of(arm, "parameters")) is not None
+    }
     return "Larger marks have more parameters." if len(sizes) > 1 else ""
 
 
-def _rim(results: Results, across: str, up: str) -> str:
-    """What a thick rim says."""
-    fronts = bubbles.fronts_of(results, across, up)
+def _rim_note(results: Results, across: str, up: str) -> str:
+    """Return what a thick rim means."""
+    fronts = charts.fronts_in(results, across, up)
     if not fronts:
         return ""
     return f"A thick rim: no other arm of its group beats it in {_listed(fronts[0].metrics)}."
@@ -66,20 +73,22 @@ def _rim(results: Results, across: str, up: str) -> str:
 def _fronts(results: Results) -> None:
     if not results.fronts:
         return
-    st.header("Arms that nothing beats")
+    st.header("Best trade-offs (Pareto fronts)")
     lines = []
     for front in results.fronts:
-        title = next((words.group_title(g) for g in results.groups if g.name == front.group), front.group)
+        title = next(
+            (study_text.group_title(g) for g in results.groups if g.name == front.group), front.group
+        )
         names = [literal(arm.label) for arm in results.arms if arm.id in front.arms]
         unclear = [literal(arm.label) for arm in results.arms if arm.id in front.unclear]
         where = f"{literal(title)}: " if len(results.groups) > 1 else ""
-        line = f"- {where}**in {_listed(front.metrics)}**: {'; '.join(names) or 'none of those shown'}."
+        line = f"- {where}**in {_listed(front.metrics)}**: {'; '.join(names) or 'none of the arms shown'}."
         if unclear:
-            line += f" Perhaps also, the intervals do not say: {'; '.join(unclear)}."
+            line += f" Undecided by the intervals: {'; '.join(unclear)}."
         lines.append(line)
     st.markdown("\n".join(lines))
 
 
 def _listed(keys: list[str]) -> str:
-    names = [words.metric(key).label for key in keys]
+    names = [study_text.metric_named(key).label for key in keys]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

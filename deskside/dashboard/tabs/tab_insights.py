@@ -2,22 +2,23 @@
 
 import streamlit as st
 
-from deskside.dashboard import cached
-from deskside.dashboard.cached import Context
-from deskside.dashboard.common import nothing
+from deskside.dashboard import cache
+from deskside.dashboard.components import empty_state
 from deskside.dashboard.literal import literal
-from deskside.dashboard.reading import Study, card_words
-from deskside.report import study_words as words
+from deskside.dashboard.sidebar import Context
+from deskside.dashboard.studies import Study, card_name
+from deskside.report import study_text
 from deskside.study.narrative.findings import GOALS, by_group, unfinished
 from deskside.study.results import OPEN, Results
+from deskside.utils.format import plural
 
 
 def show(context: Context) -> None:
     """The tab."""
     if context.selection is None:
-        nothing(context)
+        empty_state(context)
         return
-    studies = [s for path in context.found.studies if (s := cached.study(path)) is not None and s.results]
+    studies = [s for path in context.found.studies if (s := cache.study(path)) is not None and s.results]
     st.header("What the data says")
     if not studies:
         st.info(
@@ -26,7 +27,7 @@ def show(context: Context) -> None:
         )
         return
     first, second = st.columns(2)
-    cards = list(dict.fromkeys(card_words(_results(study).machine) for study in studies))
+    cards = list(dict.fromkeys(card_name(_results(study).machine) for study in studies))
     picked = context.selection.card
     card = first.selectbox(
         "card", cards, index=cards.index(picked) if picked in cards else 0, key="insights-card"
@@ -35,11 +36,11 @@ def show(context: Context) -> None:
     selected = context.selection.folder
     for study in studies:
         results = _results(study)
-        if card_words(results.machine) != card:
+        if card_name(results.machine) != card:
             continue
         if study.path == selected:
             results = context.selection.results
-        _one(results, study.path == selected and context.selection.left_out > 0, goal)
+        _one(results, study.path == selected and context.selection.hidden > 0, goal)
     st.caption(
         "Only what the intervals allow is said. Another card, scale or budget may answer differently: each study "
         "speaks of the card and sizes that it ran on."
@@ -54,14 +55,14 @@ def _one(results: Results, filtered: bool, goal: str) -> None:
     told = by_group(results, goal)
     for group, sentences in told:
         if len(told) > 1:
-            st.markdown(f"#### {literal(words.group_title(group))}")
+            st.markdown(f"#### {literal(study_text.group_title(group))}")
         st.markdown("\n".join(f"- {literal(line)}" for line in sentences))
     if told:
         for line in unfinished(results):
             st.caption(literal(line))
     else:
         waiting = sum(trial.status in OPEN for arm in results.arms for trial in arm.trials)
-        more = f"; {words.several(waiting, 'trial')} to come" if waiting else ""
+        more = f"; {plural(waiting, 'trial')} to come" if waiting else ""
         st.write(f"Nothing can be said yet: no two arms have finished trials of the same seed{more}.")
 
 

@@ -1,27 +1,28 @@
-"""Live: the runs that are going on, drawn anew every few seconds."""
+"""Live tab: the runs that are training now, drawn again every few seconds."""
 
 import streamlit as st
 
-from deskside.dashboard import cached, charts
-from deskside.dashboard.cached import Context
-from deskside.dashboard.common import COMMANDS, chart
+from deskside.dashboard import cache, charts
+from deskside.dashboard.components import COMMANDS, chart
 from deskside.dashboard.literal import literal
-from deskside.dashboard.progress import Progress, progress
-from deskside.dashboard.reading import Brief, Rows
-from deskside.report import study_words, words
-from deskside.run.record import number
+from deskside.dashboard.runs import Progress, progress
+from deskside.dashboard.sidebar import Context
+from deskside.dashboard.studies import card_name
+from deskside.report import study_text
+from deskside.run.record import MetricsLog, RunRecord, series
 from deskside.study.results import OPEN
+from deskside.utils.format import elapsed, plural
 
-EVERY = 5  # seconds
-MOST = 8  # runs that are drawn; more are counted
-QUIET = 60.0  # seconds without a step after which it is said
+REFRESH_SECONDS = 5
+MAX_RUNS = 8  # more are only counted
+SILENT_SECONDS = 60.0  # a longer pause between two steps is shown
 
 
 def show(context: Context) -> None:
-    """The tab."""
+    """Draw the tab."""
     root = str(context.root)
 
-    @st.fragment(run_every=EVERY)
+    @st.fragment(run_every=REFRESH_SECONDS)
     def again() -> None:
         _live(root)
 
@@ -29,25 +30,25 @@ def show(context: Context) -> None:
 
 
 def _live(root: str) -> None:
-    found = cached.found(root)
-    live = sorted(cached.live_runs(found.runs))
+    found = cache.found(root)
+    live = sorted(cache.live_runs(found.runs))
     _studies(root)
-    st.header(f"{study_words.several(len(live), 'run')} going on")
+    st.header(f"{plural(len(live), 'run')} training now")
     if not live:
-        st.info("Nothing is training below this directory. This page looks again by itself.")
+        st.info("No run is training below this directory. This page refreshes by itself.")
         st.code(COMMANDS, language="bash")
-    for path in live[:MOST]:
-        _run(cached.brief(path), cached.rows(path), str(path).removeprefix(f"{root}/"))
-    if len(live) > MOST:
-        st.caption(f"and {len(live) - MOST} more")
+    for path in live[:MAX_RUNS]:
+        _run(cache.brief(path), cache.newest_metrics(path), str(path).removeprefix(f"{root}/"))
+    if len(live) > MAX_RUNS:
+        st.caption(f"and {len(live) - MAX_RUNS} more")
     st.caption(
-        f"Looks again every {EVERY} s. Measured; the time left is modelled from the pace of the last steps."
+        f"Refreshed every {REFRESH_SECONDS} s. Measured; the time left is modelled from the pace of the last steps."
     )
 
 
 def _studies(root: str) -> None:
-    for path in cached.found(root).studies:
-        study = cached.study(path)
+    for path in cache.found(root).studies:
+        study = cache.study(path)
         if study is None or study.results is None or study.results.complete:
             continue
         trials = [trial for arm in study.results.arms for trial in arm.trials]
@@ -66,24 +67,20 @@ MEASURES = (
 )
 
 
-def _run(brief: Brief, rows: Rows, shown: str) -> None:
-    now = progress(brief, rows)
+def _run(record: RunRecord, log: MetricsLog, shown: str) -> None:
+    now = progress(record, log)
     with st.container(border=True):
         st.subheader(literal(shown))
         share = now.share
-        left = (
-            f"{words.seconds(now.seconds_left)} left"
-            if now.seconds_left is not None
-            else "time left not known yet"
-        )
+        left = f"{elapsed(now.seconds_left)} left" if now.seconds_left is not None else "time left unknown"
         of = f" of {now.total:,}" if now.total else ""
         st.progress(share or 0.0, text=f"step {now.step if now.step is not None else 0:,}{of}; {left}")
-        told = [f"{brief.card}", brief.precision + (" (emulated)" if brief.emulated else "")]
-        if now.silent_seconds is not None and now.silent_seconds > QUIET:
-            told.append(f"no step for {words.seconds(now.silent_seconds)}")
-        st.caption(" · ".join(literal(word) for word in [*told, *brief.problems, rows.problem] if word))
+        told = [card_name(record.environment), record.precision + (" (emulated)" if record.emulated else "")]
+        if now.silent_seconds is not None and now.silent_seconds > SILENT_SECONDS:
+            told.append(f"no step for {elapsed(now.silent_seconds)}")
+        st.caption(" · ".join(literal(word) for word in [*told, *record.missing, log.problem] if word))
         _numbers(now)
-        _charts(brief, rows)
+        _charts(record, log)
 
 
 def _measure(now: Progress) -> tuple[str, str, str]:
@@ -103,21 +100,17 @@ def _numbers(now: Progress) -> None:
     with st.container(horizontal=True):
         for label, key, form in shown:
             value = now.values.get(key)
-            st.metric(label, study_words.NOT_MEASURED if value is None else form.format(value), width=150)
+            st.metric(label, study_text.NOT_MEASURED if value is None else form.format(value), width=150)
 
 
-def _charts(brief: Brief, rows: Rows) -> None:
+def _charts(record: RunRecord, log: MetricsLog) -> None:
     columns = st.columns(2)
     for column, (key, title) in zip(
         columns, (("loss", "loss, nats per token"), ("tokens_per_second", "speed, tokens/s")), strict=True
     ):
-        points = [(number(row.get("step")), number(row.get(key))) for row in rows.steps]
-        known = [(x, y) for x, y in points if x is not None and y is not None]
-        if known:
-            figure = charts.line([x for x, _ in known], [y for _, y in known], "step", title)
+        steps, values = series(log.rows, key, "step")
+        if steps:
+            figure = charts.line(steps, values, "step", title)
             with column:
-                chart(
-                    figure,
-                    f"live-{brief.path.name}-{key}-{abs(hash(str(brief.path)))}",
-                    f"{title} of {brief.name}",
-                )
+                name = f"live-{record.path.name}-{key}-{abs(hash(str(record.path)))}"
+                chart(figure, name, f"{title} of {record.name}")

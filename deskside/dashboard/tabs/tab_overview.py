@@ -2,13 +2,13 @@
 
 import streamlit as st
 
-from deskside.dashboard import cached, pictures
-from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, nothing, problems, sentence
+from deskside.dashboard import cache, illustrations
+from deskside.dashboard.components import chart, empty_state, problems, sentence
 from deskside.dashboard.literal import literal
-from deskside.dashboard.selection import Selection
-from deskside.report import study_words as words
+from deskside.dashboard.sidebar import Context, Selection
+from deskside.report import study_text
 from deskside.study.results import Group
+from deskside.utils.format import plural
 
 QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
 
@@ -16,7 +16,7 @@ QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
 def show(context: Context) -> None:
     """The tab."""
     if context.selection is None:
-        nothing(context)
+        empty_state(context)
     else:
         _here(context, context.selection)
     _problems(context)
@@ -32,8 +32,8 @@ def show(context: Context) -> None:
 
 
 def _here(context: Context, selection: Selection) -> None:
-    live = cached.live_runs(context.found.runs)
-    studies = [path for path in context.found.studies if cached.study(path) is not None]
+    live = cache.live_runs(context.found.runs)
+    studies = [path for path in context.found.studies if cache.study(path) is not None]
     with st.container(horizontal=True):
         for label, count in (
             ("studies", len(studies)),
@@ -50,10 +50,10 @@ def _here(context: Context, selection: Selection) -> None:
     counts = {
         status: sum(t.status == status for t in trials) for status in dict.fromkeys(t.status for t in trials)
     }
-    ended = ", ".join(f"{count} {words.status(status)}" for status, count in counts.items())
+    ended = ", ".join(f"{count} {study_text.status(status)}" for status, count in counts.items())
     told = [
-        f"On {selection.card}; {words.several(len(results.arms), 'arm')}, "
-        f"{words.several(len(results.seeds), 'seed')}; trials: {ended or 'none yet'}.",
+        f"On {selection.card}; {plural(len(results.arms), 'arm')}, "
+        f"{plural(len(results.seeds), 'seed')}; trials: {ended or 'none yet'}.",
         *(_group(group, len(results.groups)) for group in results.groups),
         *results.notes,
     ]
@@ -64,21 +64,15 @@ def _here(context: Context, selection: Selection) -> None:
 
 def _group(group: Group, of: int) -> str:
     told = f"{group.budget} per trial, based on {group.base}."
-    return f"{words.group_title(group)}: {told}" if of > 1 else sentence(told.removesuffix("."))
+    return f"{study_text.group_title(group)}: {told}" if of > 1 else sentence(told.removesuffix("."))
 
 
 def _problems(context: Context) -> None:
     found = problems(context)
     if not found:
         return
-    with st.expander(
-        f"{words.several(len(found), 'directory')} could not be read whole".replace(
-            "directorys", "directories"
-        )
-    ):
-        st.dataframe(
-            [{"directory": path, "why": reason} for path, reason in found], hide_index=True, width="stretch"
-        )
+    with st.expander(f"{plural(len(found), 'directory')} could not be read completely"):
+        st.dataframe(found, hide_index=True, width="stretch")
 
 
 def _heads() -> None:
@@ -88,7 +82,11 @@ def _heads() -> None:
         "generated; too few cost quality. MHA: one each. MQA: one for all."
     )
     keys = st.select_slider("key-value heads", [16, 8, 4, 2, 1], value=4, key="overview-heads")
-    chart(pictures.heads(QUERY_HEADS, keys), "gqa", f"{QUERY_HEADS} query heads share {keys} key-value heads")
+    chart(
+        illustrations.heads(QUERY_HEADS, keys),
+        "gqa",
+        f"{QUERY_HEADS} query heads share {keys} key-value heads",
+    )
     size = 2 * keys * HEAD_DIM * 2
     st.caption(
         f"With heads of {HEAD_DIM} in BF16, a layer keeps {size:,} bytes per token of text: "
@@ -103,9 +101,9 @@ def _recomputation() -> None:
         "input and is computed once more when its turn comes: less memory for about a third more arithmetic."
     )
     chart(
-        pictures.recomputation(),
+        illustrations.recomputation(),
         "recomputation",
-        f"{pictures.BLOCKS} blocks: kept, memory peaks at {pictures.BLOCKS} blocks; recomputed, at about two",
+        f"{illustrations.BLOCKS} blocks: kept, memory peaks at {illustrations.BLOCKS} blocks; recomputed, at about two",
     )
 
 
@@ -117,7 +115,7 @@ def _fp4() -> None:
         "which shows what they do to quality and nothing of their speed."
     )
     chart(
-        pictures.fp4(),
+        illustrations.fp4(),
         "fp4",
         "sixteen values and the nearest FP4 value of each; the largest ones lie on the coarsest grid",
     )
@@ -132,7 +130,7 @@ def _micro_batches() -> None:
     )
     micro = st.select_slider("rows per pass", [16, 8, 4, 2, 1], value=4, key="overview-micro")
     chart(
-        pictures.micro_batches(BATCH_ROWS, micro),
+        illustrations.micro_batches(BATCH_ROWS, micro),
         "micro-batches",
         f"a batch of {BATCH_ROWS} rows in {BATCH_ROWS // micro} passes of {micro}",
     )

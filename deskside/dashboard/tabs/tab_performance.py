@@ -4,12 +4,11 @@ from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard import cached, charts, tables
-from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart, seeds_told, sentence, usable
+from deskside.dashboard import cache, charts, tables
+from deskside.dashboard.components import chart, seeds_note, sentence, usable
 from deskside.dashboard.literal import literal
-from deskside.dashboard.selection import Selection
-from deskside.report import study_words as words
+from deskside.dashboard.sidebar import Context, Selection
+from deskside.report import study_text
 from deskside.run.record import number
 from deskside.study.results import Arm, Trial
 from deskside.study.stats.metrics import METRICS
@@ -32,7 +31,7 @@ def show(context: Context) -> None:
     known = {
         metric.label: metric.key
         for metric in METRICS
-        if metric.key in KEYS and words.measured(results.arms, metric.key)
+        if metric.key in KEYS and study_text.measured_arms(results.arms, metric.key)
     }
     known = dict(sorted(known.items(), key=lambda pair: KEYS.index(pair[1])))
     if not known:
@@ -40,11 +39,13 @@ def show(context: Context) -> None:
     else:
         label = st.selectbox("what is shown", list(known), key="performance-metric")
         key = known[label]
-        figure = charts.bars(results, key)
+        figure = charts.bars(results.arms, key)
         if figure is not None:
-            chart(figure, key, f"{words.unit(words.metric(key))} of {len(results.arms)} arms")
-        about = words.metric(key).about
-        st.caption(f"{seeds_told(selection, key)} {sentence(about)} {tables.not_measured(results.arms, key)}")
+            chart(
+                figure, key, f"{study_text.heading(study_text.metric_named(key))} of {len(results.arms)} arms"
+            )
+        about = study_text.metric_named(key).about
+        st.caption(f"{seeds_note(selection, key)} {sentence(about)} {tables.not_measured(results.arms, key)}")
         figure = charts.forest(results, key)
         if figure is not None:
             st.header("Against the baseline")
@@ -99,7 +100,7 @@ def _points(selection: Selection, arm: Arm, trial: Trial) -> list[dict[str, floa
     if selection.folder is not None or trial.curve:
         return trial.curve
     try:
-        rows, missing = cached.curve(Path(trial.run))
+        rows, missing = cache.curve(Path(trial.run))
     except UsageError:
         return []  # it was deleted since it was found
     for told in missing:

@@ -7,15 +7,15 @@ import streamlit as st
 
 from deskside.config import presets
 from deskside.config.recipes import RECIPES
-from deskside.dashboard import cached, charts, forecasts
-from deskside.dashboard.cached import Context
-from deskside.dashboard.common import chart
+from deskside.dashboard import cache, charts
+from deskside.dashboard.components import chart
+from deskside.dashboard.runs import run_forecasts, trial_forecasts
+from deskside.dashboard.sidebar import Context
 from deskside.facts.gpus import gpus
 from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
-from deskside.report import study_words
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count, dollars, duration, gib
+from deskside.utils.format import count, dollars, duration, gib, plural
 
 HERE = "this machine"
 SEARCH = "the best for the budget"
@@ -108,7 +108,7 @@ def _answer(plan: dict[str, Any]) -> None:
             st.subheader("Memory (modelled)")
             parts = {name: size / 2**30 for name, size in memory["items"].items()}
             chart(
-                charts.items(parts, "memory, GiB"),
+                charts.breakdown(parts, "memory, GiB"),
                 "plan-memory",
                 f"memory of the plan by item; {gib(memory['needed']['expected'])} needed",
             )
@@ -122,7 +122,7 @@ def _answer(plan: dict[str, Any]) -> None:
         with second:
             st.subheader("A step (modelled" + (", emulated)" if speed["emulated"] else ")"))
             chart(
-                charts.items(speed["items"], "time of a step, s"),
+                charts.breakdown(speed["items"], "time of a step, s"),
                 "plan-step",
                 "time of a step of the plan by item",
             )
@@ -179,9 +179,9 @@ def _band(band: dict[str, Any]) -> dict[str, str]:
 def _came_out(context: Context) -> None:
     st.header("Predicted and measured")
     runs = context.found.own_runs[-MOST_RUNS:]
-    rows = forecasts.of_runs((cached.brief(run.path), cached.plan(run.path)) for run in runs)
+    rows = run_forecasts((cache.brief(run.path), cache.plan(run.path)) for run in runs)
     if context.selection is not None and context.selection.folder is not None:
-        rows = forecasts.of_trials(context.selection.results) + rows
+        rows = trial_forecasts(context.selection.results) + rows
     if not rows:
         st.caption("No run here has both a prediction and a measurement yet. `deskside go` leaves both.")
         return
@@ -189,12 +189,11 @@ def _came_out(context: Context) -> None:
     chart(figure, "predicted", "measured over predicted of each run; 1 is a prediction that came true")
     st.caption(
         f"1 is a prediction that came true; intervals are the prediction's range. "
-        f"{study_words.several(len(rows), 'prediction')}"
-        + (f", {MOST_ROWS} drawn." if len(rows) > MOST_ROWS else ".")
+        f"{plural(len(rows), 'prediction')}" + (f", {MOST_ROWS} drawn." if len(rows) > MOST_ROWS else ".")
     )
     table = [
         {
-            "run": row.what,
+            "run": row.name,
             "quantity": row.quantity,
             "predicted": _short(row.predicted),
             "range": ""
@@ -202,7 +201,7 @@ def _came_out(context: Context) -> None:
             else f"{_short(row.low)} to {_short(row.high)}",
             "measured": _short(row.measured),
             "off": f"{row.ratio - 1:+.1%}",
-            "predicted by": row.by,
+            "predicted by": row.source,
         }
         for row in rows
     ]

@@ -3,11 +3,11 @@
 import streamlit as st
 
 from deskside.dashboard import tables
-from deskside.dashboard.cached import Context
-from deskside.dashboard.common import problems, usable
-from deskside.dashboard.selection import Selection
-from deskside.report import study_words as words
+from deskside.dashboard.components import problems, usable
+from deskside.dashboard.sidebar import Context, Selection
+from deskside.report import study_text
 from deskside.report.study_claims import measured
+from deskside.utils.format import plural
 
 MOST_COLUMNS_STYLED = 200_000  # cells; a larger table is shown without its number formats
 
@@ -19,12 +19,11 @@ def show(context: Context) -> None:
         _tables(selection)
         _interactions(selection)
         _claims(selection)
-        _pictures(selection)
+        _illustrations(selection)
     found = problems(context)
     if found:
         st.header("Not read, or not whole")
-        rows = [{"directory": path, "why": reason} for path, reason in found]
-        st.dataframe(rows, hide_index=True, width="stretch")
+        st.dataframe(found, hide_index=True, width="stretch")
 
 
 def _tables(selection: Selection) -> None:
@@ -44,7 +43,7 @@ def _tables(selection: Selection) -> None:
         width="stretch",
         height=height,
         column_config=wide,
-        placeholder=words.NOT_MEASURED,
+        placeholder=study_text.NOT_MEASURED,
     )
     st.caption(
         "A click on a heading sorts. Means over the finished trials; measured, and an emulated arm's speed is not its "
@@ -74,7 +73,7 @@ def _interactions(selection: Selection) -> None:
     st.header("Do the options act independently?")
     rows = []
     labels = {factor.name: factor.label for group in selection.results.groups for factor in group.factors}
-    titles = {group.name: words.group_title(group) for group in selection.results.groups}
+    titles = {group.name: study_text.group_title(group) for group in selection.results.groups}
     for found in selection.results.interactions:
         rows.append(
             {
@@ -83,8 +82,8 @@ def _interactions(selection: Selection) -> None:
                     f"{labels.get(name, name)}: {found.levels.get(name, '')}"
                     for name in (found.first, found.second)
                 ),
-                "in": words.metric(found.metric).label,
-                "together, beyond what each does alone": words.relative(
+                "in": study_text.metric_named(found.metric).label,
+                "together, beyond what each does alone": study_text.relative(
                     found.effect, found.low, found.high, found.verdict
                 ),
                 "seeds": found.n,
@@ -114,7 +113,7 @@ def _claims(selection: Selection) -> None:
     st.dataframe(rows, hide_index=True, width="stretch")
 
 
-def _pictures(selection: Selection) -> None:
+def _illustrations(selection: Selection) -> None:
     """The report's plots, which are drawn for print: black and white."""
     if selection.folder is None:
         return
@@ -126,7 +125,7 @@ def _pictures(selection: Selection) -> None:
         )
         return
     st.caption("The camera above a chart saves it as PNG. These are the report's, for print.")
-    with st.expander(f"{words.several(len(plots), 'picture')} of the report"):
+    with st.expander(f"{plural(len(plots), 'picture')} of the report"):
         for plot in plots:
             st.image(str(plot), width="content")
             st.download_button(

@@ -13,9 +13,7 @@ from typing import Any
 from deskside.budget.shape import num_params
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
-from deskside.run.directory import RunDirectory
-from deskside.utils.errors import RunError
-from deskside.utils.parsing import json_value
+from deskside.run.record import number, read_metrics, read_object
 
 CURVE_POINTS = 200
 ROWS_PER_TEXT = 1.25  # tokens of the rows that hold a text, padding and ends of documents included, at most
@@ -50,9 +48,9 @@ class _Step:
 
 def measure(run: Path, config: RunConfig) -> Measured:
     """Read a run directory, in whatever state it is. Only a run with a summary has the numbers of its end."""
-    rows = _rows(run)
+    rows = [row for row in read_metrics(run).rows if number(row.get("tokens")) is not None]
     steps = _training_time(rows)
-    summary, plan = _read(run, "summary.json"), _read(run, "plan.json")
+    summary, plan = read_object(run / "summary.json")[0], read_object(run / "plan.json")[0]
     found: dict[str, float | None] = {
         "parameters": float(num_params(config.model)),
         "parameters_quantized": float(quantized_parameters(config)),
@@ -60,15 +58,15 @@ def measure(run: Path, config: RunConfig) -> Measured:
         "watts": _watts(steps),
     }
     if steps:
-        found |= {"tokens": _number(rows[-1], "tokens"), "steps": _number(rows[-1], "step")}
+        found |= {"tokens": number(rows[-1].get("tokens")), "steps": number(rows[-1].get("step"))}
         found["seconds"] = steps[-1].seconds
     if summary:
         for key in ("val_bpb", "val_loss", "mfu", "peak_memory_gib", "peak_reserved_gib", "tokens", "steps"):
-            found[key] = _number(summary, key)
+            found[key] = number(summary.get(key))
         loss = found["val_loss"]
         found["perplexity"] = math.exp(loss) if loss is not None and loss < 500 else None
         found["train_loss"] = _last_loss(rows)
-        found["tokens_per_second"] = speed = _number(summary, "tokens_per_second") or _speed(steps)
+        found["tokens_per_second"] = speed = number(summary.get("tokens_per_second")) or _speed(steps)
         if found["watts"] is not None and speed:
             found["joules_per_token"] = found["watts"] / speed
     precision = plan.get("precision")
@@ -76,7 +74,7 @@ def measure(run: Path, config: RunConfig) -> Measured:
         {key: float(value) for key, value in found.items() if value is not None},
         _curve(steps, found.get("val_bpb") if _whole_split(summary, config) else None),
         not precision["native"] if isinstance(precision, Mapping) and "native" in precision else None,
-        _read(run, "environment.json"),
+        read_object(run / "environment.json")[0],
     )
 
 
@@ -105,33 +103,6 @@ def quantized_parameters(config: RunConfig) -> int:
     return max(0, layers - sum(asked.recipe().kept_blocks(layers))) * block + head
 
 
-def _read(run: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the run; empty where it is missing or damaged."""
-    try:
-        value = json_value((run / name).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _rows(run: Path) -> list[dict[str, Any]]:
-    """The logged steps up to the first damaged line."""
-    rows = []
-    try:
-        for row in RunDirectory(run).read_metrics():
-            rows.append(row)
-    except (RunError, OSError):
-        pass
-    return [row for row in rows if _number(row, "tokens") is not None]
-
-
-def _number(row: Mapping[str, Any], key: str) -> float | None:
-    value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
 def _training_time(rows: Sequence[Mapping[str, Any]]) -> list[_Step]:
     """The steps with the training time up to each: a step's tokens over its speed, pauses left out.
 
@@ -140,7 +111,7 @@ def _training_time(rows: Sequence[Mapping[str, Any]]) -> list[_Step]:
     steps: list[_Step] = []
     tokens = seconds = 0.0
     for row in rows:
-        speed, now = _number(row, "tokens_per_second"), float(row["tokens"])
+        speed, now = number(row.get("tokens_per_second")), float(row["tokens"])
         if speed is not None and speed > 0:
             seconds += max(0.0, now - tokens) / speed
         tokens = now
@@ -154,7 +125,7 @@ def _speed(steps: Sequence[_Step]) -> float | None:
 
 def _last_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
     last = rows[-max(1, round(LAST_SHARE * len(rows))) :]
-    losses = [loss for row in last if (loss := _number(row, "loss")) is not None]
+    losses = [loss for row in last if (loss := number(row.get("loss"))) is not None]
     return sum(losses) / len(losses) if losses else None
 
 
@@ -165,7 +136,7 @@ def _watts(steps: Sequence[_Step]) -> float | None:
     settled = min(SETTLING_SECONDS, SETTLING_SHARE * steps[-1].seconds)
     joules = time = before = 0.0
     for step in steps:
-        watts, lasted = _number(step.row, "watts"), step.seconds - before
+        watts, lasted = number(step.row.get("watts")), step.seconds - before
         if watts is not None and before >= settled:
             joules, time = joules + watts * lasted, time + lasted
         before = step.seconds
@@ -175,7 +146,7 @@ def _watts(steps: Sequence[_Step]) -> float | None:
 def _micro_tokens(plan: Mapping[str, Any], config: RunConfig) -> float | None:
     """Of the run's last stage."""
     fits = plan.get("fit")
-    rows = _number(fits[-1], "micro_rows") if isinstance(fits, list) and fits else None
+    rows = number(fits[-1].get("micro_rows")) if isinstance(fits, list) and fits else None
     return None if rows is None else rows * config.stages()[-1].sequence_length
 
 
@@ -185,7 +156,7 @@ def _whole_split(summary: Mapping[str, Any], config: RunConfig) -> bool:
     Of another text the last point would stand on a curve of its own, and arms compared at equal tokens would be read
     off both.
     """
-    whole = _number(summary, "val_tokens")
+    whole = number(summary.get("val_tokens"))
     return whole is not None and config.evaluate.tokens >= ROWS_PER_TEXT * whole
 
 
@@ -195,8 +166,8 @@ def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, fl
         {
             "tokens": step.tokens,
             "seconds": step.seconds,
-            "loss": _number(step.row, "loss"),
-            "val_bpb": _number(step.row, "val_bpb"),
+            "loss": number(step.row.get("loss")),
+            "val_bpb": number(step.row.get("val_bpb")),
         }
         for step in steps
     ]

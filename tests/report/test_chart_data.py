@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.report import intervals
+from deskside.report import chart_data
 from deskside.study.results import Estimate
 
 positive = st.floats(1e-6, 1e9)
@@ -23,19 +23,19 @@ def estimates(draw: st.DrawFn) -> Estimate:
 
 @given(found=st.lists(estimates(), min_size=1, max_size=8), log=st.booleans())
 def test_every_mean_is_inside_and_every_end_is_drawn_or_marked(found: list[Estimate], log: bool) -> None:
-    start, stop = intervals.window(found, log)
+    start, stop = chart_data.axis_range(found, log)
     assert math.isfinite(start) and math.isfinite(stop) and (start > 0 or not log)
     for one in found:
         assert start <= one.mean <= stop
-        cut = intervals.cut(one, (start, stop))
+        cut = chart_data.interval(one, (start, stop))
         assert start <= cut.low <= one.mean <= cut.high <= stop
-        assert cut.goes_on_below == (one.low is not None and one.low < start)
-        assert cut.goes_on_above == (one.high is not None and one.high > stop)
+        assert cut.clipped_low == (one.low is not None and one.low < start)
+        assert cut.clipped_high == (one.high is not None and one.high > stop)
 
 
 def test_one_wide_interval_does_not_press_the_others_together() -> None:
     found = [Estimate(mean, mean - 1, mean + 1, 2) for mean in (100.0, 110.0, 120.0)]
-    start, stop = intervals.window([*found, Estimate(105.0, -900.0, 1110.0, 2)])
+    start, stop = chart_data.axis_range([*found, Estimate(105.0, -900.0, 1110.0, 2)])
     assert start == pytest.approx(100 - 10 - 2.4) and stop == pytest.approx(120 + 10 + 2.4)
 
 
@@ -45,19 +45,19 @@ def test_where_all_intervals_are_wide_they_are_drawn_whole() -> None:
         end
         for one in found
         for end in (
-            intervals.cut(one, intervals.window(found)).goes_on_below,
-            intervals.cut(one, intervals.window(found)).goes_on_above,
+            chart_data.interval(one, chart_data.axis_range(found)).clipped_low,
+            chart_data.interval(one, chart_data.axis_range(found)).clipped_high,
         )
     )
 
 
 def test_wide_is_said_of_means_alone() -> None:
-    assert intervals.wide([Estimate(1.0, None, None, 1), Estimate(9.0, None, None, 1)])
-    assert not intervals.wide([Estimate(1.0, 0.0, 100.0, 2), Estimate(2.0, None, None, 1)])
-    assert not intervals.wide([Estimate(0.0, None, None, 1), Estimate(9.0, None, None, 1)])
+    assert chart_data.needs_log([Estimate(1.0, None, None, 1), Estimate(9.0, None, None, 1)])
+    assert not chart_data.needs_log([Estimate(1.0, 0.0, 100.0, 2), Estimate(2.0, None, None, 1)])
+    assert not chart_data.needs_log([Estimate(0.0, None, None, 1), Estimate(9.0, None, None, 1)])
 
 
 def test_relative_differences_reach_three_times_the_largest() -> None:
-    assert intervals.reach([1.0, -2.0], [400.0]) == pytest.approx(1.12 * 6)
-    assert intervals.reach([1.0, -2.0], [-3.0]) == pytest.approx(1.12 * 3)
-    assert intervals.reach([0.0], []) > 0
+    assert chart_data.difference_limit([1.0, -2.0], [400.0]) == pytest.approx(1.12 * 6)
+    assert chart_data.difference_limit([1.0, -2.0], [-3.0]) == pytest.approx(1.12 * 3)
+    assert chart_data.difference_limit([0.0], []) > 0

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.dashboard.selection import Picked, Selection, select
+from deskside.dashboard.sidebar import Filters, Selection, select
 from deskside.study.results import Group
 from deskside.study.stats.compare import compare
 from tests.study import made
@@ -12,62 +12,62 @@ from tests.study import made
 WHOLE = compare(made.results())
 
 
-def names(picked: Picked) -> set[str]:
+def names(picked: Filters) -> set[str]:
     return {arm.id for arm in select(WHOLE, picked).arms}
 
 
 def test_no_filter_leaves_everything() -> None:
-    assert select(WHOLE, Picked()) == WHOLE
+    assert select(WHOLE, Filters()) == WHOLE
 
 
 def test_levels_narrow_together() -> None:
-    assert names(Picked(levels={"size": frozenset({"small"}), "fp4": frozenset({"off"})})) == {
+    assert names(Filters(levels={"size": frozenset({"small"}), "fp4": frozenset({"off"})})) == {
         "small-gqa_off-fp4_off",
         "small-gqa_on-fp4_off",
     }
 
 
 def test_status_finds_arms_with_such_a_trial() -> None:
-    assert names(Picked(statuses=frozenset({"oom"}))) == {"medium-gqa_off-fp4_on"}
-    assert len(names(Picked(statuses=frozenset({"finished"})))) == 8
+    assert names(Filters(statuses=frozenset({"oom"}))) == {"medium-gqa_off-fp4_on"}
+    assert len(names(Filters(statuses=frozenset({"finished"})))) == 8
 
 
 def test_words_are_looked_for_in_label_and_id() -> None:
-    assert names(Picked(words="MEDIUM gqa on")) == {"medium-gqa_on-fp4_off", "medium-gqa_on-fp4_on"}
-    assert names(Picked(words="gqa_on-fp4")) == names(Picked(words="gqa on"))
-    assert names(Picked(words="no such")) == set()
+    assert names(Filters(search="MEDIUM gqa on")) == {"medium-gqa_on-fp4_off", "medium-gqa_on-fp4_on"}
+    assert names(Filters(search="gqa_on-fp4")) == names(Filters(search="gqa on"))
+    assert names(Filters(search="no such")) == set()
 
 
 def test_a_factor_that_a_group_does_not_vary_hides_none_of_its_arms() -> None:
     other = replace(WHOLE.arms[0], id="other", group="second", levels={"optimizer": "muon"})
     groups = [*WHOLE.groups, Group("second", "", "124m", "full", "", [], [])]
     both = replace(WHOLE, arms=[*WHOLE.arms, other], groups=groups)
-    left = select(both, Picked(levels={"size": frozenset({"small"})}))
+    left = select(both, Filters(levels={"size": frozenset({"small"})}))
     assert [arm.id for arm in left.arms if arm.group == "second"] == ["other"]
-    assert [arm.id for arm in select(both, Picked(groups=frozenset({"second"}))).arms] == ["other"]
-    assert [group.name for group in select(both, Picked(groups=frozenset({"second"}))).groups] == ["second"]
+    assert [arm.id for arm in select(both, Filters(groups=frozenset({"second"}))).arms] == ["other"]
+    assert [group.name for group in select(both, Filters(groups=frozenset({"second"}))).groups] == ["second"]
 
 
 def test_fronts_keep_only_what_is_shown() -> None:
-    left = select(WHOLE, Picked(levels={"size": frozenset({"small"})}))
+    left = select(WHOLE, Filters(levels={"size": frozenset({"small"})}))
     shown = {arm.id for arm in left.arms}
     assert left.fronts and all(set(front.arms) <= shown for front in left.fronts)
 
 
 def test_fewer_seeds_are_compared_anew() -> None:
-    left = select(WHOLE, Picked(seeds=frozenset({1, 2})))
+    left = select(WHOLE, Filters(seeds=frozenset({1, 2})))
     assert left.seeds == [1, 2]
     arm = left.arm("small-gqa_on-fp4_off")
     assert arm is not None and {trial.seed for trial in arm.trials} == {1, 2}
     speeds = [trial.metrics["tokens_per_second"] for trial in arm.trials]
     assert arm.estimates["tokens_per_second"].mean == pytest.approx(sum(speeds) / 2)
     assert {found.n for found in arm.comparisons} == {2}
-    one = select(WHOLE, Picked(seeds=frozenset({3}))).arm("small-gqa_on-fp4_off")
+    one = select(WHOLE, Filters(seeds=frozenset({3}))).arm("small-gqa_on-fp4_off")
     assert one is not None and one.estimates["val_bpb"].low is None
 
 
 def test_all_seeds_are_no_filter() -> None:
-    assert select(WHOLE, Picked(seeds=frozenset({1, 2, 3}))) == WHOLE
+    assert select(WHOLE, Filters(seeds=frozenset({1, 2, 3}))) == WHOLE
 
 
 def test_a_group_is_shown_as_if_there_were_no_other() -> None:
@@ -76,10 +76,10 @@ def test_a_group_is_shown_as_if_there_were_no_other() -> None:
     ]
     groups = [*WHOLE.groups, replace(WHOLE.groups[0], name="b", title="A second")]
     both = compare(replace(made.results(), groups=groups, arms=[*made.results().arms, *second]))
-    narrowed = select(both, Picked(levels={"size": frozenset({"small"})}))
-    one = Selection("s", None, narrowed, both, "a card").of("b")
+    narrowed = select(both, Filters(levels={"size": frozenset({"small"})}))
+    one = Selection("s", None, narrowed, both, "a card").of_group("b")
     assert {arm.group for arm in one.results.arms} == {"b"} and len(one.results.arms) == 4
-    assert one.left_out == 4  # of its own arms, not of those of other groups
+    assert one.hidden == 4  # of its own arms, not of those of other groups
     assert [group.name for group in one.results.groups] == ["b"]
     assert one.results.fronts and {front.group for front in one.results.fronts} == {"b"}
     assert one.results.interactions and {found.group for found in one.results.interactions} == {"b"}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from deskside.dashboard.charts import BLUE, GREY, ORANGE, SKY, VERMILION, layout
+from deskside.dashboard.charts import BLUE, EDGE, GREY, ORANGE, SKY, VERMILION, apply_layout
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, FP4
 # As many as share one scale in NVFP4, once drawn at random. Drawing them here would take an import of numpy.
@@ -27,7 +27,7 @@ def heads(queries: int, keys: int) -> go.Figure:
         x += [q, centres[q // share], None]
         y += [1, 0, None]
     figure.add_scatter(x=x, y=y, mode="lines", line={"color": GREY, "width": 1.5}, hoverinfo="skip")
-    for at, row, symbol, colour, letter in (
+    for at, row, symbol, color, letter in (
         (list(range(queries)), 1, "circle", SKY, "q"),
         (centres, 0, "square", ORANGE, "kv"),
     ):
@@ -35,12 +35,12 @@ def heads(queries: int, keys: int) -> go.Figure:
             x=at,
             y=[row] * len(at),
             mode="markers+text",
-            marker={"symbol": symbol, "size": 19, "color": colour, "line": {"color": "#333333", "width": 1}},
+            marker={"symbol": symbol, "size": 19, "color": color, "line": {"color": EDGE, "width": 1}},
             text=[letter] * len(at),
             textfont={"size": 10, "color": "black"},
             hoverinfo="skip",
         )
-    layout(figure, 190, showlegend=False)
+    apply_layout(figure, 190, showlegend=False)
     figure.update_layout(margin={"t": 28})
     figure.update_xaxes(visible=False, range=[-0.8, queries - 0.2])
     figure.update_yaxes(visible=False, range=[-0.4, 1.4])
@@ -74,7 +74,7 @@ def fp4() -> go.Figure:
     figure.add_scatter(
         x=at, y=kept, mode="markers", name="in FP4", marker={"symbol": "square", "size": 8, "color": ORANGE}
     )
-    layout(figure, 330)
+    apply_layout(figure, 330)
     figure.update_xaxes(title="place in the block", showgrid=False)
     figure.update_yaxes(title="value, no unit", showgrid=False)
     return figure
@@ -90,7 +90,7 @@ def recomputation() -> go.Figure:
     kept = [float(min(s, 2 * BLOCKS - s)) for s in steps]
     again = [INPUT * min(s, 2 * BLOCKS - s) + (1.0 if s >= BLOCKS and s < 2 * BLOCKS else 0.0) for s in steps]
     figure = go.Figure()
-    for y, name, dash, colour in (
+    for y, name, dash, color in (
         (kept, "everything is kept", "solid", BLUE),
         (again, "blocks are recomputed", "dash", VERMILION),
     ):
@@ -99,34 +99,34 @@ def recomputation() -> go.Figure:
             y=y,
             mode="lines",
             name=name,
-            line={"shape": "hv", "dash": dash, "width": 3, "color": colour},
+            line={"shape": "hv", "dash": dash, "width": 3, "color": color},
         )
     figure.add_vline(x=BLOCKS, line={"color": GREY, "width": 1})
     figure.add_annotation(x=BLOCKS / 2, y=BLOCKS, text="forward", showarrow=False)
     figure.add_annotation(x=1.5 * BLOCKS, y=BLOCKS, text="backward", showarrow=False)
-    layout(figure, 300)
+    apply_layout(figure, 300)
     figure.update_xaxes(title="time, blocks passed", showgrid=False)
     figure.update_yaxes(title="activations held, in blocks", rangemode="tozero")
     return figure
 
 
 def micro_batches(rows: int, micro: int) -> go.Figure:
-    """One optimiser step: the rows of the batch in passes of a micro-batch, and then the update."""
+    """One optimizer step: the rows of the batch in passes of a micro-batch, and then the update."""
     passes = rows // micro
     figure = go.Figure()
     for place in range(passes):
         figure.add_shape(
             type="rect", x0=place + 0.08, x1=place + 0.92, y0=0, y1=micro,
-            fillcolor=SKY, line={"color": "#333333", "width": 1},
+            fillcolor=SKY, line={"color": EDGE, "width": 1},
         )  # fmt: skip
     figure.add_shape(
         type="rect", x0=passes + 0.08, x1=passes + 0.92, y0=0, y1=rows, fillcolor=ORANGE,
-        line={"color": "#333333", "width": 1}, opacity=0.7,
+        line={"color": EDGE, "width": 1}, opacity=0.7,
     )  # fmt: skip
     figure.add_annotation(
         x=passes + 0.5, y=rows / 2, text="update", textangle=-90, showarrow=False, font={"color": "black"}
     )
-    layout(figure, 230, showlegend=False)
+    apply_layout(figure, 230, showlegend=False)
     figure.update_layout(margin={"t": 28})
     figure.update_xaxes(
         title="passes through the model, then the update",

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.dashboard import reading
+from deskside.dashboard import studies
 from deskside.dashboard.scan import scan
+from deskside.run.record import TAIL_BYTES, read_brief, read_metrics
 from tests.dashboard import made_up
 
 JSON = st.recursive(
@@ -20,57 +21,57 @@ JSON = st.recursive(
 
 def test_a_study_is_what_was_written(tmp_path: Path) -> None:
     whole = made_up.study(tmp_path / "s")
-    study = reading.read_study(tmp_path / "s")
+    study = studies.read_study(tmp_path / "s")
     assert study is not None and study.results == whole and study.problem == ""
 
 
 def test_studies_that_cannot_be_read_keep_their_place_with_the_reason(tmp_path: Path) -> None:
     made_up.broken(tmp_path)
-    studies = {path.name: reading.read_study(path) for path in scan(tmp_path).studies}
-    assert studies["elsewhere"] is None  # somebody else's results.json
+    found = {path.name: studies.read_study(path) for path in scan(tmp_path).studies}
+    assert found["elsewhere"] is None  # somebody else's results.json
     for name, reason in (
         ("broken", "cannot be read"),
         ("odd", "is damaged"),
         ("begun", "no trial has ended"),
     ):
-        study = studies[name]
+        study = found[name]
         assert study is not None and study.results is None and reason in study.problem
 
 
 def test_a_run_that_ended(tmp_path: Path) -> None:
     made_up.run(tmp_path / "r")
-    brief = reading.read_brief(tmp_path / "r")
-    assert brief.finished and not brief.problems and not brief.emulated
-    assert brief.card == "a card that was made up"
-    assert brief.metrics["tokens_per_second"] == 131072.0
-    assert "watts" not in brief.metrics  # not measured is absent, not 0
+    brief = read_brief(tmp_path / "r")
+    assert brief.finished and not brief.missing and not brief.emulated
+    assert studies.card_name(brief.environment) == "a card that was made up"
+    assert studies.summary_metrics(brief)["tokens_per_second"] == 131072.0
+    assert "watts" not in studies.summary_metrics(brief)  # not measured is absent, not 0
 
 
 def test_runs_in_bad_states_are_told_and_not_raised(tmp_path: Path) -> None:
     made_up.broken(tmp_path)
-    garbage = reading.read_brief(tmp_path / "runs/garbage")
-    assert any("run.json" in problem for problem in garbage.problems)
-    assert any("summary.json" in problem for problem in garbage.problems)
-    assert any("plan.json is no JSON object" in problem for problem in garbage.problems)
-    half = reading.read_brief(tmp_path / "runs/half")
+    garbage = read_brief(tmp_path / "runs/garbage")
+    assert any("run.json" in problem for problem in garbage.missing)
+    assert any("summary.json" in problem for problem in garbage.missing)
+    assert any("plan.json is not a JSON object" in problem for problem in garbage.missing)
+    half = read_brief(tmp_path / "runs/half")
     assert not half.finished and half.total_steps == 60
-    rows = reading.read_rows(tmp_path / "runs/half")
-    assert [row["step"] for row in rows.steps] == list(range(1, 13)) and rows.problem == ""
+    rows = read_metrics(tmp_path / "runs/half")
+    assert [row["step"] for row in rows.rows] == list(range(1, 13)) and rows.problem == ""
 
 
 def test_a_damaged_line_is_counted_and_the_others_stay(tmp_path: Path) -> None:
     made_up.run(tmp_path / "r", steps=5)
     path = tmp_path / "r/metrics.jsonl"
     path.write_text(path.read_text() + "???\n[1]\n" + json.dumps(made_up.row(6)) + "\n")
-    rows = reading.read_rows(tmp_path / "r")
-    assert [row["step"] for row in rows.steps] == [1, 2, 3, 4, 5, 6]
+    rows = read_metrics(tmp_path / "r")
+    assert [row["step"] for row in rows.rows] == [1, 2, 3, 4, 5, 6]
     assert rows.problem == "metrics.jsonl: 2 damaged lines were left out"
 
 
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     made_up.run(tmp_path / "r", steps=3000)
-    rows = reading.read_rows(tmp_path / "r")
-    assert rows.steps[-1]["step"] == 3000 and 50 < len(rows.steps) < 1000 and rows.problem == ""
+    rows = read_metrics(tmp_path / "r", TAIL_BYTES)
+    assert rows.rows[-1]["step"] == 3000 and 50 < len(rows.rows) < 1000 and rows.problem == ""
 
 
 @given(run=JSON, summary=JSON, plan=JSON, environment=JSON)
@@ -83,8 +84,8 @@ def test_no_json_breaks_the_list(run: object, summary: object, plan: object, env
         values = {"run": run, "summary": summary, "plan": plan, "environment": environment}
         for name, value in values.items():
             (path / f"{name}.json").write_text(json.dumps(value))
-        brief = reading.read_brief(path)
-        results = reading.as_results([brief], frozenset(), Path(folder))
+        brief = read_brief(path)
+        results = studies.runs_as_results([brief], frozenset(), Path(folder))
         assert results.arms[0].id == "r" and results.arms[0].label == "r"
 
 
@@ -93,8 +94,8 @@ def test_runs_take_the_shape_of_a_study(tmp_path: Path) -> None:
         made_up.run(tmp_path / f"runs/r{seed}", seed=seed)
     made_up.run(tmp_path / "runs/open", finished=False)
     made_up.run(tmp_path / "runs/stopped", finished=False)
-    briefs = [reading.read_brief(run.path) for run in scan(tmp_path).runs]
-    results = reading.as_results(briefs, frozenset({tmp_path / "runs/open"}), tmp_path)
+    briefs = [read_brief(run.path) for run in scan(tmp_path).runs]
+    results = studies.runs_as_results(briefs, frozenset({tmp_path / "runs/open"}), tmp_path)
     assert {arm.label: arm.status for arm in results.arms} == {
         "open": "running",
         "r1": "finished",
@@ -108,6 +109,6 @@ def test_runs_take_the_shape_of_a_study(tmp_path: Path) -> None:
 
 def test_the_whole_curve_and_what_is_missing_of_it(tmp_path: Path) -> None:
     made_up.broken(tmp_path)
-    rows, missing = reading.read_curve(tmp_path / "runs/half")
+    rows, missing = studies.read_curve(tmp_path / "runs/half")
     assert len(rows) == 12 and rows[0]["loss"] == pytest.approx(7.0)
-    assert any("half written" in sentence for sentence in missing)
+    assert any("incomplete" in sentence for sentence in missing)

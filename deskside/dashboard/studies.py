@@ -1,0 +1,123 @@
+"""Studies as they are on disk, and single runs in the shape of a study."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deskside.run.record import RunRecord, mapping, number, read_object, read_run, text
+from deskside.study import results as study_results
+from deskside.study.results import INTERRUPTED, Arm, Estimate, Factor, Group, Results, Trial
+from deskside.study.stats.metrics import BY_KEY
+from deskside.utils.errors import RunError, UsageError
+
+RUNS = "runs"  # name of the group that holds single runs
+HEAD_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study's directory, with either its `results` or the `problem` that kept them from being read."""
+
+    path: Path
+    results: Results | None
+    problem: str
+
+
+def read_study(path: Path) -> Study | None:
+    """Read a study. Returns None for a directory whose results.json belongs to another program."""
+    try:
+        return Study(path, study_results.read(path), "")
+    except (RunError, UsageError) as error:
+        if not (path / "study.json").exists() and not _claims_to_be_study(path / "results.json"):
+            return None
+        if not (path / "results.json").exists():
+            return Study(path, None, "no trial has ended yet (there is no results.json)")
+        return Study(path, None, str(error).removeprefix(f"{path / 'results.json'}: "))
+
+
+def _claims_to_be_study(path: Path) -> bool:
+    """Return whether the first bytes of a file look like a study's, because a damaged file does not parse."""
+    try:
+        with path.open("rb") as file:
+            return b'"schema_version"' in file.read(HEAD_BYTES)
+    except OSError:
+        return True
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Return a run's plan.json, or {} if it cannot be read."""
+    return read_object(path / "plan.json")[0]
+
+
+def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
+    """Return a run's full curve in the form of `Trial.curve`, and sentences about missing parts of it.
+
+    Raises UsageError if there is no run.
+    """
+    record = read_run(path)
+    missing = [sentence for sentence in record.missing if "metrics.jsonl" in sentence]
+    keys = ("tokens", "seconds", "loss", "val_bpb")
+    return [{key: number(row.get(key)) for key in keys} for row in record.metrics], missing
+
+
+def summary_metrics(record: RunRecord) -> dict[str, float]:
+    """Return the metrics of a study that a run's summary has, by their keys."""
+    known = {key: number(record.summary.get(key)) for key in BY_KEY}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def card_name(machine: Mapping[str, Any]) -> str:
+    """Return the GPU, or else the CPU, that environment.json or a study's machine names."""
+    gpu = machine.get("gpu")
+    name = text(gpu) or text(mapping(gpu).get("name"))
+    return name or text(machine.get("cpu")) or text(machine.get("device")) or "unknown machine"
+
+
+def runs_as_results(records: Iterable[RunRecord], live: frozenset[Path], root: Path) -> Results:
+    """Return single runs as a study in which each run is an arm with one trial and without a baseline to compare."""
+    arms = [_arm(record, live, root) for record in records]
+    labels = {"precision": "precision", "optimizer": "optimizer", "card": "card"}
+    factors = [Factor(key, label, sorted({arm.levels[key] for arm in arms})) for key, label in labels.items()]
+    return Results(
+        name="runs outside of studies",
+        question="Runs that differ in more than one option do not show which option made the difference.",
+        created="",
+        updated="",
+        seeds=sorted({trial.seed for arm in arms for trial in arm.trials}),
+        memory_fraction=0.0,
+        machine={},
+        groups=[Group(RUNS, "runs outside of studies", "", "", "", factors, [])],
+        arms=arms,
+    )
+
+
+def _arm(record: RunRecord, live: frozenset[Path], root: Path) -> Arm:
+    path, metrics = record.path, summary_metrics(record)
+    inside = path.is_relative_to(root) and path != root
+    name = str(path.relative_to(root)) if inside else path.name
+    status = "running" if path in live else "finished" if record.finished else INTERRUPTED
+    reasons = [*record.missing, *(["not finished"] if status == INTERRUPTED else [])]
+    card, seed = card_name(record.environment), number(record.config.get("seed"))
+    optimizer = text(mapping(record.config.get("optim")).get("name"))
+    levels = {"precision": record.precision, "optimizer": optimizer, "card": card}
+    trial = Trial(
+        seed=int(seed) if seed is not None else 0,
+        status=status,
+        reason="; ".join(reasons),
+        run=str(path),
+        device=card,
+        attempts=1,
+        started=text(record.run.get("created")),
+        metrics=metrics,
+    )
+    return Arm(
+        id=name,
+        label=name.removeprefix("runs/"),
+        group=RUNS,
+        levels={key: value or "unknown" for key, value in levels.items()},
+        baseline=name,
+        emulated=record.emulated,
+        trials=[trial],
+        estimates={key: Estimate(value, None, None, 1) for key, value in metrics.items()},
+    )

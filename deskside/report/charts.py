@@ -1,0 +1,302 @@
+"""Matplotlib renderer of the chart data: bars, forest plots, bubbles and Pareto fronts of a study."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
+
+from deskside.report.canvas import DARK, HATCH, MIDDLE, PALE, Plot, new_canvas, one_line, wrapped
+from deskside.report.chart_data import (
+    CLIPPED,
+    Axis,
+    Interval,
+    RowChart,
+    ScatterChart,
+    bar_chart,
+    forest_chart,
+    front_axes,
+    scatter_chart,
+)
+from deskside.report.study_text import (
+    MEMORY,
+    SPEED,
+    arms_of,
+    comparison_of,
+    estimate_of,
+    heading,
+    metric_named,
+    seed_range,
+    seeds,
+    short_labels,
+    value,
+)
+from deskside.study.results import Arm, Front, Group, Results
+
+MAX_ROWS = 40
+MAX_POINTS = 24  # arms in a plot where each is marked by a number
+MIN_AREA, MAX_AREA = 40.0, 700.0  # of bubbles, in square points
+
+
+def left_out(total: int, hidden: int) -> str:
+    """Return a sentence for the caption of a plot that leaves arms out, or the empty string."""
+    if not hidden:
+        return ""
+    return f" {hidden} of {total} arms are left out here (those that differ least); the table has all."
+
+
+def row_names(results: Results, arms: Sequence[Arm], emulated: Sequence[bool]) -> list[str]:
+    """Return wrapped names for rows: short ones if all arms have one baseline."""
+    names = {arm.id: arm.label for arm in arms}
+    if len({arm.baseline for arm in arms}) == 1:
+        names = short_labels(results, arms)
+    return [
+        wrapped(names[arm.id] + (" (emulated)" if marked else ""), 26, 2)
+        for arm, marked in zip(arms, emulated, strict=True)
+    ]
+
+
+def bars(results: Results, group: Group, key: str) -> Plot | str:
+    """Draw one metric of every arm as bars with intervals, or return why there is nothing to draw."""
+    data = bar_chart(arms_of(results, group), key, MAX_ROWS)
+    if data is None:
+        return f"No bars of {metric_named(key).label}: it was not measured in any arm."
+    metric, rows = data.metric, data.rows
+    figure, axes = new_canvas(metric.label.capitalize(), 0.95 + 0.27 * max(len(rows), 2))
+    beside: dict[str, Any] = {"fontsize": 8, "va": "center", "xytext": (4, 0), "textcoords": "offset points"}
+    for place, row in enumerate(rows):
+        if row.interval is None:
+            axes.annotate(row.text, (0, place), color=MIDDLE, **beside)
+            continue
+        one = row.interval
+        error: dict[str, Any] = {}
+        if one.low < one.mean or one.high > one.mean:
+            error = {"xerr": [[one.mean - one.low], [one.high - one.mean]], "capsize": 3, "ecolor": DARK}
+        face = "white" if row.emulated else MIDDLE if row.is_baseline else PALE
+        axes.barh(place, one.mean, height=0.68, color=face, edgecolor=DARK, linewidth=0.8,
+                  hatch=HATCH if row.emulated else None, **error)  # fmt: skip
+        axes.annotate(row.text, (one.high, place), **beside)
+        _arrows(axes, one, place)
+    names = row_names(results, [row.arm for row in rows], [row.emulated for row in rows])
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(*data.axis.range)
+    axes.grid(False, axis="y")
+    axes.set_xlabel(f"{metric.label} ({metric.unit})", fontsize=9)
+    if key == SPEED:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    hatched = any(row.emulated for row in rows)
+    caption = (
+        f"{heading(metric)[0].upper()}{heading(metric)[1:]}{f' ({metric.about})' if metric.about else ''}: mean and "
+        f"interval over seeds ({seeds([row.arm for row in rows], key)}). Dark bars: baselines."
+        f"{' Hatched: the number format is emulated, so this is not the speed of hardware with it.' if hatched else ''}"
+        f"{_clipped(data)} Measured."
+    )
+    caption += left_out(data.total, data.hidden)
+    return Plot(f"bars_{key}", f"Bars: {metric.label}", caption, figure)
+
+
+def forest(results: Results, group: Group, key: str) -> Plot | str:
+    """Draw relative differences from the baselines with their intervals, or return why there is nothing to draw."""
+    data = forest_chart(results, arms_of(results, group), key, MAX_ROWS)
+    metric = metric_named(key)
+    if data is None:
+        return f"No forest plot of {metric.label}: no arm could be compared with its baseline."
+    headings = len({row.under for row in data.rows} - {""})
+    figure, axes = new_canvas(
+        f"{metric.label.capitalize()} against the baseline", 1.05 + 0.25 * max(len(data.rows) + headings, 2)
+    )
+    if data.linear_to is not None:
+        axes.set_xscale("symlog", linthresh=data.linear_to, linscale=1.0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}" if abs(x) > 1e-9 else "0"))
+    axes.set_xlim(*data.axis.range)
+    labels = short_labels(results, [row.arm for row in data.rows])
+    places, names, place, under = [], [], 0, ""
+    for row in data.rows:
+        if row.under != under:
+            under = row.under
+            axes.text(0.0, place, one_line(under, 60), transform=axes.get_yaxis_transform(), fontsize=8,
+                      fontweight="bold", va="center", backgroundcolor="white")  # fmt: skip
+            place += 1
+        color = MIDDLE if row.interval is None else DARK
+        axes.text(
+            1.02, place, row.text, transform=axes.get_yaxis_transform(), fontsize=8, va="center", color=color
+        )
+        if row.interval is not None:
+            _difference(axes, row.interval, place, row.kind)
+        places.append(place)
+        names.append(wrapped(labels[row.arm.id] + (" (emulated)" if row.emulated else ""), 28, 2))
+        place += 1
+    axes.axvline(0, color=DARK, linewidth=1.0)
+    axes.set_yticks(places, names, fontsize=8)
+    axes.set_ylim(place - 0.4, -0.6)
+    left, right = {"lower": ("better", "worse"), "higher": ("worse", "better")}.get(
+        metric.better or "", ("less", "more")
+    )
+    axes.set_xlabel(f"\u2190 {left}      {data.axis.title}      {right} \u2192", fontsize=8)
+    compared = [c.n for row in data.rows if row.interval and (c := comparison_of(row.arm, key))]
+    caption = (
+        f"Relative difference in {metric.label}, paired by seed ({seed_range(compared)}). Line: interval; filled mark: "
+        "a difference is shown; hollow: no difference shown; cross: one seed, no interval; square: exact. "
+        f"{CLIPPED} Measured."
+    )
+    caption += left_out(data.total, data.hidden)
+    return Plot(f"forest_{key}", f"Forest plot: {metric.label}", caption, figure)
+
+
+def _difference(axes: Axes, one: Interval, place: int, kind: str) -> None:
+    if kind in ("shown", "not shown"):
+        axes.plot([one.low, one.high], [place, place], color=DARK, linewidth=1.6, label="interval")
+        for end, clipped in ((one.low, one.clipped_low), (one.high, one.clipped_high)):
+            if not clipped:
+                axes.plot([end], [place], marker="|", markersize=6, color=DARK)
+        _arrows(axes, one, place)
+    axes.plot([one.mean], [place], marker={"one seed": "x", "exact": "s"}.get(kind, "o"), markersize=6, color=DARK,
+              label="difference", markerfacecolor="white" if kind == "not shown" else DARK, markeredgewidth=1.4,
+              linestyle="", zorder=4)  # fmt: skip
+
+
+def _arrows(axes: Axes, one: Interval, other: float, vertical: bool = False) -> None:
+    """Mark the ends of an interval that continue beyond the axis."""
+    marks = "v^" if vertical else "<>"
+    for clipped, end, mark in (
+        (one.clipped_low, one.low, marks[0]),
+        (one.clipped_high, one.high, marks[1]),
+    ):
+        if clipped:
+            x, y = (other, end) if vertical else (end, other)
+            axes.plot([x], [y], marker=mark, markersize=5, color=DARK, clip_on=False, zorder=4)
+
+
+def bubbles(results: Results, group: Group) -> Plot | str:
+    """Draw peak memory against speed, with areas in proportion to the parameters."""
+    arms = arms_of(results, group)
+    data = scatter_chart(arms, MEMORY, SPEED, most=MAX_POINTS)
+    sizes = [size.mean for arm in arms if (size := estimate_of(arm, "parameters")) is not None]
+    if data is None or not sizes:
+        return "No bubble plot: no arm has speed, memory and parameters."
+    figure, axes = _numbered_canvas("Memory, speed and size", data)
+    for point in data.points:
+        area = max(MIN_AREA, MAX_AREA * min(1.0, 10 / len(data.points)) * point.size)
+        axes.scatter([point.x.mean], [point.y.mean], s=area, facecolor="white" if point.arm.emulated else PALE,
+                     edgecolor=DARK, alpha=0.85, hatch=HATCH if point.arm.emulated else None, linewidth=0.8,
+                     zorder=2)  # fmt: skip
+    _finish_scatter(axes, data)
+    shown = [point.arm for point in data.points]
+    metric = metric_named("parameters")
+    low, high = value(metric, min(sizes)), value(metric, max(sizes))
+    emulated = any(arm.emulated for arm in shown)
+    caption = (
+        f"Area: parameters ({low if low == high else f'{low} to {high}'} M; very small ones are drawn larger). "
+        f"Crosses: intervals over seeds ({seeds(shown, SPEED)}).{_clipped(data)}"
+        f"{' Hatched: emulated, so this is not the speed of hardware with the format.' if emulated else ''} Measured."
+    )
+    caption += left_out(data.total, data.hidden)
+    return Plot("bubbles", "Memory, speed and parameters", caption, figure)
+
+
+def front(results: Results, group: Group, found: Front) -> Plot | str:
+    """Draw a Pareto front in speed and loss if it has these, else in two of its metrics."""
+    arms = arms_of(results, group)
+    across, up = front_axes(found)
+    names = " x ".join(metric_named(key).label for key in found.metrics)
+    data = scatter_chart(arms, across, up, [found], most=MAX_POINTS)
+    if data is None:
+        return f"No Pareto front of {names}: no arm has these numbers."
+    figure, axes = _numbered_canvas(f"Pareto front: {names}", data)
+    for point in data.points:
+        shape, size, face = (
+            ("s", 7, DARK) if point.on_front else ("D", 6, PALE) if point.unclear else ("o", 6, "white")
+        )
+        axes.plot([point.x.mean], [point.y.mean], marker=shape, markersize=size, color=DARK, markerfacecolor=face,
+                  linestyle="")  # fmt: skip
+    if data.staircase:
+        where: Any = "pre" if data.x.better == "higher" else "post"
+        x, y = zip(*data.staircase, strict=True)
+        axes.step(x, y, where=where, color=DARK, linewidth=1.2, linestyle="--", zorder=1)
+    _finish_scatter(axes, data)
+    third = " and ".join(metric_named(key).label for key in found.metrics if key not in (across, up))
+    emulated = SPEED in found.metrics and any(point.arm.emulated for point in data.points)
+    caption = (
+        f"Filled squares: no other arm is better in all of {names.replace(' x ', ', ')} at once."
+        f"{f' The front also weighs {third}, which is not drawn.' if third else ''}"
+        f"{' Grey diamonds: the intervals leave open whether they are on it.' if found.unclear else ''}"
+        f" Crosses: intervals over seeds ({seeds([p.arm for p in data.points], across)}).{_clipped(data)}"
+        f"{' Arms marked emulated do not have the speed of hardware with the format.' if emulated else ''} Measured."
+    )
+    caption += left_out(data.total, data.hidden)
+    return Plot(f"pareto_{'_'.join(found.metrics)}", f"Pareto front: {names}", caption, figure)
+
+
+def _clipped(data: RowChart | ScatterChart) -> str:
+    return f" {CLIPPED}" if data.clipped else ""
+
+
+def _numbered_canvas(title: str, data: ScatterChart) -> tuple[Figure, Axes]:
+    """Return a canvas with the legend of the numbered arms below the plot, in two columns."""
+    lines = [
+        f"{point.number}  {one_line(point.arm.label, 30)}{' (emulated)' if point.arm.emulated else ''}"
+        for point in data.points
+    ]
+    half = -(-len(lines) // 2)
+    legend = 0.165 * half + 0.15
+    height = 3.5 + legend
+    figure, axes = new_canvas(title, height)
+    figure.set_layout_engine("constrained", rect=(0, legend / height, 1, 1 - legend / height))
+    for column, part in enumerate((lines[:half], lines[half:])):
+        figure.text(0.02 + 0.5 * column, (legend - 0.05) / height, "\n".join(part), va="top", fontsize=7.5,
+                    linespacing=1.45)  # fmt: skip
+    return figure, axes
+
+
+def _finish_scatter(axes: Axes, data: ScatterChart) -> None:
+    """Draw axes, intervals and the number of each arm."""
+    for axis, name in ((data.x, "x"), (data.y, "y")):
+        _set_axis(axes, axis, name)
+    for point in data.points:
+        x, y = point.x, point.y
+        for vertical, one in ((False, x), (True, y)):
+            reach = [[one.mean - one.low], [one.high - one.mean]]
+            if any(part[0] > 0 for part in reach):
+                error: dict[str, Any] = {"yerr" if vertical else "xerr": reach}
+                axes.errorbar([x.mean], [y.mean], **error, color=DARK, linewidth=0.9, capsize=2, fmt="none",
+                              zorder=3)  # fmt: skip
+        _arrows(axes, x, y.mean)
+        _arrows(axes, y, x.mean, vertical=True)
+    _place_numbers(axes, data)
+
+
+def _set_axis(axes: Axes, axis: Axis, name: str) -> None:
+    ticks = axes.xaxis if name == "x" else axes.yaxis
+    if axis.log:
+        axes.set(**{f"{name}scale": "log"})
+        ticks.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ticks.set_minor_formatter(NullFormatter())
+    large = axis.range[1] >= 10_000
+    ticks.set_major_formatter(EngFormatter(sep="") if large else StrMethodFormatter("{x:g}"))
+    axes.set(**{f"{name}lim": axis.range})
+    ticks.set_label_text(one_line(axis.title, 60), fontsize=9)
+
+
+def _place_numbers(axes: Axes, data: ScatterChart) -> None:
+    """Write each arm's number beside its mark, where it covers no other number and no other mark."""
+    axes.figure.canvas.draw()  # positions in pixels are known only after the layout
+    pixel = axes.figure.dpi / 72
+    places = [axes.transData.transform((point.x.mean, point.y.mean)) for point in data.points]
+    taken: list[tuple[float, float]] = [(at[0], at[1]) for at in places]
+    directions = ((1, 0.6), (-1, 0.6), (1, -0.6), (-1, -0.6), (0, 1), (0, -1))
+    shifts = [(dx * reach, dy * reach) for reach in (11, 19, 27) for dx, dy in directions]
+    for point, at in zip(data.points, places, strict=True):
+
+        def overlaps(shift: tuple[float, float], at: Any = at) -> int:
+            x, y = at[0] + shift[0] * pixel, at[1] + shift[1] * pixel
+            return sum(abs(x - a) < 11 * pixel and abs(y - b) < 9 * pixel for a, b in taken)
+
+        shift = min(shifts, key=overlaps)
+        taken.append((at[0] + shift[0] * pixel, at[1] + shift[1] * pixel))
+        leader = {"arrowstyle": "-", "linewidth": 0.4, "color": MIDDLE, "shrinkA": 4, "shrinkB": 0}
+        axes.annotate(str(point.number), (point.x.mean, point.y.mean), xytext=shift,
+                      textcoords="offset points", ha="center", va="center", fontsize=8, fontweight="bold", zorder=5,
+                      arrowprops=leader, path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip

@@ -1,0 +1,144 @@
+"""The plots of a run, as PNG files in plots/, readable in black and white."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
+
+from deskside.report.canvas import DARK, new_canvas, running_median, save
+from deskside.report.document import Image
+from deskside.run.record import RunRecord, number, series
+
+HEIGHT = 3.2  # inches
+PALE = "#9a9a9a"
+# Metrics of objectives other than the next token, drawn where they were logged: key, title, unit.
+OBJECTIVES = (
+    ("reward", "Mean reward of a step's answers", "reward"),
+    ("answer_tokens", "Length of answers", "tokens"),
+    ("entropy", "Entropy of the policy", "nats per token"),
+    ("accuracy", "Preference accuracy of a step", "share of pairs"),
+    ("margin", "Margin between chosen and rejected answers", "implicit reward"),
+)
+
+
+def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
+    """Draw every plot that the record has points for into `folder`.
+
+    Returns the images in reading order, and a sentence for each plot that could not be drawn. Raises OSError if the
+    folder cannot be written.
+    """
+
+    def metric_plot(key: str, label: str, from_zero: bool = False) -> Callable[[Axes], str]:
+        return lambda axes: _metric(record, axes, key, label, from_zero)
+
+    plots: list[tuple[str, str, str, Callable[[Axes], str]]] = [
+        ("loss", "Training loss", "loss", metric_plot("loss", "loss (nats per token)")),
+        ("val_bpb", "Validation bits per byte", "val_bpb", lambda axes: _validation(record, axes)),
+        ("throughput", "Throughput", "tokens_per_second", lambda axes: _throughput(record, axes)),
+        ("memory", "Memory", "memory_gib", metric_plot("memory_gib", "peak memory (GiB)", True)),
+        ("learning_rate", "Learning rate", "lr", metric_plot("lr", "learning rate", True)),
+    ]
+    objectives = [one for one in OBJECTIVES if record.series(one[0])[0]]
+    if objectives:
+        plots[1:2] = [(key, title, key, metric_plot(key, unit)) for key, title, unit in objectives]
+    images, absent = [], []
+    for name, title, key, plot in plots:
+        path = folder / f"{name}.png"
+        if not record.series(key)[0] and not (name == "val_bpb" and _final(record)):
+            absent.append(f"No plot of {title.lower()}: it was not logged.")
+            path.unlink(missing_ok=True)  # a plot of an earlier report would no longer match this run
+            continue
+        canvas, axes = new_canvas(title, HEIGHT)
+        caption = plot(axes)
+        _label_axes(axes, record)
+        save(canvas, path)
+        images.append(Image(path, title, f"{title}{caption}. Measured."))
+    return images, absent
+
+
+def _label_axes(axes: Axes, record: RunRecord) -> None:
+    axes.set_xlabel("training tokens")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    final = _final(record)
+    ends = [*record.series("step")[0], *([final[0]] if final else [])]
+    axes.set_xlim(0, max(ends, default=0) * 1.02 or 1)  # one range for all plots of a run
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
+
+
+def _line(axes: Axes, x: list[float], y: list[float], label: str | None = None) -> None:
+    """Draw a line, with markers if there are too few points for one."""
+    marker = "o" if len(x) < 3 else ""
+    axes.plot(x, y, color=DARK, linewidth=1.6, marker=marker, markersize=5, label=label)
+
+
+def _metric(record: RunRecord, axes: Axes, key: str, label: str, from_zero: bool = False) -> str:
+    """Draw one metric with its running median; return the end of the caption."""
+    x, y = record.series(key)
+    axes.set_ylabel(label)
+    smooth = None if from_zero and key != "tokens_per_second" else running_median(y)
+    if smooth is None:
+        _line(axes, x, y)
+    else:
+        axes.plot(x, y, color=PALE, linewidth=0.8, label="each logged step")
+        _line(axes, x, smooth, "running median")
+    if from_zero:
+        axes.set_ylim(0, max(y) * 1.15 or 1)
+    if key == "lr":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    if key == "loss":
+        _cut_start(axes, y)
+    return "" if smooth is None else ", with its running median"
+
+
+def _cut_start(axes: Axes, values: list[float]) -> None:
+    """Limit the view if the first steps would flatten everything after them."""
+    if len(values) < 20:
+        return
+    low, high = min(values), max(values)
+    useful = float(np.quantile(values, 0.98))
+    if high - low > 2.5 * (useful - low) > 0:
+        axes.set_ylim(low - 0.05 * (useful - low), useful + 0.3 * (useful - low))
+
+
+def _throughput(record: RunRecord, axes: Axes) -> str:
+    caption = _metric(record, axes, "tokens_per_second", "tokens per second", from_zero=True)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    throttled = [row for row in record.metrics if row.get("throttled") is True]
+    x, y = series(throttled, "tokens_per_second", "tokens")
+    if not x:
+        return caption
+    axes.plot(x, y, "x", color=DARK, markersize=7, markeredgewidth=1.6, label="throttled")
+    return f"{caption}; crosses where the GPU throttled"
+
+
+def _validation(record: RunRecord, axes: Axes) -> str:
+    x, y = record.series("val_bpb")
+    if x:
+        axes.plot(x, y, color=DARK, linewidth=1.6, marker="o", markersize=4.5, label="during training")
+    final = _final(record)
+    if final is not None:
+        axes.plot([final[0]], [final[1]], color=DARK, linestyle="", label="at the end", marker="s", markersize=7,
+                  markerfacecolor="white", markeredgewidth=1.6)  # fmt: skip
+        x, y = [*x, final[0]], [*y, final[1]]
+    shown = []
+    for key, name, dashes in (("gzip_bpb", "gzip", (0, (6, 3))), ("unigram_bpb", "unigram", (0, (1, 2)))):
+        level = number(record.summary.get(key))
+        if level is not None and level <= 1.25 * max(y):  # a higher line would flatten the curve
+            axes.axhline(level, color=DARK, linewidth=1.1, linestyle=dashes, label=f"{name} {level:.3f}")
+            shown.append(name)
+    axes.set_ylabel("bits per byte of text")
+    axes.margins(y=0.1)
+    axes.annotate(
+        f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(-2, 9), textcoords="offset points", ha="right", fontsize=9
+    )
+    baselines = f", beside {' and '.join(shown)} on the same text" if shown else ""
+    return f", lower is better{baselines}"
+
+
+def _final(record: RunRecord) -> tuple[float, float] | None:
+    """Return (tokens, bits per byte) of the final evaluation, which covers the whole validation split."""
+    tokens, bpb = (number(record.summary.get(key)) for key in ("tokens", "val_bpb"))
+    return None if tokens is None or bpb is None else (tokens, bpb)

@@ -1,0 +1,251 @@
+"""Content of a run's report, section by section."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from deskside.config.run import RunConfig
+from deskside.report.document import (
+    Block,
+    Bullets,
+    Code,
+    Details,
+    Document,
+    Image,
+    Paragraph,
+    Sample,
+    Section,
+    Table,
+)
+from deskside.report.run_plan import plan_blocks, provenance_rows, recipe_used
+from deskside.run.record import RunRecord, mapping, number, objects, text
+from deskside.utils.format import UNKNOWN, count, elapsed, value_text
+
+MAX_EVENTS = 20
+# Parts of log lines that are shown even if the log is long.
+NOTABLE = (
+    "skip",
+    "roll",
+    "resum",
+    "damaged",
+    "throttl",
+    "out of memory",
+    "stopp",
+    "spike",
+    "not finite",
+    "warn",
+)
+OPTIONAL_PARTS = ("align", "adapter")  # parts of the configuration that a plain run does not have
+
+
+def compose(record: RunRecord, images: Sequence[Image], absent: Sequence[str]) -> Document:
+    """Return the report of a run. `images` are drawn already; `absent` has a sentence for each missing plot."""
+    curves = (*images, *((Bullets(absent),) if absent else ()))
+    return Document(
+        title=f"Training run {record.name}",
+        verdict=verdict(record),
+        sections=(
+            Section("At a glance", _glance(record)),
+            Section("Curves", curves),
+            Section("Plan and measurement", plan_blocks(record)),
+            Section("Samples", _samples(record)),
+            Section("Events", _events(record)),
+            Section("Configuration", _configuration(record)),
+            Section("Machine", _machine(record)),
+            Section("Next commands", (Code("\n".join(commands(record))),)),
+        ),
+    )
+
+
+def verdict(record: RunRecord) -> str:
+    """Return the result in one line, with its baseline, and whether the run finished."""
+    state = "" if record.finished else " The run has not finished."
+    return (_objective_result(record) or _pretraining_result(record)) + state
+
+
+def _objective_result(record: RunRecord) -> str | None:
+    """Return the held-out result of fine-tuning, preference optimization or reinforcement learning."""
+    before = mapping(record.summary.get("before"))
+
+    def result(key: str, form: str, what: str, better: str) -> str | None:
+        after, first = number(record.summary.get(key)), number(before.get(key))
+        if after is None:
+            return None
+        earlier = "" if first is None else f", {first:{form}} before the first step"
+        return f"{what.format(f'{after:{form}}')}{earlier} (measured, {better} is better)."
+
+    if text(record.summary.get("objective")) == "sft" and number(before.get("val_loss")) is not None:
+        return result("val_loss", ".3f", "{} nats per assistant token of held-out conversations", "lower")
+    return result(
+        "val_accuracy", ".1%", "{} of held-out preference pairs ranked correctly", "higher"
+    ) or result("val_reward", ".3f", "Mean reward {} on held-out questions", "higher")
+
+
+def _pretraining_result(record: RunRecord) -> str:
+    """Return validation bits per byte beside those of gzip and of the unigram model."""
+    final = number(record.summary.get("val_bpb"))
+    bpb = final if final is not None else record.last("val_bpb")
+    if bpb is None:
+        return "No verdict yet: this run has no validation result."
+    figure = f"{bpb:.3f} bits per byte on validation text"
+    known = {
+        name: value
+        for name in ("gzip", "unigram")
+        if (value := number(record.summary.get(f"{name}_bpb"))) is not None
+    }
+    if not known:
+        return f"{figure} (measured); there is no gzip or unigram baseline to compare with."
+    opening, gzip = "Measured", known.get("gzip")
+    if gzip is not None:
+        better = f"Better than gzip by {100 * (1 - bpb / gzip):.0f} %" if bpb < gzip else ""
+        opening = better or "Not yet better than gzip"
+    baselines = " and ".join(f"{value:.3f} of {name}" for name, value in known.items())
+    return f"{opening}: {figure}, against {baselines} (all measured, lower is better)."
+
+
+def commands(record: RunRecord) -> list[str]:
+    """Return commands that continue from this run."""
+    run = shlex.quote(str(record.path))
+    lines = [
+        f"deskside chat {run}",
+        f"deskside eval {run} --json",
+        f"deskside export {run} --to hf --out {shlex.quote(f'{record.path.name}-hf')}",
+    ]
+    return lines if record.finished else [f"deskside train --resume {run}", *lines]
+
+
+def _glance(record: RunRecord) -> list[Block]:
+    summary = record.summary
+
+    def newest(in_summary: str, in_metrics: str) -> float | None:
+        value = number(summary.get(in_summary))
+        return value if value is not None else record.last(in_metrics)
+
+    def nats(value: float | None) -> str:
+        return UNKNOWN if value is None else f"{value:.4f} nats per token"
+
+    parameters = summary.get("parameters")
+    total = number(mapping(parameters).get("total")) if isinstance(parameters, dict) else number(parameters)
+    mfu, memory = newest("mfu", "mfu"), newest("peak_memory_gib", "memory_gib")
+    before, seconds = number(mapping(summary.get("before")).get("val_loss")), newest("seconds", "seconds")
+    clock = text(summary.get("clock")) or text(record.plan.get("clock"))
+    rows = [
+        ("status", text(summary.get("status")) or "not finished", ""),
+        ("validation loss", nats(number(summary.get("val_loss"))), "measured"),
+        *(
+            [("validation loss before the first step", nats(before), "measured")]
+            if before is not None
+            else []
+        ),
+        ("training loss, last step", nats(record.last("loss")), "measured"),
+        ("parameters", count(total), "measured"),
+        ("tokens trained on", count(newest("tokens", "tokens")), "measured"),
+        ("steps", count(newest("steps", "step")), "measured"),
+        ("time", elapsed(seconds) + (f" ({clock})" if clock and seconds is not None else ""), "measured"),
+        ("precision", recipe_used(record.plan) or UNKNOWN, ""),
+        ("tokens per second", count(newest("tokens_per_second", "tokens_per_second")), "measured"),
+        (
+            "model FLOPs utilization",
+            UNKNOWN if mfu is None else f"{100 * mfu:.1f} %",
+            "measured speed, modelled FLOPs",
+        ),
+        ("peak memory", UNKNOWN if memory is None else f"{memory:.2f} GiB", "measured"),
+    ]
+    rows = [(name, value, "" if value == UNKNOWN else source) for name, value, source in rows]
+    blocks: list[Block] = [Table(("quantity", "value", "source"), rows)]
+    if created := text(record.run.get("created")):
+        blocks.append(Paragraph(f"Started {created}."))
+    command = record.run.get("command", record.run.get("command_line"))
+    if isinstance(command, list):
+        command = shlex.join(str(word) for word in command)
+    if text(command):
+        blocks.append(Code(str(command)))
+    if record.missing:
+        blocks += [Paragraph("Missing from this report:"), Bullets(record.missing)]
+    return blocks
+
+
+def _samples(record: RunRecord) -> list[Block]:
+    samples = objects(record.summary.get("samples"))
+    if not samples:
+        return [Paragraph("There are no samples; they are generated when a run finishes.")]
+    blocks: list[Block] = []
+    for sample in samples:
+        blocks.append(Sample(text(sample.get("prompt")), text(sample.get("text"))))
+        others = [(name, text(sample.get(name))) for name in ("before", "reference")]
+        if said := [f"{name}: {answer}" for name, answer in others if answer]:
+            blocks.append(Details("Answer before training, and reference answer", [Code("\n\n".join(said))]))
+    return blocks
+
+
+def _events(record: RunRecord) -> list[Block]:
+    if not record.events:
+        return [Paragraph("No events were logged.")]
+
+    def matching(*parts: str) -> list[str]:
+        return [line for line in record.events if any(part in line.lower() for part in parts)]
+
+    skips = sum(row.get("skipped") is True for row in record.metrics)
+    opening = Paragraph(
+        f"{skips} of {len(record.metrics)} logged steps skipped, "
+        f"{len(matching('went back to step', 'rolled back'))} rollbacks, {len(matching('resumed'))} resumes "
+        "(measured)."
+    )
+    if len(record.events) <= MAX_EVENTS:
+        return [opening, Code("\n".join(record.events))]
+    shown = (matching(*NOTABLE) or record.events)[-MAX_EVENTS:]
+    whole = Details(f"All {len(record.events)} lines", [Code("\n".join(record.events))])
+    return [opening, Code("\n".join(shown)), whole]
+
+
+def _machine(record: RunRecord) -> list[Block]:
+    if not record.environment:
+        return [Paragraph("The machine is unknown.")]
+    return [Table(("quantity", "value", "source"), provenance_rows(record.environment, "measured"))]
+
+
+def _configuration(record: RunRecord) -> list[Block]:
+    if not record.config:
+        return [Paragraph("The configuration is unknown.")]
+    given, defaults = _flatten(record.config), _defaults(record.config)
+    changed = [
+        (key, value_text(value), value_text(defaults[key]) if key in defaults else _no_default(key))
+        for key, value in given.items()
+        if key not in defaults or defaults[key] != value
+    ]
+    first: Block = Paragraph("Every option has its default value.")
+    if changed:
+        first = Table(("option", "this run", "default"), changed)
+    whole = Table(("option", "value"), [(key, value_text(value)) for key, value in given.items()])
+    return [first, Details("The whole configuration", [whole])]
+
+
+def _no_default(key: str) -> str:
+    return "(none)" if key.split(".")[0] in OPTIONAL_PARTS else "(unknown option)"
+
+
+def _defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the default of every option; options of an optimizer or schedule have those of the chosen one."""
+    standard = RunConfig()
+    chosen = {
+        part: {"name": name}
+        for part in ("optim", "schedule")
+        if (name := text(mapping(config.get(part)).get("name")))
+    }
+    try:
+        base = RunConfig.model_validate(chosen)
+    except ValidationError:  # an optimizer or schedule that this version does not have
+        base = standard
+    names = {f"{part}.name": getattr(standard, part).name for part in chosen}
+    return {**_flatten(base.model_dump(mode="json")), **names}
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested options by their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict) and value
+        flat |= _flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
