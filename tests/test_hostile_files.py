@@ -171,7 +171,7 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
 }
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-QUESTION = {"question": "1 + 1?", "answer": "2"}
+QUESTION = {"prompt": "1 + 1?", "answer": "2"}
 
 
 def commands(path: Path, folder: Path, is_run: bool) -> list[list[str]]:

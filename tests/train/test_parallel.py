@@ -169,6 +169,22 @@ def test_shards_train_like_one_process_and_resume_exactly(
 
 
 @pytest.mark.full
+def test_a_sharded_run_of_four_processes_resumes_on_two(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, optim={"name": "adamw"}, schedule=LENGTH, parallel={"mode": "shard"})
+    straight = in_ranks(tmp_path, config, "straight", 4)
+    assert straight.wait() == 0, straight.text()
+    run = tmp_path / "killed"
+    child = in_ranks(tmp_path, config, "killed", 4)
+    kill_at_step(run, 14, child.kill, child.alive)
+    assert child.wait() == -signal.SIGKILL
+    again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=2)
+    assert again.wait() == 0, again.text()
+    assert "resumed at step 10" in tiny_run.events(run)
+    assert curve(run)[:10] == curve(tmp_path / "straight")[:10]
+    close(run, tmp_path / "straight", WITHIN["adamw"])
+
+
+@pytest.mark.full
 def test_a_sharded_run_killed_before_its_first_step(data: Path, tmp_path: Path) -> None:
     """Its checkpoint of step 0 loads, though no step has made an optimizer state yet."""
     config = tiny_run.config(
