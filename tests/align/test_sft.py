@@ -229,7 +229,11 @@ def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
     assert a["val_loss"] == b["val_loss"] and a["before"] == b["before"] and a["samples"] == b["samples"]
 
 
-@pytest.mark.parametrize("adapter", [(), ("--adapter.rank", "4")], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "adapter",
+    [pytest.param((), marks=pytest.mark.full), ("--adapter.rank", "4")],
+    ids=["weights", "adapters"],
+)
 def test_killed_before_the_first_checkpoint_it_starts_over(
     adapter: tuple[str, ...], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,8 +332,15 @@ def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     assert first == pytest.approx(second, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    [
+        ("qwen3", True),
+        ("llama", False),
+        pytest.param("qwen3", False, marks=pytest.mark.full),
+        pytest.param("llama", True, marks=pytest.mark.full),
+    ],
+)
 def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path: Path) -> None:
     """A Hugging Face model whose tokenizer knows no turns gains tokens for them, trains, and is exported whole."""
     config = (Qwen3Config if family == "qwen3" else LlamaConfig)(

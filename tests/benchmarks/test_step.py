@@ -52,6 +52,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 80 for line in printed.splitlines())
 
 
+@pytest.mark.full
 def test_real_tokens_and_muon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(

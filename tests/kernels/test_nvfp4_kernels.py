@@ -14,9 +14,11 @@ from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS
 pytest.importorskip("triton")
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, float]]:
-    made: dict[str, dict[str, float]] = json.loads(interpreted("tests.kernels.nvfp4_interpreted"))
+@pytest.fixture(scope="module", params=["some kinds", pytest.param("every kind", marks=pytest.mark.full)])
+def found(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
+    made: dict[str, dict[str, float]] = json.loads(
+        interpreted("tests.kernels.nvfp4_interpreted", request.param)
+    )
     return made
 
 
@@ -27,7 +29,7 @@ def test_no_value_differs_from_the_reference(
 ) -> None:
     """With the same noise, stochastic roundings included. Sums of a transform may end in another last bit."""
     runs = {key: run for key, run in found.items() if key.startswith(f"{name}, {along}, ")}
-    assert len(runs) >= 3
+    assert len(runs) >= 2
     transformed = OPERANDS[name].hadamard > 0
     for key, run in runs.items():
         allowed = 4 if transformed else 0  # of 15,360 or 32,768 values

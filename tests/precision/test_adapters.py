@@ -113,7 +113,9 @@ def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
     torch.testing.assert_close(model(TOKENS), whole(TOKENS), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("base", FORMATS)
+@pytest.mark.parametrize(
+    "base", ["nf4", *(pytest.param(base, marks=pytest.mark.full) for base in ("bf16", "int8"))]
+)
 def test_compiled_blocks_compute_the_same_and_keep_no_dense_weights(base: Any, fresh_compiler: None) -> None:
     """The partitioner of torch.compile would keep what forward and backward both make: the weights, dense."""
     results = []

@@ -88,7 +88,11 @@ STAGES = [
         pytest.param({"optim": ADAMW}, 25, marks=pytest.mark.full),
         pytest.param({"optim": MUON, "schedule": {"stages": STAGES}}, 36, marks=pytest.mark.full),
         ({"optim": MUON, "schedule": {"stages": STAGES}, "data": {"document_mask": True}}, 29),
-        ({"batch": {**SLOWER, "micro_tokens": 256}, "checkpoint": {"every": "7 steps"}}, 17),
+        pytest.param(
+            {"batch": {**SLOWER, "micro_tokens": 256}, "checkpoint": {"every": "7 steps"}},
+            17,
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_kill_and_resume(changes: dict[str, Any], at: int, data: Path, tmp_path: Path) -> None:
