@@ -16,7 +16,7 @@ from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.study.execute.devices import choose
 from deskside.study.execute.journal import FILE as JOURNAL
 from deskside.study.execute.journal import FINAL, Past, replay_file
-from deskside.study.execute.study_folder import Plan, StudyFolder
+from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.forecast import Here, forecast, here
 from deskside.study.results import Results
 from deskside.study.spec import parse_spec
@@ -120,7 +120,7 @@ class _Wanted:
         self.forecasts = {
             arm.id: forecast(arm, self.here, self.study.memory_fraction) for arm in self.expansion.arms
         }
-        self.plan = Plan.of(
+        self.plan = StudyPlan.of(
             self.study,
             self.expansion,
             {name: found.seconds_total for name, found in self.forecasts.items()},
@@ -174,7 +174,7 @@ def _wanted(
     return wanted, StudyFolder(Path(named) if named is not None else STUDIES / wanted.study.name)
 
 
-def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions) -> Plan:
+def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions) -> StudyPlan:
     """Return the recorded plan of a study, with more seeds if they are requested."""
     plan = folder.read()
     if wanted is not None and options.resume and (why := plan.difference(wanted.plan)) is not None:
@@ -189,7 +189,7 @@ def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions
     return plan.with_seeds(dict.fromkeys(plan.seeds, check_seeds(options.seeds, "--seeds")))
 
 
-def _show_left(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str]) -> None:
+def _show_left(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
     """Print the trials that --resume would run. Only reads the journal: another process may be writing it."""
     past = replay_file(folder.path / JOURNAL)
     states = [(arm, seed, past.get((arm.id, seed), Past())) for arm, seed in plan.trials()]
@@ -220,20 +220,21 @@ def _statuses(options: StudyOptions) -> list[str]:
     return statuses
 
 
-def _run(folder: StudyFolder, plan: Plan, options: StudyOptions, again: list[str], text: str | None) -> int:
+def _run(
+    folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str], text: str | None
+) -> int:
     """Run the remaining trials, write the report and print the outcome. `text` is the definition of a new study."""
-    from deskside.study.execute.prepare_data import prepare_all
-    from deskside.study.execute.runner import Runner
+    from deskside.study.execute.runner import Runner, prepare_all
 
     devices = choose(options.devices, {arm.config.compute.device for arm in plan.arms})
     if text is not None:
         prepare_all(plan.arms, note)
         folder.create(plan, text)
-    with folder.held(note) as lock:
+    with folder.lock(note) as lock:
         if text is None:
             folder.write(plan)
-        runner = Runner(folder, plan, devices, keep_models=options.keep_models, held=lock)
-        todo = runner.left(again)
+        runner = Runner(folder, plan, devices, keep_models=options.keep_models, lock=lock)
+        todo = runner.remaining(again)
         if text is None:
             prepare_all([arm for arm, _ in todo], note)
             note(

@@ -6,7 +6,7 @@ Nothing is computed here except units. Full sentences are in `study.narrative`.
 from collections.abc import Iterable, Sequence
 
 from deskside.run.record import number
-from deskside.study.narrative import phrases
+from deskside.study.narrative.findings import own_parts
 from deskside.study.results import Arm, Comparison, Estimate, Group, Results
 from deskside.study.stats.metrics import BY_KEY, Metric
 from deskside.utils.format import percent, percent_digits, percent_range, printable
@@ -149,7 +149,7 @@ def short_labels(results: Results, arms: Sequence[Arm]) -> dict[str, str]:
         base = results.arm(arm.baseline)
         if base is None:
             return arm.label
-        return "baseline" if arm.id == base.id else ", ".join(phrases.own_parts(arm, base)) or arm.label
+        return "baseline" if arm.id == base.id else ", ".join(own_parts(arm, base)) or arm.label
 
     names = {arm.id: short(arm) for arm in arms}
     for _, members in by_baseline(arms):

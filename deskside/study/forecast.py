@@ -1,8 +1,8 @@
-"""What a trial will take on this machine, by the planner's models, before anything is run. Imports no torch.
+"""Forecast of a trial's time and memory on this machine, from the planner's models. Imports no torch.
 
-A budget in time is known beforehand; what lies around the training is added to it. For a budget in tokens or steps the
-planner models the speed, from `deskside probe`'s measurements of this card or from published ones. Where there are
-neither, as on a CPU that was never probed, nothing is said: a guess would be worse.
+A time budget is known; set-up and evaluation are added. For a budget in tokens or steps the planner models the
+speed, from `deskside probe` measurements of this GPU or from published ones. Without either, as on a CPU that was
+never probed, there is no forecast.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ FORWARD_SHARE = 1 / 3  # of a training step's time: the backward takes two
 
 @dataclass(frozen=True)
 class Here:
-    """This machine, as far as it can be planned for. why_not: one line where speed and memory cannot be modelled."""
+    """This machine as the planner knows it. why_not: one line if speed and memory cannot be modelled."""
 
     request: Request | None
     why_not: str = ""
 
     @property
     def setup_seconds(self) -> float:
-        """From a trial's process's start to its first step, and what its end takes."""
+        """Return the seconds from process start to the first step, plus those after the last."""
         if self.request is None:
             return CPU_SETUP_SECONDS
         if self.request.setup_seconds is not None:
@@ -42,11 +42,11 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """One trial. seconds_total: its whole process; seconds_training: of that, the training; None: not known.
+class TrialForecast:
+    """The forecast of one trial. Values are None if unknown.
 
-    tokens: that it will train on; memory_gib: peak on the card; source: measured, published, or budget where the time
-    was given and no speed is known; note: what a person should know of it.
+    seconds_total: the whole process, of which seconds_training is training. memory_gib: peak on the GPU. source:
+    "measured", "published", or "budget" if only the time is known. note: a warning for the user.
     """
 
     seconds_total: float | None
@@ -58,7 +58,7 @@ class Forecast:
 
 
 def here(probes: str | Path = "probes") -> Here:
-    """What is known of this machine. Raises RunError when an NVIDIA driver gives no answer."""
+    """Return this machine. Raises RunError if an NVIDIA driver does not respond."""
     try:
         return Here(
             ask(here=True, preset="124m", probes=str(probes))
@@ -67,8 +67,8 @@ def here(probes: str | Path = "probes") -> Here:
         return Here(None, f"{str(error).split(';')[0]}; measure it with: deskside probe")
 
 
-def forecast(arm: PlannedArm, here: Here, memory_fraction: float = 1.0) -> Forecast:
-    """One trial of an arm. memory_fraction: the share of the card that its micro-batch is fitted into."""
+def forecast(arm: PlannedArm, here: Here, memory_fraction: float = 1.0) -> TrialForecast:
+    """Forecast one trial of an arm. memory_fraction: share of the GPU memory that the micro-batch is fitted into."""
     length = arm.config.schedule.length
     if length is None or length.unit == "epochs":
         raise ValueError("an arm's length is in time, tokens or steps")
@@ -91,7 +91,7 @@ def forecast(arm: PlannedArm, here: Here, memory_fraction: float = 1.0) -> Forec
         note = f"not expected to fit: {gib(found.memory_bytes[1])} of {gib(found.capacity)}"
     elif found is not None and found.setting.emulated:
         note = "emulated here"
-    return Forecast(
+    return TrialForecast(
         seconds_total=total,
         seconds_training=training,
         tokens=tokens,
@@ -101,8 +101,8 @@ def forecast(arm: PlannedArm, here: Here, memory_fraction: float = 1.0) -> Forec
     )
 
 
-def total_seconds(forecasts: Sequence[Forecast], devices: int = 1) -> float | None:
-    """Of trials that are spread over devices, one at a time on each. None where a trial's time is not known."""
+def total_seconds(forecasts: Sequence[TrialForecast], devices: int = 1) -> float | None:
+    """Return the duration of all trials, spread over the devices; None if one of them is unknown."""
     seconds = [forecast.seconds_total for forecast in forecasts]
     known = [value for value in seconds if value is not None]
     if len(known) < len(seconds):
@@ -111,7 +111,7 @@ def total_seconds(forecasts: Sequence[Forecast], devices: int = 1) -> float | No
 
 
 def _estimate(config: RunConfig, request: Request, memory_fraction: float) -> Estimate:
-    """Memory and speed, the micro-batch fitted as training fits it unless the arm sets it."""
+    """Estimate memory and speed. The micro-batch is fitted as in training, unless the arm sets it."""
     cpu = request.card.is_cpu
     asked = config.precision.name
     precision: Precision = ("fp32" if cpu else "bf16") if asked == "auto" else asked
@@ -124,7 +124,7 @@ def _estimate(config: RunConfig, request: Request, memory_fraction: float) -> Es
 
 
 def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) -> float:
-    """Validation tokens that a trial reads: a part of the split on the way, the whole split at the end."""
+    """Return the validation tokens that a trial reads: part of the split at each evaluation, all of it at the end."""
     split = _validation_tokens(config)
     every, times = config.evaluate.every, 0
     if every is not None:
@@ -136,7 +136,7 @@ def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) 
 
 
 def _validation_tokens(config: RunConfig) -> int | None:
-    """Of prepared data; None where there is none yet. What is wrong with an index, the run itself will say."""
+    """Return the size of the validation split, or None if there is no valid index yet."""
     if config.data.path is None:
         return None
     try:

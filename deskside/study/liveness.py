@@ -1,7 +1,7 @@
-"""Whether a run or a study is going on now, told from its directory without disturbing it.
+"""Detection of live runs and studies from their directories, without disturbing them.
 
-results.json says "running" of a trial until somebody writes that it has ended. After a kill, or in a copy of the
-directory, nobody does; so whoever shows a study asks here what of it shows life.
+results.json lists a trial as running until its end is recorded. After a kill, or in a copy of the directory, that
+never happens, so readers check here for signs of life.
 """
 
 import time
@@ -14,9 +14,9 @@ RECENT_SECONDS = 120.0
 
 
 def held_locks() -> frozenset[int]:
-    """Inodes of the files that some process holds a lock on, as Linux tells; empty where it does not.
+    """Return the inodes of all locked files (/proc/locks), or an empty set where it is not available.
 
-    The lock itself is never tried: a training run that starts in that moment would find it taken.
+    The lock itself is never tried: a training run that starts at that moment would find it taken.
     """
     try:
         lines = Path("/proc/locks").read_text("ascii").splitlines()
@@ -27,7 +27,7 @@ def held_locks() -> frozenset[int]:
 
 
 def is_live(path: Path, now: float, locks: frozenset[int]) -> bool:
-    """Whether a run is going on: its lock is held, or it has no summary and was written to in the last two minutes."""
+    """Return whether a run is live: its lock is held, or it has no summary and wrote in the last two minutes."""
     if _is_held(path, locks):
         return True
     if (path / "summary.json").exists():
@@ -43,7 +43,7 @@ def _is_held(path: Path, locks: frozenset[int]) -> bool:
 
 
 def last_written(path: Path) -> float:
-    """When a run last wrote one of its files, seconds since 1970; 0 where it has none."""
+    """Return the time of the run's last write in seconds since 1970, or 0."""
     times = [0.0]
     for name in ("metrics.jsonl", "events.log", "plan.json", "run.json"):
         try:
@@ -54,10 +54,10 @@ def last_written(path: Path) -> float:
 
 
 def as_it_is(results: Results, folder: Path, locks: frozenset[int] | None = None) -> Results:
-    """The study in `folder` with "interrupted" for every trial that is said to run and shows no life.
+    """Return the study with status "interrupted" for every running trial without a sign of life.
 
-    A study that somebody runs (its own lock is held) is believed: a trial needs a while until its directory shows
-    anything. locks: of `held_locks`, read here where they are not given.
+    If the study's own lock is held, all its trials count as live, because a new trial needs a while to write its
+    first files. locks: from `held_locks`, read here by default.
     """
     if not any(trial.status == "running" for arm in results.arms for trial in arm.trials):
         return results

@@ -1,11 +1,11 @@
-"""What a study leaves behind, as data: DIR/results.json and the same rows in DIR/results.parquet.
+"""The results of a study as data: DIR/results.json, and one row per trial in DIR/results.parquet.
 
-The runner writes it after every trial, the comparison fills in its part, and the report and the dashboard read nothing
-else (but the metrics.jsonl of a trial's run directory for whole curves). A reader takes what there is: a study is
-valid while it runs, after Ctrl-C, and with trials that failed.
+The runner writes them after every trial, and the comparison adds its part. The report and the dashboard read
+nothing else, except the metrics.jsonl of a trial for whole curves. Results are valid while the study runs, after
+Ctrl-C, and with failed trials.
 
     arm    one configuration: a level of every factor of its group
-    trial  one arm with one seed: an ordinary run, in a process and a directory of its own
+    trial  one arm with one seed: an ordinary run, in its own process and directory
 """
 
 import json
@@ -21,21 +21,21 @@ from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 
-# How a trial can end. "oom": out of memory even with the smallest micro-batch. "diverged": stopped by the guard.
-# "killed": ended by a signal that was not ours. "refused": the configuration is not possible here. "pending": not run
-# yet, or stopped by Ctrl-C, and so done by --resume.
+# Statuses of a trial. "oom": out of memory even with the smallest micro-batch. "diverged": stopped by the guard.
+# "killed": by a signal from outside. "refused": the configuration is not possible here. "pending": not run yet, or
+# stopped by Ctrl-C; --resume runs it.
 STATUSES = ("finished", "oom", "diverged", "failed", "killed", "refused", "running", "pending")
-# Never written: what study/life.py makes of a trial that is said to run and shows no life.
+# Never written to results.json: study/liveness.py assigns it to a running trial without signs of life.
 INTERRUPTED = "interrupted"
-OPEN = ("pending", "running", INTERRUPTED)  # of trials that have not come to their end
+OPEN = ("pending", "running", INTERRUPTED)  # not ended
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run. `metrics` has the keys of study/metrics.py (a missing one was not measured).
+    """One run. metrics: keyed as in study/stats/metrics.py, without those that were not measured.
 
-    run: its directory, relative to the study's. curve: rows of {"tokens", "seconds", "loss", "val_bpb"} (null where
-    nothing was measured), thinned to at most 200; seconds count training alone.
+    run: its directory, relative to the study's. curve: at most 200 rows of {"tokens", "seconds", "loss",
+    "val_bpb"}, null where not measured; seconds count training only.
     """
 
     seed: int
@@ -52,7 +52,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its interval. low and high are None where one trial cannot give any."""
+    """A mean over seeds with its interval. low and high are None for a single trial."""
 
     mean: float
     low: float | None
@@ -62,10 +62,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm against its baseline, in one metric, over the seeds that both have.
+    """An arm compared with its baseline in one metric, over the seeds that both have.
 
-    difference is arm - baseline in the metric's stored unit, relative the same in parts of the baseline (0.05 is
-    5 % more). verdict: "lower", "higher", "no difference shown", "too few seeds", or "exact" for what no seed changes.
+    difference: arm - baseline in the metric's stored unit. relative: in parts of the baseline (0.05 is 5 % more).
+    verdict: "lower", "higher", "no difference shown", "too few seeds", or "exact" if the seed has no effect.
     """
 
     metric: str
@@ -83,7 +83,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration. levels: factor -> level. baseline: id of the arm that it is compared with, its own for one."""
+    """One configuration. levels: factor -> level. baseline: id of the arm that it is compared with, or its own id."""
 
     id: str
     label: str
@@ -98,20 +98,20 @@ class Arm:
 
     @property
     def status(self) -> str:
-        """Its trials' common status; "finished" where some are, then what went wrong first."""
+        """Return the status of the arm: "finished" if a trial finished, otherwise the first of the others."""
         states = [trial.status for trial in self.trials]
         return next(
             (s for s in ("finished", "running", INTERRUPTED, *STATUSES[1:]) if s in states), "pending"
         )
 
     def finished(self) -> list[Trial]:
-        """The trials that came to their end."""
+        """Return the finished trials."""
         return [trial for trial in self.trials if trial.status == "finished"]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What is varied: `levels` in the order in which they are shown."""
+    """A varied factor, with its levels in display order."""
 
     name: str
     label: str
@@ -120,7 +120,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Group:
-    """A sub-matrix with a base and a budget of its own. budget: in words, such as "4 minutes of training"."""
+    """A sub-matrix with its own base and budget. budget: as text, such as "4 minutes of training"."""
 
     name: str
     title: str
@@ -133,7 +133,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Interaction:
-    """Whether two factors act independently: the difference of differences, relative (log scale), with its interval."""
+    """The interaction of two factors: the relative difference of differences on a log scale, with its interval."""
 
     group: str
     metric: str
@@ -149,7 +149,7 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Front:
-    """Pareto front of one group: the arms that no other arm beats in every metric. metrics: the axes."""
+    """The Pareto front of one group. metrics: the axes. arms: those that no other arm dominates."""
 
     group: str
     metrics: list[str]
@@ -159,11 +159,11 @@ class Front:
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """What a study says of one claim of facts/claims.toml. measured, low and high are in the claim's own unit.
+    """The verdict on one claim of facts/claims.toml. measured, low and high are in the claim's own unit.
 
-    basis: what the verdict rests on: "measured", a source of study/arithmetic.py, or "" where there is nothing.
-    p: of the decision by this claim's numbers alone, before the adjustment for many claims. shared: whether other
-    trials ran on the host at the same time, for a claim about speed or power.
+    basis: "measured", the source of a computed answer (study/claims/verdicts.py), or "". p: p-value of the decision
+    before the correction for multiple claims. shared: whether other trials ran on the host at the same time, for a
+    claim about speed or power.
     """
 
     id: str
@@ -185,7 +185,7 @@ class ClaimResult:
 
 @dataclass(frozen=True)
 class Results:
-    """A study, whole."""
+    """A whole study."""
 
     name: str
     question: str
@@ -203,11 +203,11 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     def arm(self, name: str) -> Arm | None:
-        """The arm with this id."""
+        """Return the arm with this id, or None."""
         return next((arm for arm in self.arms if arm.id == name), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for results.json; every arm carries its status."""
+        """Return the content of results.json; every arm includes its status."""
         whole = asdict(self)
         for plain, arm in zip(whole["arms"], self.arms, strict=True):
             plain["status"] = arm.status
@@ -215,7 +215,7 @@ class Results:
 
 
 def read(folder: Path) -> Results:
-    """Return the results of a study's directory. Raises UsageError when there are none, RunError when damaged."""
+    """Read the results of a study's directory. Raises UsageError if there are none, RunError if they are damaged."""
     path = folder / "results.json"
     try:
         plain = json_value(path.read_bytes())
@@ -232,18 +232,17 @@ def read(folder: Path) -> Results:
 
 
 def from_json(plain: Any) -> Results:
-    """The inverse of `Results.to_json`; keys that this version does not know are left out.
+    """Parse results.json, ignoring unknown keys.
 
-    Every value is checked, since the file may have been damaged or written by somebody else. Raises TypeError naming
-    the first place that is not as it should be.
+    Every value is checked, because the file may be damaged or edited. Raises TypeError naming the first invalid
+    place.
     """
     version = plain.get("schema_version") if isinstance(plain, dict) else None
     if version != SCHEMA_VERSION:
         raise TypeError(f"schema_version {version}, this version reads {SCHEMA_VERSION}")
     try:
-        return _checked().validate_json(
-            json.dumps(plain), strict=True
-        )  # of Python, strict would mean objects
+        # Strict validation of Python data would require dataclass instances.
+        return _adapter().validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise TypeError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
@@ -252,5 +251,5 @@ def from_json(plain: Any) -> Results:
 
 
 @cache
-def _checked() -> TypeAdapter[Results]:
+def _adapter() -> TypeAdapter[Results]:
     return TypeAdapter(Results)

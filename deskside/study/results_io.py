@@ -1,6 +1,7 @@
-"""results.json and results.parquet from what the trials left: collected, compared, judged, written whole.
+"""Writing results.json and results.parquet: trials are collected, compared and judged.
 
-Both are always made anew from study.json, the journal and the run directories, so nothing is lost when a study dies.
+Both files are always rebuilt from study.json, the journal and the run directories, so nothing is lost when a study
+is killed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from deskside.study.claims import claim_results
 from deskside.study.execute.journal import FINAL, Key, Past
 from deskside.study.execute.measure import Measured
-from deskside.study.execute.study_folder import Plan
+from deskside.study.execute.study_folder import StudyPlan
 from deskside.study.results import Arm, Results, Trial
 from deskside.study.stats import compare
 from deskside.study.stats.metrics import METRICS
@@ -23,7 +24,7 @@ JSON, PARQUET = "results.json", "results.parquet"
 
 
 def trial(arm: str, seed: int, past: Past, measured: Measured | None) -> Trial:
-    """One trial as results.json has it."""
+    """Return one trial of results.json."""
     metrics = dict(measured.metrics) if measured is not None else {}
     if past.status in FINAL and past.seconds is not None:
         metrics["total_seconds"] = past.seconds
@@ -41,8 +42,8 @@ def trial(arm: str, seed: int, past: Past, measured: Measured | None) -> Trial:
     )
 
 
-def collect(plan: Plan, past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> Results:
-    """All that is known, compared and judged."""
+def collect(plan: StudyPlan, past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> Results:
+    """Return the results of all trials so far, compared and judged."""
     arms = []
     for arm in plan.arms:
         keys = [(arm.id, seed) for seed in range(1, plan.seeds[arm.group] + 1)]
@@ -69,21 +70,22 @@ def collect(plan: Plan, past: Mapping[Key, Past], measured: Mapping[Key, Measure
         groups=plan.groups,
         arms=arms,
         complete=all(t.status in FINAL for arm in arms for t in arm.trials),
-        notes=[*(f"left out: {line}" for line in plan.excluded), *_mixed(measured)],
+        notes=[*(f"excluded: {line}" for line in plan.excluded), *_mixed(measured)],
     )
     results = compare.compare(results)
     return claim_results.judge(results, plan.claims) if plan.claims else results
 
 
 def write(results: Results, folder: Path) -> None:
-    """Both files, each replaced whole. Raises RunError when the disk refuses."""
+    """Write both files atomically. Raises RunError if they cannot be written."""
     write_atomically(folder / JSON, strict_json.dumps(results.to_json(), indent=1) + "\n")
     write_parquet(results, folder / PARQUET)
 
 
 def write_parquet(results: Results, path: Path) -> None:
-    """One row per trial: study, group, arm, label, status, ..., level_FACTOR for every factor, and every metric (null
-    where it was not measured)."""
+    """Write one row per trial: study, group, arm, status, ..., level_FACTOR for every factor, and every metric
+    (null if it was not measured).
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -98,7 +100,7 @@ def write_parquet(results: Results, path: Path) -> None:
     except (
         pa.ArrowException,
         OverflowError,
-    ) as error:  # a whole number of a damaged file that no column holds
+    ) as error:  # an integer of a damaged file that overflows its column
         raise RunError(f"{path}: cannot be written: {error}") from None
     with replace_atomically(path) as temporary:
         pq.write_table(table, temporary)
@@ -128,14 +130,14 @@ def _rows(results: Results) -> list[dict[str, Any]]:
 
 
 def _machine(past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> dict[str, Any]:
-    """environment.json of a trial, and the names of all devices that trials ran on."""
+    """Return environment.json of a trial, and the names of all devices that trials ran on."""
     found: Sequence[dict[str, Any]] = [one.machine for one in measured.values() if one.machine]
     devices = sorted({one.device for one in past.values() if one.device})
     return {**(found[-1] if found else {}), **({"devices": devices} if devices else {})}
 
 
 def _mixed(measured: Mapping[Key, Measured]) -> list[str]:
-    """A warning where trials ran on cards of different kinds, as after a resume on another machine."""
+    """Return a warning if trials ran on different machines, as after a resume on another one."""
     names = {
         str((one.machine.get("gpu") or {}).get("name") or one.machine.get("cpu"))
         for one in measured.values()

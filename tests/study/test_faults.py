@@ -14,7 +14,7 @@ import pytest
 
 from deskside.study import results as files
 from deskside.study.execute.journal import FILE, replay_file
-from deskside.study.execute.runner import silence
+from deskside.study.execute.runner import max_silence
 from deskside.study.execute.study_folder import StudyFolder
 from deskside.utils.errors import RunError
 from tests.study import tiny_study
@@ -28,9 +28,9 @@ from deskside.study.execute.study_folder import StudyFolder
 from tests.study import tiny_study
 
 folder = StudyFolder(Path(sys.argv[1]))
-with folder.held(print) as lock:
-    runner = tiny_study.runner(folder, devices=int(sys.argv[2]), held=lock, other=sys.argv[3])
-    print("stopped by", runner.run(runner.left()), flush=True)
+with folder.lock(print) as lock:
+    runner = tiny_study.runner(folder, devices=int(sys.argv[2]), lock=lock, other=sys.argv[3])
+    print("stopped by", runner.run(runner.remaining()), flush=True)
 """
 
 
@@ -106,7 +106,7 @@ def test_a_signal_saves_what_runs_and_stops(
     assert reasons == {"stopped by SIGTERM"}  # which is what the study sends its trials
     # They go on from what they saved: the others begin.
     runner = tiny_study.runner(folder, devices=2, other="steps", depth_two__tied_no__s1="finish")
-    todo = runner.left()
+    todo = runner.remaining()
     assert len(todo) == 4
     resumed = [path.parent.name for path in going(folder)]
     runner.run([trial for trial in todo if f"{trial[0].id}-s1" in resumed])
@@ -123,11 +123,11 @@ def test_kill_9_of_the_study_ends_its_trials_and_a_resume_waits_for_them(
     process.kill()
     process.wait()
     # At once: the resume must not touch a run before the process that trains it has let go of it.
-    with folder.held(lambda text: None):
+    with folder.lock(lambda text: None):
         assert not any(alive(pid) for pid in pids(folder))
         runner = tiny_study.runner(folder, devices=2)
-        assert len(runner.left()) == 4
-        runner.run(runner.left())
+        assert len(runner.remaining()) == 4
+        runner.run(runner.remaining())
     assert statuses(folder) == ["finished"] * 4
     attempts = sorted(one.attempts for one in replay_file(folder.path / FILE).values())
     assert attempts == [1, 1, 2, 2]
@@ -142,10 +142,10 @@ def test_kill_9_repeats_nothing_that_is_done(
     wait_for(lambda: (folder.path / "results.json").exists() and "finished" in statuses(folder))
     first.kill()
     first.wait()
-    with folder.held(lambda text: None):
+    with folder.lock(lambda text: None):
         before = {key for key, one in replay_file(folder.path / FILE).items() if one.status == "finished"}
         runner = tiny_study.runner(folder)
-        runner.run(runner.left())
+        runner.run(runner.remaining())
     past = replay_file(folder.path / FILE)
     assert statuses(folder) == ["finished"] * 4 and before
     assert all(past[key].attempts == 1 for key in before)
@@ -188,24 +188,24 @@ def test_a_disk_that_is_full_indeed(small_disk: Path) -> None:
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
     runner = tiny_study.runner(folder)
     with pytest.raises(RunError, match="No space left on device"):
-        runner.run(runner.left())
+        runner.run(runner.remaining())
     filler.unlink()
     again = tiny_study.runner(folder)
-    again.run(again.left())
+    again.run(again.remaining())
     assert statuses(folder) == ["finished"] * 4
 
 
 def test_a_trial_that_hangs_is_ended_and_the_study_goes_on(
     folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deskside.study.execute.runner.silence", lambda device, forecast: 3.0)
+    monkeypatch.setattr("deskside.study.execute.runner.max_silence", lambda device, forecast: 3.0)
     acts = {"depth_two__tied_no__s1": "deaf", "depth_two__tied_yes__s1": "hang-at-exit"}
     runner = tiny_study.runner(folder, devices=2, **acts)
-    assert runner.run(runner.left()) is None
+    assert runner.run(runner.remaining()) is None
     assert not any(alive(pid) for pid in pids(folder))
     past = {arm: one for (arm, _), one in replay_file(folder.path / FILE).items()}
     assert past["depth_two-tied_no"].status == "failed"
-    assert past["depth_two-tied_no"].reason == "no step and no end for 0 minutes: it was ended"
+    assert past["depth_two-tied_no"].reason == "no step for 0 minutes; the trial was killed"
     # It had said that it was done, and only its process would not go.
     assert past["depth_two-tied_yes"].status == "finished"
     assert sorted(statuses(folder)) == ["failed"] + 3 * ["finished"]
@@ -214,14 +214,14 @@ def test_a_trial_that_hangs_is_ended_and_the_study_goes_on(
 def test_a_slow_trial_is_not_ended_as_long_as_it_logs(
     folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deskside.study.execute.runner.silence", lambda device, forecast: 3.0)
+    monkeypatch.setattr("deskside.study.execute.runner.max_silence", lambda device, forecast: 3.0)
     runner = tiny_study.runner(folder, other="slow")
-    assert runner.run(runner.left()[:1]) is None
+    assert runner.run(runner.remaining()[:1]) is None
     [one] = replay_file(folder.path / FILE).values()
     assert one.status == "finished" and (one.seconds or 0) > 4
 
 
 def test_silence_is_generous_and_grows_with_what_is_expected() -> None:
-    assert silence("cuda:1", 600.0) == 1800 + 3 * 600
-    assert silence("cuda:0", None) == silence("cpu", None) == 6 * 3600  # nothing is known
-    assert silence("cpu", 600.0) > silence("cuda:0", 600.0)
+    assert max_silence("cuda:1", 600.0) == 1800 + 3 * 600
+    assert max_silence("cuda:0", None) == max_silence("cpu", None) == 6 * 3600  # nothing is known
+    assert max_silence("cpu", 600.0) > max_silence("cuda:0", 600.0)

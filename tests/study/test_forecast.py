@@ -10,7 +10,7 @@ import pytest
 
 from deskside.config.duration import Duration
 from deskside.plan.request import ask
-from deskside.study.forecast import CPU_SETUP_SECONDS, Forecast, Here, forecast, total_seconds
+from deskside.study.forecast import CPU_SETUP_SECONDS, Here, TrialForecast, forecast, total_seconds
 from deskside.study.spec.expand import PlannedArm, expand
 from deskside.study.spec.parse_spec import load
 from deskside.study.spec.spec import Budget
@@ -103,8 +103,8 @@ def test_evaluation_counts(tmp_path: Path) -> None:
 
 
 def test_totals() -> None:
-    def of(seconds: float | None) -> Forecast:
-        return Forecast(seconds, None, None, None, "")
+    def of(seconds: float | None) -> TrialForecast:
+        return TrialForecast(seconds, None, None, None, "")
 
     assert total_seconds([of(10.0), of(20.0), of(30.0)]) == 60
     assert total_seconds([of(10.0), of(20.0), of(30.0)], devices=2) == 30

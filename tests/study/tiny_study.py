@@ -4,7 +4,7 @@ from pathlib import Path
 
 from deskside.study.execute.devices import Device
 from deskside.study.execute.runner import Runner
-from deskside.study.execute.study_folder import Plan, StudyFolder
+from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.spec.expand import expand
 from deskside.study.spec.parse_spec import parse
 from tests.study import fake_trials
@@ -36,11 +36,11 @@ set.model.tie_word_embeddings = true
 ARMS = [f"depth_{depth}-tied_{tied}" for depth in ("two", "three") for tied in ("no", "yes")]
 
 
-def plan(seeds: int = 1) -> Plan:
+def plan(seeds: int = 1) -> StudyPlan:
     study = parse(TEXT.format(seeds=seeds))
     expansion = expand(study)
     forecasts = {arm.id: None for arm in expansion.arms}
-    return Plan.of(study, expansion, forecasts, "2026-11-21T00:00:00+00:00", "a test", "0")
+    return StudyPlan.of(study, expansion, forecasts, "2026-11-21T00:00:00+00:00", "a test", "0")
 
 
 def begin(folder: Path, seeds: int = 1) -> StudyFolder:
@@ -50,7 +50,7 @@ def begin(folder: Path, seeds: int = 1) -> StudyFolder:
     return made
 
 
-def runner(folder: StudyFolder, devices: int = 1, held: int | None = None, **acts: str) -> Runner:
+def runner(folder: StudyFolder, devices: int = 1, lock: int | None = None, **acts: str) -> Runner:
     """A runner of made-up trials; see `fake_trials.environment`."""
     places = [Device(f"cpu:{n}", fake_trials.environment(**acts)) for n in range(devices)]
-    return Runner(folder, folder.read(), places, held=held, target=fake_trials.TARGET)
+    return Runner(folder, folder.read(), places, lock=lock, target=fake_trials.TARGET)

@@ -1,7 +1,7 @@
-"""Others' claims (facts/claims.toml) held against studies: what was claimed, what was measured, and a verdict.
+"""Comparison of published claims (facts/claims.toml) with the results of studies.
 
-The measured change is the mean log-ratio over the seeds that both arms finished, with Student's interval of 95 %, as in
-every comparison of a study (pairs.py). verdicts.py has the rules of the verdicts, claim_words.py the sentences.
+The measured change is the mean log-ratio over the seeds that both arms finished, with Student's 95 % interval, as
+in every comparison of a study. verdicts.py has the rules.
 """
 
 import math
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from deskside.facts.claims import Claim, chosen, claims
-from deskside.study.claims.answers import Answer
-from deskside.study.claims.arithmetic import answer
+from deskside.study.claims.formulas import evaluate
 from deskside.study.claims.verdicts import (
+    Answer,
     Change,
     Verdict,
     by_model,
@@ -21,28 +21,20 @@ from deskside.study.claims.verdicts import (
     verdict_of_change,
     verdict_of_value,
 )
-from deskside.study.narrative.claim_text import (
-    change_in_words,
-    in_unit,
-    label,
-    number_text,
-    scale_of,
-    sentence_of,
-    with_unit,
-)
 from deskside.study.results import OPEN, Arm, ClaimResult, Results
 from deskside.study.stats.metrics import BY_KEY
 from deskside.study.stats.statistics import is_exact, log_ratio, pairs, significant
 
-# What emulated products decide, and not the format.
+# Metrics that emulation changes: they say nothing about hardware with native support.
 OF_SPEED = ("tokens_per_second", "mfu", "watts", "joules_per_token", "tokens", "seconds", "total_seconds")
 OF_MEMORY = ("peak_memory_gib", "peak_reserved_gib")
+TINY = 10e6  # parameters; the scale of a smaller model says "tiny"
 CAPABILITY = {"fp8": 8.9, "fp4": 10.0}  # the compute capability from which tensor cores have the format
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """A claim before the adjustment for many. p: None where there is nothing to adjust."""
+    """The judgment of one claim before the correction for multiple claims. p: None if it needs no correction."""
 
     claim: Claim
     verdict: Verdict
@@ -61,30 +53,32 @@ def judge(
     known: Sequence[Claim] | None = None,
     others: Sequence[Results] = (),
 ) -> Results:
-    """Return the study with one result for every chosen claim; those that it had are replaced.
+    """Return the study with a new result for every chosen claim.
 
-    ids: which claims, with * and ?. known: all claims that there are, those of facts/claims.toml if not given.
-    others: more studies, whose trials count as well; each claim goes by the study that speaks to it best (a quiet host
-    first for speed, then the most pairs, then the latest). Raises UsageError for an id that there is none of.
+    Args:
+        ids: Which claims, with * and ?. Raises UsageError for an unknown id.
+        known: All claims; by default those of facts/claims.toml.
+        others: More studies to search. Each claim is judged by the study that fits it best: for speed one that
+            had its host to itself, then the one with the most pairs, then the latest.
     """
     known = claims() if known is None else known
     wanted = chosen(ids, known)
     drafts = [_drafted((results, *others), claim) for claim in known if claim.id in wanted]
     weighed = [draft for draft in drafts if draft.p is not None]
-    stands = significant([draft.p for draft in weighed if draft.p is not None])
-    fallen = {draft.claim.id for draft, stand in zip(weighed, stands, strict=True) if not stand}
-    found = [_result(draft, len(weighed), draft.claim.id not in fallen) for draft in drafts]
+    passed = significant([draft.p for draft in weighed if draft.p is not None])
+    rejected = {draft.claim.id for draft, ok in zip(weighed, passed, strict=True) if not ok}
+    found = [_result(draft, len(weighed), draft.claim.id not in rejected) for draft in drafts]
     return replace(results, claims=found)
 
 
 def arms_of(results: Results, claim: Claim) -> tuple[Arm, Arm] | None:
-    """(the arm, what it is compared with) of a measured claim; None where the study does not have both."""
+    """Return the two arms that a measured claim compares, or None if the study lacks one."""
     arm, against = (_find(results, claim.group, levels) for levels in (claim.arm, claim.against))
     return None if arm is None or against is None else (arm, against)
 
 
 def _find(results: Results, group: str, levels: Mapping[str, str]) -> Arm | None:
-    """The arm with these levels, and the baseline's of every other factor; None unless there is just one."""
+    """Return the only arm with these levels, and the baseline's level of every other factor, or None."""
     arms = [arm for arm in results.arms if arm.group == group]
     plain: dict[str, set[str]] = {}
     for arm in arms:
@@ -125,7 +119,7 @@ def _host(draft: _Draft) -> str:
 
 
 def _measured(results: Results, claim: Claim) -> _Draft | None:
-    """What one study says of a measured claim; None where it does not have both arms."""
+    """Judge a measured claim by one study, or return None if the study lacks one of its arms."""
     found = arms_of(results, claim)
     if found is None:
         return None
@@ -155,7 +149,7 @@ def _measured(results: Results, claim: Claim) -> _Draft | None:
 
 
 def _is_shared(results: Results, *arms: Arm) -> bool:
-    """Whether a finished trial of these arms ran while another trial of the study did."""
+    """Return whether a finished trial of these arms overlapped in time with another trial of the study."""
     spans = [(id(t), t.started, t.ended) for arm in results.arms for t in arm.trials if t.started and t.ended]
     times = [
         (who, datetime.fromisoformat(began), datetime.fromisoformat(ended)) for who, began, ended in spans
@@ -169,7 +163,7 @@ def _is_shared(results: Results, *arms: Arm) -> bool:
 
 
 def _absolute(claim: Claim, ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Both arms' means, so that a ratio cannot hide what it is a ratio of."""
+    """Return the means of both arms as text, to show what a ratio is based on."""
     means = [number_text(math.fsum(values) / len(values)) for values in (ours, theirs)]
     unit = (
         BY_KEY[claim.quantity].unit if claim.quantity in BY_KEY and BY_KEY[claim.quantity].scale == 1 else ""
@@ -178,7 +172,7 @@ def _absolute(claim: Claim, ours: Sequence[float], theirs: Sequence[float]) -> s
 
 
 def _lacking(results: Results, claim: Claim, *arms: Arm) -> str:
-    """What this machine lacks for the claim, as a sentence; empty where nothing is missing."""
+    """Return a sentence on what this machine lacks for the claim, or ""."""
     gpu = results.machine.get("gpu") or {}
     name = str(gpu.get("name", "a CPU"))
     for need in claim.needs:
@@ -207,7 +201,7 @@ def _capability(gpu: Mapping[str, object]) -> float:
 
 
 def _why_no_pair(claim: Claim, arm: Arm, against: Arm, ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Why two arms cannot be compared in this quantity; empty where they can."""
+    """Return why two arms cannot be compared in this quantity, or ""."""
     for one in (arm, against):
         if not one.finished():
             failed = next((trial for trial in one.trials if trial.reason), None)
@@ -223,7 +217,7 @@ def _why_no_pair(claim: Claim, arm: Arm, against: Arm, ours: Sequence[float], th
 
 
 def _answered(claim: Claim) -> _Draft:
-    found = answer(claim.formula)
+    found = evaluate(claim.formula)
     scale = f"{found.source}: {found.on}"
     if claim.value is None:
         change = Change(math.log1p(found.value), math.log1p(found.low), math.log1p(found.high), 0)
@@ -240,13 +234,17 @@ def _answered(claim: Claim) -> _Draft:
     return _Draft(claim, verdict, text, scale, basis=found.source, answer=found)
 
 
-def _result(draft: _Draft, family: int, stands: bool) -> ClaimResult:
-    """note and, of what was contradicted, the explanation follow the sentence. family: how many were weighed."""
+def _result(draft: _Draft, family: int, passed: bool) -> ClaimResult:
+    """Return the final result. Its explanation is the sentence, then why a contradicted claim fails, then the
+    claim's note.
+
+    family: the number of claims corrected together. passed: whether the decision survives the correction.
+    """
     claim, change, verdict = draft.claim, draft.change, draft.verdict
     sentence = draft.sentence
-    if not stands and verdict != "not shown":
+    if not passed and verdict != "not shown":
         alone = f'Alone this would be "{verdict}" (p = {draft.p:.2g})'
-        sentence += f" {alone}; among {family} measured claims it does not stand."
+        sentence += f" {alone}; it is not significant among {family} measured claims."
         verdict = "not shown"
     against = verdict in ("contradicted", "not consistent with the model")
     told = [sentence, claim.explanation if against else "", claim.note]
@@ -270,3 +268,73 @@ def _result(draft: _Draft, family: int, stands: bool) -> ClaimResult:
     if draft.answer is None:
         return shown_as
     return replace(shown_as, measured=draft.answer.value, low=draft.answer.low, high=draft.answer.high)
+
+
+def in_unit(claim: Claim, log: float) -> float:
+    """Convert a log-ratio to the claim's unit: 0.24 times, or -76 %. Overflow is clipped."""
+    log = min(log, 700.0)
+    return math.exp(log) if claim.show == "times" else 100 * math.expm1(log)
+
+
+def change_in_words(claim: Claim, change: Change) -> str:
+    """Return "+8.4 % (+7.8 to +9.01, 3 seeds)", or the change alone if there is no interval."""
+
+    def number(log: float) -> str:
+        value = in_unit(claim, log)
+        if claim.show == "times":
+            return f"{value:.3f}" if 0.1 < value < 10 else number_text(value)
+        return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.3g}"
+
+    how = f", {change.n} seeds" if change.n > 1 else (", one seed" if change.n else "")
+    amount = f"{number(change.log)} {'times' if claim.show == 'times' else '%'}"
+    if change.low is None or change.high is None:
+        return f"{amount}{how}: too few for an interval"
+    if change.low != change.high:
+        return f"{amount} ({number(change.low)} to {number(change.high)}{how})"
+    return f"{amount} (exact{how})" if change.n else amount
+
+
+def sentence_of(claim: Claim, change: Change, verdict: Verdict, absolute: str = "") -> str:
+    """Return a sentence with the measured or computed change and the claimed one."""
+    subject, amount = "Measured" if change.n else "Computed", change_in_words(claim, change)
+    means = f", {absolute}" if absolute else ""
+    if change.low is None or change.high is None:
+        return f"{subject} in {label(claim)}{means}: {amount}."
+    sentence = f"{subject} {amount} in {label(claim)}{means}; claimed {claim.claimed}."
+    if verdict == "contradicted" and change.low <= 0 <= change.high and claim.direction != "none":
+        sentence += " The interval holds no change at all, and not the claimed one."
+    elif (
+        verdict == "contradicted"
+        and claim.size is not None
+        and (change.low > 0) == (claim.direction == "higher")
+    ):
+        sentence += " That is less than a twentieth of the claimed effect."
+    return sentence
+
+
+def label(claim: Claim) -> str:
+    """Return the name of the claim's quantity."""
+    return BY_KEY[claim.quantity].label if claim.quantity in BY_KEY else claim.quantity.replace("_", " ")
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Return "5.31 GiB", or "$5.31"."""
+    return f"${number_text(value)}" if unit == "$" else f"{number_text(value)} {unit}"
+
+
+def number_text(value: float) -> str:
+    """Return three significant digits, or a whole number from 1,000 on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def scale_of(results: Results, arm: Arm) -> str:
+    """Return the scale of a measurement: "124m (124M parameters), 16M tokens, NVIDIA H200" or "tiny ..., CPU"."""
+    group = next((group for group in results.groups if group.name == arm.group), None)
+    sizes = [trial.metrics["parameters"] for trial in arm.finished() if "parameters" in trial.metrics]
+    base = group.base if group else ""
+    if sizes:
+        tiny = "tiny, " if sizes[0] < TINY else ""
+        base = f"{base} ({tiny}{sizes[0] / 1e6:.3g}M parameters)"
+    gpu = results.machine.get("gpu") or {}
+    parts = [base, group.budget if group else "", str(gpu.get("name", "CPU"))]
+    return ", ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""Where trials run: one at a time on each GPU, or on the CPU. Imports no torch, so that no GPU is touched here."""
+"""The devices of a study: one trial at a time on each GPU, or on the CPU. Imports no torch, which would use a GPU."""
 
 import os
 from collections.abc import Collection
@@ -13,18 +13,18 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Device:
-    """One place for one trial. environment: what its process must be told so that it sees this one alone."""
+    """A device for one trial. environment: variables that make it the only one visible to the trial's process."""
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def choose(asked: str | None, kinds: Collection[str]) -> list[Device]:
-    """The devices of a study. asked: numbers of GPUs as torch counts them, "0,1"; None for all that are visible.
+    """Return the devices of a study.
 
-    kinds: what the arms have as compute.device. CPU threads are shared among GPUs, unless the environment says how
-    many a process may have. Raises UsageError for a GPU that is not there, and for cards of different kinds, between
-    which nothing can be compared.
+    asked: GPU numbers as torch counts them ("0,1"), or None for all that are visible. kinds: compute.device of the
+    arms. CPU threads are divided among the GPUs unless the environment sets their number. Raises UsageError for an
+    unknown GPU.
     """
     gpus = [] if set(kinds) == {"cpu"} else visible()
     if asked is not None:
@@ -38,13 +38,13 @@ def choose(asked: str | None, kinds: Collection[str]) -> list[Device]:
 
 
 def visible() -> list[tuple[int, str]]:
-    """(torch's number, what CUDA_VISIBLE_DEVICES calls it) of every GPU that torch would see."""
+    """Return (torch's number, its entry in CUDA_VISIBLE_DEVICES) of every GPU that torch would see."""
     if this_machine().device != "cuda":
         return []
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         entries = [entry.strip() for entry in chosen.split(",")]
-        # CUDA stops at the first one that is none.
+        # CUDA ignores everything after the first invalid entry.
         entries = entries[: next((i for i, e in enumerate(entries) if e in ("", "-1")), len(entries))]
         return list(enumerate(entries))
     import pynvml

@@ -1,7 +1,7 @@
-"""journal.jsonl: when each trial began and how it ended, one line per event, only ever appended to.
+"""journal.jsonl: when each trial started and how it ended, one line per event, append-only.
 
-It is what a resume goes by: a trial that began and has no end was running when the study died. A kill leaves at most
-one half-written last line, which is cut away when the journal is opened again.
+A resume replays it: a trial that started and did not end was running when the study died. A kill leaves at most one
+half-written last line, which is cut off when the journal is opened again.
 """
 
 import os
@@ -18,17 +18,17 @@ from deskside.utils.files import append_line
 from deskside.utils.parsing import json_value
 
 FILE = "journal.jsonl"
-# A trial with one of these is done; the others are run by --resume.
+# A trial with one of these statuses is done; --resume runs the others.
 FINAL = tuple(status for status in STATUSES if status not in ("running", "pending"))
 Key = tuple[str, int]  # arm, seed
 
 
 @dataclass(frozen=True)
 class Past:
-    """What the journal knows of a trial.
+    """The history of a trial.
 
-    status: "running" for one that began and has no end. seconds: of its processes, those that a resume went on from
-    included; None where one of them has no end.
+    status: "running" if it started and did not end. seconds: lifetime of its processes since it last started
+    afresh, None if one of them was not seen to end.
     """
 
     status: str = "pending"
@@ -41,13 +41,13 @@ class Past:
 
 
 def after(before: Past, event: Mapping[str, Any]) -> Past:
-    """A trial's past once this has happened too. Raises KeyError, TypeError or ValueError for what is no event."""
+    """Apply an event to a trial's history. Raises KeyError, TypeError or ValueError if it is invalid."""
     spent = before.seconds
     if event["event"] == "started":
         if not event["resumed"]:
             spent = 0.0
         elif before.status == "running":
-            spent = None  # nobody saw how long that process lived
+            spent = None  # that process was not seen to end
         attempts, device, time = before.attempts + 1, str(event["device"]), str(event["time"])
         return Past("running", "", attempts, device, time, "", spent)
     if event["event"] != "ended" or event["status"] not in STATUSES:
@@ -58,26 +58,26 @@ def after(before: Past, event: Mapping[str, Any]) -> Past:
     return replace(before, status=status, reason=reason, ended=time, seconds=spent)
 
 
-class Journal:
-    """The file of one study. Raises RunError for a line that is damaged, and when the disk refuses a new one."""
+class StudyJournal:
+    """The journal of one study. Raises RunError for a damaged line, and when it cannot be written."""
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
         self.past = replay_file(self.path)
-        if self.path.exists():  # a new line must not be glued to half of an old one
+        if self.path.exists():  # drop a half-written last line
             whole = self.path.read_bytes().rfind(b"\n") + 1
             os.truncate(self.path, whole)
 
     def started(self, arm: str, seed: int, device: str, pid: int, resumed: bool) -> None:
-        """A trial's process has begun; `resumed`: it goes on from a checkpoint."""
+        """Record the start of a trial's process. resumed: it continues from a checkpoint."""
         self._append(arm, seed, "started", device=device, pid=pid, resumed=resumed)
 
     def ended(self, arm: str, seed: int, status: str, reason: str, seconds: float | None) -> None:
-        """It has ended; seconds: of its process, None where nobody saw it end."""
+        """Record its end. seconds: lifetime of the process, None if it was not seen to end."""
         self._append(arm, seed, "ended", status=status, reason=reason, seconds=seconds)
 
     def of(self, arm: str, seed: int) -> Past:
-        """What is known of a trial."""
+        """Return the history of a trial."""
         return self.past.get((arm, seed), Past())
 
     def _append(self, arm: str, seed: int, event: str, **more: Any) -> None:
@@ -88,9 +88,9 @@ class Journal:
 
 
 def replay_file(path: Path) -> dict[Key, Past]:
-    """The past of every trial, from the whole lines of a journal; none where there is no journal.
+    """Return the history of every trial, from the complete lines of a journal.
 
-    Raises RunError naming a line that is damaged.
+    Raises RunError naming a damaged line.
     """
     try:
         content = path.read_bytes()

@@ -1,7 +1,8 @@
-"""What a trial measured, from its run directory alone: the numbers of study/metrics.py and a curve.
+"""The metrics and the learning curve of a trial, read from its run directory.
 
-A number that was not measured is left out. `val_bpb_equal_tokens` is the comparison's, since it depends on the other
-trials; `total_seconds` is the journal's, since a run does not know how long its process took to start and to end.
+A metric that was not measured is absent. `val_bpb_equal_tokens` is computed by the comparison, because it depends
+on the other trials; `total_seconds` comes from the journal, because a run cannot time the start and the end of its
+own process.
 """
 
 import math
@@ -16,19 +17,20 @@ from deskside.config.run import RunConfig
 from deskside.run.record import number, read_metrics, read_object
 
 CURVE_POINTS = 200
-ROWS_PER_TEXT = 1.25  # tokens of the rows that hold a text, padding and ends of documents included, at most
-LAST_SHARE = 0.05  # of the logged steps, that the training loss is the mean of
+ROWS_PER_TEXT = 1.25  # upper bound of tokens in rows (padding and document ends included) per token of text
+LAST_SHARE = 0.05  # the training loss is the mean over this share of the logged steps
 SETTLING_SECONDS, SETTLING_SHARE = (
     10.0,
     0.2,
-)  # at the start, while clocks and power settle; the smaller counts
+)  # excluded at the start, while clocks and power settle; the smaller of both
 
 
 @dataclass(frozen=True)
 class Measured:
-    """metrics: by their keys. curve: as `results.Trial` has it. emulated: None where the run had not settled it yet.
+    """The measurements of one trial.
 
-    machine: environment.json, empty where there is none.
+    metrics: keyed as in stats/metrics.py. curve: as in `results.Trial`. emulated: None if the run has not decided
+    it yet. machine: environment.json, or empty.
     """
 
     metrics: dict[str, float]
@@ -39,7 +41,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Step:
-    """A logged step. seconds: of training alone, this step included."""
+    """A logged step. seconds: training time up to and including this step."""
 
     tokens: float
     seconds: float
@@ -47,7 +49,7 @@ class _Step:
 
 
 def measure(run: Path, config: RunConfig) -> Measured:
-    """Read a run directory, in whatever state it is. Only a run with a summary has the numbers of its end."""
+    """Read a run directory in any state. Final metrics require summary.json."""
     rows = [row for row in read_metrics(run).rows if number(row.get("tokens")) is not None]
     steps = _training_time(rows)
     summary, plan = read_object(run / "summary.json")[0], read_object(run / "plan.json")[0]
@@ -79,10 +81,10 @@ def measure(run: Path, config: RunConfig) -> Measured:
 
 
 def quantized_parameters(config: RunConfig) -> int:
-    """Weights whose products run in fewer than 16 bits: of the blocks that the recipe does not keep, but for
-    `precision.keep`; and of the head, where it is in FP8.
+    """Return the number of weights whose products run in fewer than 16 bits.
 
-    Projections that share one weight stay in BF16 together (precision/convert.py).
+    These are the weights of the blocks that the recipe quantizes, without `precision.keep`, and of the head if it
+    is in FP8. Projections that share one weight stay in BF16 together (precision/apply.py).
     """
     asked, model = config.precision, config.model
     if asked.name == "auto" or not recipe_named(asked.name).quantized:
@@ -104,9 +106,9 @@ def quantized_parameters(config: RunConfig) -> int:
 
 
 def _training_time(rows: Sequence[Mapping[str, Any]]) -> list[_Step]:
-    """The steps with the training time up to each: a step's tokens over its speed, pauses left out.
+    """Return the steps with the training time up to each: tokens over speed, without pauses.
 
-    The run's own `seconds` will not do: on the wall clock they count set-up, evaluation and checkpoints.
+    The run's own `seconds` include set-up, evaluation and checkpoints when its clock is wall time.
     """
     steps: list[_Step] = []
     tokens = seconds = 0.0
@@ -130,7 +132,7 @@ def _last_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _watts(steps: Sequence[_Step]) -> float | None:
-    """Mean power over the training time once it has settled."""
+    """Return the mean power over the training time, after it has settled."""
     if not steps:
         return None
     settled = min(SETTLING_SECONDS, SETTLING_SHARE * steps[-1].seconds)
@@ -144,24 +146,25 @@ def _watts(steps: Sequence[_Step]) -> float | None:
 
 
 def _micro_tokens(plan: Mapping[str, Any], config: RunConfig) -> float | None:
-    """Of the run's last stage."""
+    """Return the tokens of a micro-batch in the run's last stage."""
     fits = plan.get("fit")
     rows = number(fits[-1].get("micro_rows")) if isinstance(fits, list) and fits else None
     return None if rows is None else rows * config.stages()[-1].sequence_length
 
 
 def _whole_split(summary: Mapping[str, Any], config: RunConfig) -> bool:
-    """Whether evaluations on the way read the text of the one at the end, which takes the whole split.
+    """Return whether the evaluations during the run read the whole validation split, as the final one does.
 
-    Of another text the last point would stand on a curve of its own, and arms compared at equal tokens would be read
-    off both.
+    Otherwise the last point would not belong to the same curve, and the comparison at equal tokens would mix both.
     """
     whole = number(summary.get("val_tokens"))
     return whole is not None and config.evaluate.tokens >= ROWS_PER_TEXT * whole
 
 
 def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, float | None]]:
-    """At most CURVE_POINTS points. Those that were evaluated are kept, and the last, which has the final evaluation."""
+    """Thin the curve to CURVE_POINTS points. Evaluated points and the last point are kept; it gets the final
+    evaluation.
+    """
     points: list[dict[str, float | None]] = [
         {
             "tokens": step.tokens,
@@ -181,7 +184,7 @@ def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, fl
 
 
 def _spread(indices: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, evenly spread, the last one included."""
+    """Pick at most `most` indices, evenly spaced, including the last."""
     if len(indices) <= most:
         return list(indices)
     return [indices[-1 - (n * len(indices)) // most] for n in range(max(0, most))]

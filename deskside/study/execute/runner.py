@@ -1,39 +1,40 @@
-"""Runs the trials of a study, one at a time on each device, whatever becomes of them.
+"""Run the trials of a study, one at a time on each device.
 
-How a trial ended is a result, and the study goes on. Only a full disk ends it, because every further trial would end
-the same way. The journal is written before and after each trial, results.json after it; a trial's directory keeps its
-numbers, and its checkpoints only while it may be resumed.
+A trial that fails is a result, and the study continues. Only a full disk ends it, because every further trial would
+fail as well. The journal is written before and after each trial, results.json after it. A trial's directory keeps
+its metrics, and its checkpoints as long as it may be resumed.
 
-A trial that hangs would hold up the study for ever. It is told from a slow one by its silence: as long as it logs steps
-it is alive, however wrong its forecast was.
+A hung trial is detected by its silence: as long as it logs steps it is alive, however wrong its forecast was.
 """
 
 import contextlib
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deskside.data.corpus.prepare import prepare
 from deskside.run.directory import RunDirectory
 from deskside.study import results_io
 from deskside.study.execute.devices import Device
-from deskside.study.execute.journal import FINAL, Journal, Key
+from deskside.study.execute.journal import FINAL, Key, StudyJournal
 from deskside.study.execute.measure import Measured, measure
-from deskside.study.execute.study_folder import Plan, StudyFolder
-from deskside.study.execute.study_progress import Clock, Screen
+from deskside.study.execute.study_folder import StudyFolder, StudyPlan
+from deskside.study.execute.study_progress import RemainingTime, Screen
 from deskside.study.execute.trial_process import FULL, STOPPED, Child, Ended, Order, read_answer
 from deskside.study.results import Results
 from deskside.study.spec.expand import PlannedArm
 from deskside.train.loop.stop import StopSignal
-from deskside.utils.errors import RunError
+from deskside.train.prepare.preflight import check_start
+from deskside.utils.errors import RunError, UsageError
 
 TARGET = "deskside.study.execute.trial_process:train"
 POLL = 0.1  # seconds
-PATIENCE = 120.0  # seconds that trials may take to save when the study ends early
+PATIENCE = 120.0  # seconds for trials to save when the study ends early
 # Without logging a step, a trial compiles, evaluates or saves. On a CPU an evaluation alone can take an hour.
-SILENCE_GPU, SILENCE_ELSE, SILENCE_FORECASTS = 1800.0, 6 * 3600.0, 3.0
+SILENCE_GPU, SILENCE_CPU, SILENCE_FORECASTS = 1800.0, 6 * 3600.0, 3.0
 Trial = tuple[PlannedArm, int]
 
 
@@ -46,52 +47,53 @@ class _Running:
 
 
 class Runner:
-    """One process's part in a study, whose folder it holds. keep_models: model/ stays in the trials' directories.
+    """The process that runs a study.
 
-    held: see `StudyFolder.held`. target: what a trial's process calls.
+    keep_models: keep model/ in the trials' directories. lock: the descriptor of `StudyFolder.lock`. target: the
+    function that a trial's process calls.
     """
 
     def __init__(
         self,
         folder: StudyFolder,
-        plan: Plan,
+        plan: StudyPlan,
         devices: Sequence[Device],
         *,
         keep_models: bool = False,
-        held: int | None = None,
+        lock: int | None = None,
         target: str = TARGET,
     ):
         self.folder, self.plan, self.devices = folder, plan, list(devices)
-        self.keep_models, self.held_file, self.target = keep_models, held, target
-        self.journal = Journal(folder.path)
+        self.keep_models, self.lock_file, self.target = keep_models, lock, target
+        self.journal = StudyJournal(folder.path)
         self.measured: dict[Key, Measured] = {}
-        self.settle()
+        self.reconcile()
         done = sum(self.journal.of(arm.id, seed).status in FINAL for arm, seed in plan.trials())
-        self.screen = Screen(len(plan.trials()), done, Clock(plan.forecasts, len(devices)))
+        self.screen = Screen(len(plan.trials()), done, RemainingTime(plan.forecasts, len(devices)))
 
-    def settle(self) -> None:
-        """What the journal does not tell of trials that ran when the study died, their directories tell."""
+    def reconcile(self) -> None:
+        """Bring the journal up to date with the run directories of trials that were running when the study died."""
         for arm, seed in self.plan.trials():
             run, past = self.folder.run(arm.id, seed), self.journal.of(arm.id, seed)
             if past.attempts and past.status not in FINAL:
-                self.settle_one(arm.id, seed, run, past.status)
+                self.reconcile_one(arm.id, seed, run, past.status)
             if self.journal.of(arm.id, seed).status in FINAL:
                 self.measured[arm.id, seed] = measure(run, arm.config)
 
-    def settle_one(self, arm: str, seed: int, run: Path, status: str) -> None:
-        """One that was running; or one that was stopped, and that a person may have resumed by hand since."""
+    def reconcile_one(self, arm: str, seed: int, run: Path, status: str) -> None:
+        """Record how a trial ended that was running, or that was stopped and then resumed outside the study."""
         answer = read_answer(run) or ("", "")
         if answer[0] in FINAL:
             self.journal.ended(arm, seed, *answer, None)
         elif (run / "summary.json").exists():
             self.journal.ended(arm, seed, "finished", "", None)
         elif status == "running":
-            self.journal.ended(arm, seed, "pending", "the study died while it ran", None)
+            self.journal.ended(arm, seed, "pending", "the study was killed while the trial ran", None)
         if (now := self.journal.of(arm, seed).status) in FINAL:
             self.tidy(run, now)
 
-    def left(self, again: Sequence[str] = ()) -> list[Trial]:
-        """The trials to be run, in their order: those that are not done, and those with a status of `again`."""
+    def remaining(self, again: Sequence[str] = ()) -> list[Trial]:
+        """Return the trials to run, in order: those not done, and those with a status in `again`."""
         return [
             (arm, seed)
             for arm, seed in self.plan.trials()
@@ -99,14 +101,15 @@ class Runner:
         ]
 
     def run(self, todo: Sequence[Trial]) -> str | None:
-        """Run these trials. Returns None, or the name of the signal that stopped the study with everything saved.
+        """Run these trials. Returns None, or the name of the signal that stopped the study after everything was
+        saved.
 
-        Raises RunError for a full disk; the trials that ran are then to be resumed.
+        Raises RunError if the disk is full; the running trials can then be resumed.
         """
         waiting, running = deque(todo), dict[str, _Running]()
         self.screen.done = len(self.plan.trials()) - len(waiting)
         for arm, seed in waiting:
-            if self.journal.of(arm.id, seed).status in FINAL:  # it is done again, from its beginning
+            if self.journal.of(arm.id, seed).status in FINAL:  # repeat it from the start
                 self.journal.ended(arm.id, seed, "pending", "to be run again", None)
                 self.measured.pop((arm.id, seed), None)
                 shutil.rmtree(self.folder.run(arm.id, seed), ignore_errors=True)
@@ -117,9 +120,7 @@ class Runner:
                 while running or (waiting and stop.requested is None):
                     if stop.requested is not None and not asked:
                         asked = True
-                        self.screen.say(
-                            f"{stop.requested}: the trials that run are saved, then the study stops"
-                        )
+                        self.screen.say(f"{stop.requested}: saving the running trials, then stopping")
                         for one in running.values():
                             one.child.stop()
                     for device in self.devices:
@@ -143,7 +144,7 @@ class Runner:
             self.abandon(running)
 
     def begin(self, arm: PlannedArm, seed: int, device: Device) -> _Running:
-        """Start a trial's process, from its newest checkpoint if it has one."""
+        """Start a trial's process, from its newest checkpoint if there is one."""
         run = self.folder.run(arm.id, seed)
         resume = any((run / "checkpoints").glob("step-*")) and (run / "run.json").exists()
         config = arm.config.model_dump(mode="json") | {"seed": seed}
@@ -154,7 +155,7 @@ class Runner:
             child = Child(
                 Order(self.target, str(run), config, self.plan.command, resume, self.plan.memory_fraction),
                 device.environment,
-                self.held_file,
+                self.lock_file,
             )
         except OSError as error:
             raise RunError(f"{error.filename or run}: cannot be written: {error.strerror}") from None
@@ -168,14 +169,14 @@ class Runner:
         return one
 
     def hung(self, one: _Running, device: str) -> Ended | None:
-        """End a trial that has shown no sign of life for longer than it may; None for one that lives."""
-        most = silence(device, self.plan.forecasts.get(one.arm.id))
+        """End a trial that has been silent for too long. Returns None if it is alive."""
+        most = max_silence(device, self.plan.forecasts.get(one.arm.id))
         if one.child.silent() <= most:
             return None
-        return one.child.give_up(f"no step and no end for {most / 60:.0f} minutes: it was ended")
+        return one.child.give_up(f"no step for {most / 60:.0f} minutes; the trial was killed")
 
     def end(self, one: _Running, ended: Ended, left: list[str]) -> None:
-        """Write down how a trial ended. Raises RunError where the disk was full."""
+        """Record how a trial ended. Raises RunError if the disk was full."""
         arm, seed = one.arm, one.seed
         if ended.status in (STOPPED, FULL):
             self.journal.ended(arm.id, seed, "pending", ended.reason, ended.seconds)
@@ -192,22 +193,22 @@ class Runner:
         self.publish()
 
     def publish(self) -> Results:
-        """results.json and results.parquet, as things stand."""
+        """Write results.json and results.parquet."""
         results = results_io.collect(self.plan, self.journal.past, self.measured)
         results_io.write(results, self.folder.path)
         return results
 
     def tidy(self, run: Path, status: str) -> None:
-        """Remove what only a resume needs, and the model unless it is to be kept."""
+        """Delete checkpoints, which only a resume needs, and the model unless it is to be kept."""
         directory = RunDirectory(run)
         keep = self.keep_models and status == "finished"
-        if not keep or directory.model.exists():  # some architectures have no form but the checkpoint's
+        if not keep or directory.model.exists():  # some architectures exist only as checkpoints
             shutil.rmtree(directory.checkpoints, ignore_errors=True)
         if not keep:
             shutil.rmtree(directory.model, ignore_errors=True)
 
     def abandon(self, running: dict[str, _Running]) -> None:
-        """End what still runs when the study ends early: by itself if it can save in time, and if not, at once."""
+        """Stop the running trials when the study ends early. Trials that cannot save within PATIENCE are killed."""
         try:
             for one in running.values():
                 one.child.stop()
@@ -217,14 +218,45 @@ class Runner:
         finally:
             for one in running.values():
                 one.child.kill()
-            # What ends the study early may be the disk; the directories tell a resume what the journal does not.
+            # The disk may be full. A resume then recovers the state from the run directories.
             with contextlib.suppress(RunError):
                 for one in running.values():
                     self.end(one, one.child.poll() or Ended(STOPPED, "", 0.0), [])
 
 
-def silence(device: str, forecast: float | None) -> float:
-    """Seconds that a trial may go without logging a step. forecast: seconds of the whole trial, None: not known."""
+def max_silence(device: str, forecast: float | None) -> float:
+    """Return the seconds that a trial may go without logging a step. forecast: seconds of the whole trial, or None."""
     if forecast is None:
-        return SILENCE_ELSE
-    return (SILENCE_GPU if device.startswith("cuda") else SILENCE_ELSE) + SILENCE_FORECASTS * forecast
+        return SILENCE_CPU
+    return (SILENCE_GPU if device.startswith("cuda") else SILENCE_CPU) + SILENCE_FORECASTS * forecast
+
+
+def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
+    """Prepare all missing data sets before the first trial, so that trials do not race to prepare them.
+
+    Raises UsageError for an arm without data, and for two arms that would prepare one folder differently.
+    """
+    first: dict[str, PlannedArm] = {}
+    for arm in arms:
+        try:
+            check_start(arm.config)
+        except UsageError as error:
+            raise UsageError(f"arm {arm.id}: {error}") from None
+        path = str(arm.config.data.path)  # checked by check_start
+        if (Path(path) / "index.json").exists():
+            continue
+        before = first.setdefault(path, arm)
+        if _made_of(before) != _made_of(arm):
+            raise UsageError(
+                f"data.path: {path}: arms {before.id} and {arm.id} would prepare it differently; give each its own "
+                f"data.path, or prepare it with: deskside data prepare"
+            )
+    for path, arm in first.items():
+        data, vocabulary = arm.config.data, arm.config.model.vocab_size
+        say(f"preparing {', '.join(data.sources)} into {path}")
+        prepare(list(data.sources), path, vocab_size=vocabulary, val_fraction=data.val_fraction, seed=1)
+
+
+def _made_of(arm: PlannedArm) -> tuple[object, ...]:
+    data = arm.config.data
+    return tuple(data.sources), data.val_fraction, arm.config.model.vocab_size

@@ -1,12 +1,12 @@
-"""A study's directory: the definition that it was begun with, resolved, and the locks that keep its processes apart.
+"""A study's directory: the resolved plan, and the locks that keep its processes apart.
 
-    studies/NAME/study.toml       the text that was given
+    studies/NAME/study.toml       the text of the study's file
                  study.json       resolved: every arm with its whole configuration, the order of the trials
-                 journal.jsonl    what happened to each trial (journal.py)
+                 journal.jsonl    the history of each trial (journal.py)
                  runs/ARM-sSEED/  an ordinary run directory for each trial
-                 results.json     what came of it, and results.parquet (outcome.py)
+                 results.json     the outcome, and results.parquet (results_io.py)
 
-A resume reads study.json and nothing else, so a preset that has changed since changes no study that was begun.
+A resume reads study.json only, so changing a preset does not change a study that has begun.
 """
 
 import contextlib
@@ -31,15 +31,16 @@ from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 LOCK, TRIALS_LOCK = ".lock", ".trials.lock"
-ORPHANS_SECONDS = (
-    660.0  # that trials of a study that was killed may take to save: a little more than they allow it
-)
+ORPHANS_SECONDS = 660.0  # for orphaned trials to save; a little more than they allow themselves
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a study runs. created: when it was begun; command: how; seeds: how many, by group; forecasts: seconds of a
-    trial, by arm, None where nothing is known."""
+class StudyPlan:
+    """The resolved plan of a study.
+
+    seeds: number of seeds by group. forecasts: seconds of a trial by arm, None if unknown. command: the command
+    line.
+    """
 
     name: str
     question: str
@@ -63,8 +64,8 @@ class Plan:
         created: str,
         command: str,
         deskside: str,
-    ) -> "Plan":
-        """The plan of a study that is about to begin."""
+    ) -> "StudyPlan":
+        """Return the plan of a new study."""
         return cls(
             name=study.name,
             question=study.question,
@@ -81,11 +82,11 @@ class Plan:
         )
 
     def trials(self) -> list[tuple[PlannedArm, int]]:
-        """All of them, in their order."""
+        """Return all trials in the order in which they run."""
         return trials(self.arms, self.seeds, self.name)
 
-    def with_seeds(self, seeds: Mapping[str, int]) -> "Plan":
-        """The same with more seeds. Raises UsageError for fewer: no trial is taken back."""
+    def with_seeds(self, seeds: Mapping[str, int]) -> "StudyPlan":
+        """Return the plan with more seeds. Raises UsageError for fewer."""
         for group, before in self.seeds.items():
             if seeds[group] < before:
                 raise UsageError(
@@ -93,8 +94,8 @@ class Plan:
                 )
         return replace(self, seeds=dict(seeds))
 
-    def difference(self, other: "Plan") -> str | None:
-        """The first thing in which the arms of two plans differ, in words; None where they are the same."""
+    def difference(self, other: "StudyPlan") -> str | None:
+        """Return the first difference between the arms of two plans, or None."""
         mine, others = {arm.id: arm for arm in self.arms}, {arm.id: arm for arm in other.arms}
         for name in [*mine, *others]:
             if name not in mine or name not in others:
@@ -104,7 +105,7 @@ class Plan:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for study.json."""
+        """Return the content of study.json."""
         whole = {"schema_version": SCHEMA_VERSION, **{k: v for k, v in vars(self).items() if k != "arms"}}
         whole["groups"] = [asdict(group) for group in self.groups]
         whole["claims"] = list(self.claims)
@@ -113,8 +114,8 @@ class Plan:
         return whole
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> "Plan":
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for what is no plan."""
+    def from_json(cls, plain: Mapping[str, Any]) -> "StudyPlan":
+        """Parse study.json. Raises KeyError, TypeError or ValueError if it is invalid."""
         if plain["schema_version"] != SCHEMA_VERSION:
             raise ValueError(
                 f"schema version {plain['schema_version']}; this deskside reads {SCHEMA_VERSION}"
@@ -139,34 +140,33 @@ class StudyFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether a study is there."""
+        """Return whether the folder holds a study."""
         return (self.path / "study.json").is_file()
 
-    def create(self, plan: Plan, text: str) -> None:
-        """Begin a study here. Raises UsageError for a folder that holds something else, RunError when the disk
-        refuses."""
-        left_over = {"study.toml", LOCK, TRIALS_LOCK}  # of a study that was killed before it had begun
+    def create(self, plan: StudyPlan, text: str) -> None:
+        """Create a study. Raises UsageError if the folder holds other files, RunError if it cannot be written."""
+        left_over = {"study.toml", LOCK, TRIALS_LOCK}  # of a study that was killed before its start
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             odd = next((entry.name for entry in self.path.iterdir() if entry.name not in left_over), None)
         except OSError as error:
-            raise RunError(f"{error.filename or self.path}: cannot be made: {error.strerror}") from None
+            raise RunError(f"{error.filename or self.path}: cannot be created: {error.strerror}") from None
         if odd is not None:
             raise UsageError(
-                f"{self.path}: is a folder with other things in it ({odd}); give another with --out"
+                f"{self.path}: contains other files ({odd}); choose another directory with --out"
             )
         write_atomically(self.path / "study.toml", text)
         self.write(plan)
 
-    def write(self, plan: Plan) -> None:
-        """study.json. Raises RunError when the disk refuses."""
+    def write(self, plan: StudyPlan) -> None:
+        """Write study.json. Raises RunError if it cannot be written."""
         write_atomically(self.path / "study.json", strict_json.dumps(plan.to_json(), indent=1) + "\n")
 
-    def read(self) -> Plan:
-        """study.json. Raises UsageError where there is none, RunError for one that is damaged."""
+    def read(self) -> StudyPlan:
+        """Read study.json. Raises UsageError if it is missing, RunError if it is damaged."""
         path = self.path / "study.json"
         try:
-            return Plan.from_json(json_value(path.read_bytes()))
+            return StudyPlan.from_json(json_value(path.read_bytes()))
         except FileNotFoundError:
             raise UsageError(
                 f"{self.path}: is not a study (no study.json); begin one with: deskside study STUDY --out DIR"
@@ -176,15 +176,15 @@ class StudyFolder:
             raise RunError(f"{path}: is damaged ({reason}); restore it, or begin another study") from None
 
     def run(self, arm: str, seed: int) -> Path:
-        """The run directory of a trial."""
+        """Return the run directory of a trial."""
         return self.path / "runs" / f"{arm}-s{seed}"
 
     @contextlib.contextmanager
-    def held(self, say: Callable[[str], None]) -> Iterator[int]:
-        """Held by the process that runs this study. Yields a descriptor that its trials inherit.
+    def lock(self, say: Callable[[str], None]) -> Iterator[int]:
+        """Lock the study for this process. Yields a descriptor that its trials inherit.
 
-        Raises UsageError when another process runs it. Trials that outlive a study that was killed are saving; they
-        are waited for, since two processes must not train one run. Raises RunError when they do not end.
+        Raises UsageError if another process runs the study. Trials that outlive a killed study are still saving,
+        and two processes must not train one run, so they are waited for; RunError if they do not end in time.
         """
         with (
             RunDirectory(self.path).alone(LOCK, "runs this study"),

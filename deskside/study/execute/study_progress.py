@@ -1,7 +1,7 @@
-"""What a person sees while a study runs: a line when a trial begins or ends, and a bar where there is a terminal.
+"""Terminal output of a running study: a line when a trial starts or ends, and progress bars.
 
-The time that is left is the forecast of the trials that are left, corrected by how the forecasts of those that have
-ended turned out; without forecasts it is what a trial took on average.
+The remaining time is the sum of the remaining forecasts, scaled by how the forecasts of finished trials turned out;
+without forecasts it is based on the mean duration of the finished trials.
 """
 
 import os
@@ -18,22 +18,22 @@ from deskside.study.spec.expand import PlannedArm
 from deskside.utils.format import duration
 from deskside.utils.parsing import json_value
 
-TAIL = 4096  # bytes at the end of metrics.jsonl, that hold its last line
+TAIL = 4096  # bytes at the end of metrics.jsonl that contain its last line
 
 
-class Clock:
-    """How long the rest of a study takes on `devices`."""
+class RemainingTime:
+    """Estimate of a study's remaining time on `devices`."""
 
     def __init__(self, forecasts: Mapping[str, float | None], devices: int):
         self._forecasts, self._devices = forecasts, devices
         self._took: list[tuple[str, float]] = []
 
     def ended(self, arm: str, seconds: float) -> None:
-        """A trial of this arm came to its end after so many seconds."""
+        """Record that a trial of this arm finished after so many seconds."""
         self._took.append((arm, seconds))
 
     def left(self, arms: list[str]) -> float | None:
-        """Seconds for trials of these arms; None while nothing is known."""
+        """Return the seconds for trials of these arms, or None if nothing is known."""
         if not arms:
             return 0.0
         forecasts = [self._forecasts.get(arm) for arm in arms]
@@ -50,9 +50,9 @@ class Clock:
 
 
 class Screen:
-    """Standard error, as a study uses it. trials: how many there are in all; done: how many of them are."""
+    """The progress display on standard error. trials: total number; done: finished ones."""
 
-    def __init__(self, trials: int, done: int, clock: Clock):
+    def __init__(self, trials: int, done: int, clock: RemainingTime):
         self.trials, self.done, self.clock = trials, done, clock
         self.console = Console(stderr=True, highlight=False)
         self._bars: Progress | None = None
@@ -79,12 +79,12 @@ class Screen:
             self._bars.stop()
 
     def say(self, text: str) -> None:
-        """One line, above the bars."""
+        """Print one line above the bars."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def started(self, arm: PlannedArm, seed: int, device: str, run: Path, resumed: bool) -> None:
-        """A trial begins."""
-        how = "goes on" if resumed else "begins"
+        """Report the start of a trial."""
+        how = "resumes" if resumed else "starts"
         self.say(f"{self._place(arm, seed)}: {how} on {device}")
         if self._bars is not None:
             self._tasks[run] = self._bars.add_task(
@@ -94,7 +94,7 @@ class Screen:
     def ended(
         self, arm: PlannedArm, seed: int, run: Path, ended: Ended, measured: Measured | None, left: list[str]
     ) -> None:
-        """A trial has ended; left: the arms of the trials that have not."""
+        """Report the end of a trial. left: the arms of the remaining trials."""
         told = f"{ended.status} after {ended.seconds:.0f} s"
         metrics = measured.metrics if measured is not None else {}
         if "val_bpb" in metrics:
@@ -112,7 +112,7 @@ class Screen:
             self._bars.remove_task(self._tasks.pop(run))
 
     def draw(self) -> None:
-        """Bring the bars up to date with what the runs have logged."""
+        """Update the bars from the runs' logs."""
         if self._bars is None:
             return
         for run, task in self._tasks.items():
@@ -126,7 +126,7 @@ class Screen:
 
 
 def last_row(run: Path) -> tuple[int, int] | None:
-    """(step, planned steps) of a run that is going on; None before its first step."""
+    """Return (step, planned steps) of a run, or None before its first step."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)

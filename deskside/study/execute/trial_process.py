@@ -1,11 +1,11 @@
-"""One trial in a process of its own, which never outlives the study.
+"""A trial in a process of its own, which never outlives the study.
 
-The parent writes one line of JSON to the child's standard input, what to do, and keeps that pipe open: when it closes,
-the study is gone, however it went, and the child stops at its next step boundary with everything saved. How a trial
-ended stands in trial.json in its run directory, so that it is known even if the study died first.
+The parent writes one line of JSON, the order, to the child's standard input and keeps the pipe open. When the study
+ends for any reason, the pipe closes, and the child saves and stops at its next step boundary. The child records how
+it ended in trial.json in its run directory, so that the outcome is known even if the study died first.
 
-A child leads a session of its own. So Ctrl-C in the terminal reaches the study alone, which then asks its children to
-stop, and what a child has started (compile workers) ends with it.
+A child leads its own session, so Ctrl-C in the terminal reaches only the study, which then asks its children to
+stop; and its own children (compile workers) end with it.
 """
 
 import contextlib
@@ -29,19 +29,20 @@ from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
 ANSWER, LOG = "trial.json", "output.log"
-FULL = "full"  # the disk: no result of the trial, but the end of the study for now
-STOPPED = "stopped"  # saved, because it was asked to stop
-CODES = {"finished": 0, STOPPED: 0, FULL: 74}  # exit codes; 1 for every other ending
-SAVING = 600.0  # seconds that a child whose study is gone may take to save
+FULL = "full"  # the disk is full: ends the study, and the trial has no result
+STOPPED = "stopped"  # saved and stopped on request
+CODES = {"finished": 0, STOPPED: 0, FULL: 74}  # exit codes; 1 for every other status
+SAVING = 600.0  # seconds for a child to save after its study has ended
 DISK = (errno.ENOSPC, errno.EDQUOT)
 DISK_WORDS = ("no space left on device", "disk is full", "disk quota exceeded", "os error 28")
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a child shall do. target: "module:function", called with this order; run: the trial's run directory.
+    """The order to a child process.
 
-    config: of the run, as plain data; resume: from the run's newest checkpoint; memory_fraction: of the GPU.
+    target: "module:function", called with this order. run: the trial's run directory. config: the run's
+    configuration as data. resume: continue from the newest checkpoint. memory_fraction: share of the GPU's memory.
     """
 
     target: str
@@ -54,7 +55,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: a status of study/results.py, or FULL, or STOPPED. seconds: from its start to its end."""
+    """How a child ended: a status of study/results.py, or FULL, or STOPPED. seconds: lifetime of the process."""
 
     status: str
     reason: str
@@ -62,9 +63,9 @@ class Ended:
 
 
 class Child:
-    """A trial's process, seen from the study. `held`: a file that stays locked until it has ended."""
+    """A trial's process as seen by the study. lock: a descriptor that stays locked until the process has ended."""
 
-    def __init__(self, order: Order, environment: Mapping[str, str], held: int | None = None):
+    def __init__(self, order: Order, environment: Mapping[str, str], lock: int | None = None):
         self.order, self.folder = order, Path(order.run)
         self._asked = False
         self._began = self._lived = time.monotonic()
@@ -78,10 +79,10 @@ class Child:
                 stderr=log,
                 start_new_session=True,
                 env={**os.environ, **environment},
-                pass_fds=() if held is None else (held,),
+                pass_fds=() if lock is None else (lock,),
             )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died already: `poll` will tell
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; `poll` reports how
             self._process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -90,12 +91,12 @@ class Child:
         return self._process.pid
 
     def poll(self) -> Ended | None:
-        """How it ended; None while it runs."""
+        """Return how the process ended, or None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
         seconds = time.monotonic() - self._began
-        self.kill()  # what it has left behind
+        self.kill()  # its remaining children
         answer = read_answer(self.folder)
         if answer is not None:
             status, reason = answer
@@ -111,27 +112,27 @@ class Child:
         return Ended("failed", f"the process ended with exit code {code}; see {self.folder / LOG}", seconds)
 
     def silent(self) -> float:
-        """Seconds since it last logged a step, saved a checkpoint or, before those, began."""
+        """Return the seconds since it last logged a step or saved a checkpoint, at first since its start."""
         seen = tuple(_stamp(self.folder / name) for name in ("metrics.jsonl", "checkpoints"))
         if seen != self._seen:
             self._seen, self._lived = seen, time.monotonic()
         return time.monotonic() - self._lived
 
     def give_up(self, reason: str) -> Ended:
-        """End at once what shows no sign of life; what it had already answered still counts."""
+        """Kill a process that shows no sign of life. An answer that it has already written still counts."""
         self.kill()
         ended = self.poll()
-        assert ended is not None  # `kill` waits for it
+        assert ended is not None  # `kill` waits for the process
         return replace(ended, status="failed", reason=reason) if ended.status == "killed" else ended
 
     def stop(self) -> None:
-        """Ask it to save and end."""
+        """Ask the process to save and end."""
         self._asked = True
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all that it started, at once."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+        """Kill the process and its children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # already gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:
@@ -140,7 +141,7 @@ class Child:
 
 
 def read_answer(folder: Path) -> tuple[str, str] | None:
-    """(status, reason) that a trial left in its run directory; None where it left none."""
+    """Return (status, reason) from trial.json, or None if it is missing or damaged."""
     try:
         answer = json_value((folder / ANSWER).read_bytes())
         return str(answer["status"]), str(answer["reason"])
@@ -149,7 +150,7 @@ def read_answer(folder: Path) -> tuple[str, str] | None:
 
 
 def _stamp(path: Path) -> int:
-    """When a file or folder was last changed; 0 where there is none."""
+    """Return the modification time of a file or folder, or 0 if it is missing."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -157,13 +158,15 @@ def _stamp(path: Path) -> int:
 
 
 def ended_by(number: int) -> str:
-    """In words what a signal says of why a process ended."""
-    hint = " (the system ends what takes too much of the host's memory)" if number == signal.SIGKILL else ""
-    return f"the process was ended by {signal.Signals(number).name}{hint}"
+    """Describe the signal that ended a process."""
+    hint = (
+        " (the kernel kills processes when the host runs out of memory)" if number == signal.SIGKILL else ""
+    )
+    return f"the process was killed by {signal.Signals(number).name}{hint}"
 
 
 def classify(error: BaseException) -> tuple[str, str]:
-    """(status, reason in one line) of a trial that ended with this error."""
+    """Return (status, one-line reason) for the exception that ended a trial."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
     if _disk_is_full(error):
         return FULL, text
@@ -179,7 +182,7 @@ def classify(error: BaseException) -> tuple[str, str]:
 
 
 def train(order: Order) -> tuple[str, str]:
-    """Begin or resume the run of a trial. Returns (status, reason)."""
+    """Start or resume the run of a trial. Returns (status, reason)."""
     from deskside.config.run import RunConfig
 
     config, run = RunConfig.model_validate(order.config), Path(order.run)
@@ -208,7 +211,7 @@ def train(order: Order) -> tuple[str, str]:
 
 
 def _disk_is_full(error: BaseException | None) -> bool:
-    """Whether this error, or one that it was made from, is the disk's."""
+    """Return whether this error, or its cause, is a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK:
             return True
@@ -219,7 +222,7 @@ def _disk_is_full(error: BaseException | None) -> bool:
 
 
 def _read_order() -> Order:
-    """The first line of standard input, byte by byte: what follows it is left for `_follow`."""
+    """Read the first line of standard input, and leave the rest to `_follow`."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 4096)
@@ -230,7 +233,7 @@ def _read_order() -> Order:
 
 
 def _follow() -> None:
-    """Stop with the study: standard input ends when it does."""
+    """Stop together with the study: standard input closes when it ends."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -239,17 +242,17 @@ def _follow() -> None:
 
 
 def main() -> int:
-    """The child's whole life. Returns its exit code."""
+    """Run a trial. Returns the exit code."""
     order = _read_order()
     threading.Thread(target=_follow, daemon=True).start()
     module, function = order.target.split(":")
     try:
         status, reason = getattr(import_module(module), function)(order)
-    # A library may raise anything, and all of it is a result. The traceback goes into the trial's log.
+    # Any exception is a result of the trial. The traceback goes to its log.
     except Exception as error:  # noqa: BLE001
         status, reason = classify(error)
         sys.excepthook(type(error), error, error.__traceback__)
-    with contextlib.suppress(RunError):  # the exit code says what it can
+    with contextlib.suppress(RunError):  # the exit code still tells the outcome
         text = json.dumps({"status": status, "reason": reason}) + "\n"
         write_atomically(Path(order.run) / ANSWER, text)
     return CODES.get(status, 1)

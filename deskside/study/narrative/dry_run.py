@@ -1,4 +1,4 @@
-"""What will be run, before it is: the question, every arm with what it changes and what it will take, and the total."""
+"""The preview of a study: its question, each arm with its changes and forecast, and the totals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,15 +9,15 @@ from rich.text import Text
 
 from deskside.budget.shape import num_params
 from deskside.config.run import RunConfig
-from deskside.study.forecast import Forecast, Here, total_seconds
+from deskside.study.forecast import Here, TrialForecast, total_seconds
 from deskside.study.results import Group
 from deskside.study.spec.expand import Expansion, PlannedArm
 from deskside.study.spec.spec import StudySpec
 from deskside.utils.format import count, duration
 
-WIDEST = 100
-LONGEST_VALUE = 24
-Forecasts = Mapping[str, Forecast]  # by the arm's id
+MAX_WIDTH = 100
+MAX_VALUE_LENGTH = 24
+Forecasts = Mapping[str, TrialForecast]  # by the arm's id
 
 
 def plan_table(
@@ -28,9 +28,9 @@ def plan_table(
     devices: int = 1,
     console: Console | None = None,
 ) -> None:
-    """Print the plan, on standard output unless another console is given. devices: that trials are spread over."""
+    """Print the preview. devices: the number of GPUs that share the trials."""
     console = console or Console(highlight=False)
-    console.width = min(console.width, WIDEST)
+    console.width = min(console.width, MAX_WIDTH)
     console.print(Text(f"study: {study.name}", style="bold"))
     if study.question:
         console.print(Text(study.question))
@@ -38,22 +38,22 @@ def plan_table(
         console.print()
         if heading := _heading(study, group):
             console.print(Text(heading, style="bold"))
-        for line in _terms(group, expansion.seeds[group.name]):
+        for line in _group_lines(group, expansion.seeds[group.name]):
             console.print(Text(line))
         console.print(_arms(study, expansion, forecasts, group))
     if expansion.excluded:
-        console.print(Text("\nleft out", style="bold"))
+        console.print(Text("\nexcluded", style="bold"))
         for line in expansion.excluded:
             console.print(Text(f"- {line}"))
     console.print()
-    for line in _totals(expansion, forecasts, here, devices):
+    for line in _total_lines(expansion, forecasts, here, devices):
         console.print(Text(line))
 
 
 def plan_json(
     study: StudySpec, expansion: Expansion, forecasts: Forecasts, here: Here, devices: int = 1
 ) -> dict[str, Any]:
-    """The same as plain data."""
+    """Return the preview as data for --json."""
     trials = _trials(expansion)
     return {
         "name": study.name,
@@ -83,7 +83,9 @@ def plan_json(
 
 
 def changes(study: StudySpec, arm: PlannedArm, baseline: PlannedArm) -> dict[str, Any]:
-    """Keys that the study sets for this arm or its baseline, with the arm's values, where the two differ."""
+    """Return the keys that the study sets for this arm or its baseline and whose values differ, with the arm's
+    values.
+    """
     group = next(group for group in study.groups if group.name == arm.group)
     mine, other = flat(arm.config), flat(baseline.config)
     written: dict[str, None] = {}
@@ -97,7 +99,7 @@ def changes(study: StudySpec, arm: PlannedArm, baseline: PlannedArm) -> dict[str
 
 
 def flat(config: RunConfig) -> dict[str, Any]:
-    """Every dotted key of a configuration with its value, as JSON has it."""
+    """Return every dotted key of a configuration with its JSON value."""
     return dict(_items(config.model_dump(mode="json")))
 
 
@@ -131,13 +133,13 @@ def _heading(study: StudySpec, group: Group) -> str:
     return f"{group.name}: {group.title}" if group.title else group.name
 
 
-def _terms(group: Group, seeds: int) -> list[str]:
+def _group_lines(group: Group, seeds: int) -> list[str]:
     lines = [f"each arm: {group.budget}, {seeds} seed{'' if seeds == 1 else 's'}, base {group.base}"]
     if len(group.factors) > 1 and group.design == "full":
         sizes = " x ".join(f"{factor.label} ({len(factor.levels)})" for factor in group.factors)
         lines.append(f"every combination of: {sizes}")
     elif len(group.factors) > 1:
-        lines.append("one factor at a time is changed")
+        lines.append("one factor at a time is varied")
     return lines
 
 
@@ -146,7 +148,7 @@ def _arms(study: StudySpec, expansion: Expansion, forecasts: Forecasts, group: G
     known = [forecasts[arm.id] for arm in arms]
     table = Table(box=None, pad_edge=False)
     table.add_column("arm (* baseline)", ratio=5)
-    table.add_column("changed against its baseline", ratio=6)
+    table.add_column("changes from its baseline", ratio=6)
     table.add_column("params", justify="right", no_wrap=True)
     timed = any(found.seconds_total is not None for found in known)
     sized = any(found.memory_gib is not None for found in known)
@@ -169,7 +171,7 @@ def _arms(study: StudySpec, expansion: Expansion, forecasts: Forecasts, group: G
     return table
 
 
-def _totals(expansion: Expansion, forecasts: Forecasts, here: Here, devices: int) -> list[str]:
+def _total_lines(expansion: Expansion, forecasts: Forecasts, here: Here, devices: int) -> list[str]:
     trials = _trials(expansion)
     arms = len(expansion.arms)
     text = f"{len(trials)} trials of {arms} arm{'' if arms == 1 else 's'}"
@@ -193,7 +195,7 @@ def _source(here: Here) -> str:
 
 
 def _trials(expansion: Expansion) -> list[PlannedArm]:
-    """Every arm as often as it is run."""
+    """Return every arm, repeated once for each of its seeds."""
     return [arm for arm in expansion.arms for _ in range(expansion.seeds[arm.group])]
 
 
@@ -216,4 +218,4 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = "none" if value is None else str(value)
-    return text if len(text) <= LONGEST_VALUE else f"({len(value)} entries)"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"({len(value)} entries)"

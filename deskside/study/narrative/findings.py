@@ -1,18 +1,13 @@
-"""What a study says for a goal, in sentences that carry their intervals. The report and the dashboard show them.
+"""Sentences that summarize a compared study for one goal. The report and the dashboard show them.
 
-For each group: the best arm and whether the others are told apart from it; then, for every baseline, what is shown to
-be better (with what it costs), what is not shown to differ, and what is shown to be worse; then where two factors do
-not act independently. Nothing is said that the comparisons do not say, and what was not measured is said to be so.
+For each group: the best arm, and the arms that do not differ significantly from it; then, for each baseline, the
+arms that are significantly better (with their cost in the other metrics), not significantly different, and worse;
+then significant interactions. Every sentence restates a comparison with its interval, and metrics that were not
+measured are reported as such.
 """
 
 from collections.abc import Iterator
 
-from deskside.study.narrative.phrases import (
-    DIRECTIONS,
-    emulation,
-    in_time,
-    sentence,
-)
 from deskside.study.results import Arm, Comparison, Group, Interaction, Results
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
 from deskside.study.stats.metrics import BY_KEY, Metric
@@ -31,17 +26,38 @@ SUPERLATIVES = {
     "memory": "least peak memory",
     "energy": "least energy per token",
 }
-MOST = 3  # arms that are named one by one in each direction, for each baseline
-MOST_NAMES = 4  # in a list inside a sentence
-
-__all__ = ["GOALS", "insights", "sentence"]
+# metric -> words for more and for less of it; the default is "higher" and "lower".
+DIRECTIONS = {
+    "tokens_per_second": ("faster", "slower"),
+    "peak_memory_gib": ("more peak memory", "less peak memory"),
+    "peak_reserved_gib": ("more reserved memory", "less reserved memory"),
+    "watts": ("more power", "less power"),
+    "joules_per_token": ("more energy per token", "less energy per token"),
+    "parameters": ("more parameters", "fewer parameters"),
+    "parameters_quantized": (
+        "more parameters in quantized products",
+        "fewer parameters in quantized products",
+    ),
+    "tokens": ("more tokens trained on", "fewer tokens trained on"),
+    "steps": ("more optimizer steps", "fewer optimizer steps"),
+    "seconds": ("more training time", "less training time"),
+    "total_seconds": ("more time for the whole trial", "less time for the whole trial"),
+}
+PACE = ("tokens_per_second", "mfu", "watts", "joules_per_token", "seconds", "total_seconds")
+LEARNED = ("val_bpb", "val_loss", "perplexity", "train_loss")
+EMULATED_PACE = "; emulated here, so this is not the speed of hardware that has the format"
+EMULATED_LOSS = (
+    "; emulated here, so in the same time it saw fewer tokens than on hardware that has the format"
+)
+MAX_ARMS = 3  # named one by one in each direction, for each baseline
+MAX_NAMES = 4  # in a list inside a sentence
 
 
 def insights(results: Results, goal: str) -> list[str]:
-    """What a compared study says for "quality", "speed", "memory" or "energy", the most important first.
+    """Return the findings for "quality", "speed", "memory" or "energy", the most important first.
 
-    Of several groups, each sentence begins with its group's title. Empty when no trial has come to its end. Raises
-    KeyError for another goal.
+    If there are several groups, each sentence begins with the title of its group. The list is empty before the
+    first trial has finished. Raises KeyError for an unknown goal.
     """
     several = len(results.groups) > 1
     said = [
@@ -53,7 +69,7 @@ def insights(results: Results, goal: str) -> list[str]:
 
 
 def by_group(results: Results, goal: str) -> list[tuple[Group, list[str]]]:
-    """The same group by group, without their titles and without `unfinished`."""
+    """Return the findings of each group, without group titles and without `unfinished`."""
     metric = BY_KEY[GOALS[goal]]
     if not any(arm.finished() for arm in results.arms):
         return []
@@ -62,11 +78,7 @@ def by_group(results: Results, goal: str) -> list[tuple[Group, list[str]]]:
         arms = [arm for arm in results.arms if arm.group == group.name]
         have = [arm for arm in arms if metric.key in arm.estimates]
         if not have:
-            why = (
-                "a card reports its power, a CPU does not"
-                if goal == "energy"
-                else "no trial has come to its end"
-            )
+            why = "a card reports its power, a CPU does not" if goal == "energy" else "no trial has finished"
             told.append((group, [f"{metric.label} was not measured ({why})."]))
             continue
         said = [_best(results, goal, metric, have)]
@@ -78,7 +90,7 @@ def by_group(results: Results, goal: str) -> list[tuple[Group, list[str]]]:
 
 
 def machine_name(results: Results) -> str:
-    """The card that was measured on, or its CPU."""
+    """Return the name of the GPU, or of the CPU."""
     gpu = results.machine.get("gpu")
     name = gpu.get("name") if isinstance(gpu, dict) else results.machine.get("cpu")
     return str(name) if name else "this machine"
@@ -99,13 +111,13 @@ def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
         return line
     if best.estimates[metric.key].n == 1:
         return f"{line} One seed has no interval: others may be as good."
-    open_ = [arm for arm in arms if arm is not best and not _told_apart(best, arm, metric)]
+    open_ = [arm for arm in arms if arm is not best and not _differs(best, arm, metric)]
     if open_:
-        line += f" Not told apart from it over the seeds: {_names([arm.label for arm in open_])}."
+        line += f" Not significantly different from it: {_names([arm.label for arm in open_])}."
     return line
 
 
-def _told_apart(best: Arm, other: Arm, metric: Metric) -> bool:
+def _differs(best: Arm, other: Arm, metric: Metric) -> bool:
     ours, theirs = pairs(best, other, metric.key)
     if len(ours) < 2 or min(*ours, *theirs) <= 0:
         return False
@@ -113,7 +125,7 @@ def _told_apart(best: Arm, other: Arm, metric: Metric) -> bool:
 
 
 def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -> Iterator[str]:
-    """Of the arms with one baseline: better, not shown, worse, and what one seed cannot tell."""
+    """Yield the findings about the arms of one baseline: better, not significantly different, worse."""
     found = [(arm, c) for arm in family if (c := _comparison(arm, metric.key)) is not None]
     if not found:
         return
@@ -130,23 +142,23 @@ def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -
     name = baseline.label if baseline is not None else found[0][1].baseline
     if not better and any(c.n > 1 for _, c in found):
         yield f"Nothing is shown to be better than {name} in {metric.label}."
-    for arm, c in better[:MOST]:
+    for arm, c in better[:MAX_ARMS]:
         yield f"{arm.label}: {'; '.join([sentence(c, arm, results), *_also(results, group, arm, metric)])}."
-    if len(better) > MOST:
-        yield f"{_rest('better', better[MOST:], name, metric)}."
-    for arm, c in same[:MOST]:
+    if len(better) > MAX_ARMS:
+        yield f"{_rest('better', better[MAX_ARMS:], name, metric)}."
+    for arm, c in same[:MAX_ARMS]:
         yield f"{arm.label}: {sentence(c, arm, results)}."
-    if len(same) > MOST:
-        rest = _names([arm.label for arm, _ in same[MOST:]])
+    if len(same) > MAX_ARMS:
+        rest = _names([arm.label for arm, _ in same[MAX_ARMS:]])
         yield f"No difference shown in {metric.label} against {name}, either: {rest}."
-    for arm, c in worse[:MOST]:
+    for arm, c in worse[:MAX_ARMS]:
         yield f"{arm.label}: {sentence(c, arm, results)}."
-    if len(worse) > MOST:
-        yield f"{_rest('worse', worse[MOST:], name, metric)}."
+    if len(worse) > MAX_ARMS:
+        yield f"{_rest('worse', worse[MAX_ARMS:], name, metric)}."
 
 
 def _rest(word: str, found: list[tuple[Arm, Comparison]], name: str, metric: Metric) -> str:
-    """The arms that are not named one by one. Those of one seed are not mixed with what was shown."""
+    """Summarize the arms that are not named one by one; those with one seed are listed apart."""
     kinds = (
         (f"{word.capitalize()} than", [arm.label for arm, c in found if c.verdict != "too few seeds"]),
         (
@@ -160,7 +172,7 @@ def _rest(word: str, found: list[tuple[Arm, Comparison]], name: str, metric: Met
 
 
 def _also(results: Results, group: Group, arm: Arm, metric: Metric) -> list[str]:
-    """What the same arm does in the other goals, and to the loss at equal tokens where time was equal."""
+    """Return phrases on the other metrics of the same arm, and for a time budget on its loss at equal tokens."""
     keys = [key for key in ("val_bpb", "tokens_per_second", "peak_memory_gib") if key != metric.key]
     keys += [EQUAL_TOKENS] if metric.key == "val_bpb" and in_time(group) else []
     found = [c for key in keys if (c := _comparison(arm, key)) is not None]
@@ -191,7 +203,7 @@ def _interaction(found: Interaction, labels: dict[str, str], metric: Metric) -> 
 
 
 def unfinished(results: Results) -> list[str]:
-    """What has no finished trial, and that pairs were left out."""
+    """Return a sentence on the trials that have not finished, if there are any."""
     trials = [trial for arm in results.arms for trial in arm.trials]
     words = {"oom": "out of memory", "running": "still running", "pending": "not run yet"}
     states = [words.get(trial.status, trial.status) for trial in trials if trial.status != "finished"]
@@ -205,7 +217,7 @@ def unfinished(results: Results) -> list[str]:
 
 
 def value(arm: Arm, metric: Metric, interval: bool = False) -> str:
-    """An arm's estimate with its unit: "1.2506 bits per byte (1.2288 to 1.2723, 3 seeds)"."""
+    """Return an arm's estimate with its unit: "1.2506 bits per byte (1.2288 to 1.2723, 3 seeds)"."""
     found = arm.estimates[metric.key]
     mean, low, high = (
         None if number is None else f"{number * metric.scale:,.{metric.digits}f}"
@@ -229,6 +241,90 @@ def _listed(parts: list[str]) -> str:
 
 
 def _names(labels: list[str]) -> str:
-    shown = [f"\u201c{label}\u201d" for label in labels[:MOST_NAMES]]
+    shown = [f"\u201c{label}\u201d" for label in labels[:MAX_NAMES]]
     rest = len(labels) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def sentence(comparison: Comparison, arm: Arm, results: Results, named: bool = True) -> str:
+    """Return a comparison in English, without the arm's name and the full stop: "12.3 % faster than MHA (11.9 to
+    12.7 %, 3 seeds)".
+
+    named: include the name of the baseline.
+    """
+    return phrase(comparison, arm, results, named) + emulation(comparison.metric, arm, results)
+
+
+def emulation(metric: str, arm: Arm, results: Results) -> str:
+    """Return the note that a number needs if the arm or its baseline emulates its number format, or ""."""
+    baseline = results.arm(arm.baseline)
+    if not (arm.emulated or (baseline is not None and baseline.emulated)):
+        return ""
+    if metric in PACE:
+        return EMULATED_PACE
+    timed = any(group.name == arm.group and in_time(group) for group in results.groups)
+    return EMULATED_LOSS if timed and metric in LEARNED else ""
+
+
+def phrase(comparison: Comparison, arm: Arm, results: Results, named: bool = True) -> str:
+    """Return `sentence` without the note on emulation."""
+    metric, low, high = BY_KEY.get(comparison.metric), comparison.relative_low, comparison.relative_high
+    label = metric.label if metric is not None else comparison.metric.replace("_", " ")
+    size, n = comparison.relative, comparison.n
+    more, less = DIRECTIONS.get(comparison.metric, (f"higher {label}", f"lower {label}"))
+    which = more if size > 0 else less
+    other = other_name(arm, results.arm(comparison.baseline), comparison.baseline)
+    than, as_, against = (f" {word} {other}" if named else "" for word in ("than", "as", "against"))
+    seeds = f"{n} {'seed' if n == 1 else 'seeds'}"
+    if comparison.verdict == "exact":
+        same = "1 seed" if n == 1 else "the same in both seeds" if n == 2 else f"the same in all {seeds}"
+        if size == 0:
+            return f"exactly the same {label}{as_} ({same})"
+        return f"exactly {_short(abs(size))} {which}{than} ({same})"
+    if low is None or high is None:
+        if size == 0:
+            return f"the same {label}{as_} ({seeds}, so no interval)"
+        return f"{percent(abs(size), percent_digits(size))} {which}{than} ({seeds}, so no interval)"
+    if comparison.verdict in ("higher", "lower"):
+        ends = (low, high) if size > 0 else (-high, -low)
+        decimals = percent_digits(size, low, high)
+        return f"{percent(abs(size), decimals)} {which}{than} ({percent_range(*ends, decimals)}, {seeds})"
+    notes = f"{percent_range(low, high, percent_digits(low, high), signed=True)}, {seeds}"
+    if low > 0 or high < 0:
+        notes += f"; not enough for a verdict among {_together(comparison, arm, results)} comparisons"
+    return f"no difference shown in {label}{against} ({notes})"
+
+
+def other_name(arm: Arm, baseline: Arm | None, otherwise: str) -> str:
+    """Return a short name of an arm's baseline: the parts of its label that the arm's label lacks."""
+    if baseline is None:
+        return otherwise
+    parts = own_parts(baseline, arm)
+    return "the baseline" if not parts or parts == ["baseline"] else ", ".join(parts)
+
+
+def own_parts(arm: Arm, other: Arm) -> list[str]:
+    """Return the parts of an arm's label that the other arm's label lacks."""
+    common = other.label.split(", ")
+    return [part for part in arm.label.split(", ") if part not in common]
+
+
+def in_time(group: Group) -> bool:
+    """Return whether the arms of a group have equal time, not equal tokens or steps."""
+    return group.budget.endswith("of training")
+
+
+def _short(share: float) -> str:
+    """Format an exact share without trailing zeros: 10 %, 12.5 %, 33.3 %."""
+    text = percent(share, percent_digits(share)).removesuffix(" %")
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + " %"
+
+
+def _together(comparison: Comparison, arm: Arm, results: Results) -> int:
+    """Return the number of comparisons that are corrected together with this one."""
+    return sum(
+        other.metric == comparison.metric and other.n > 1 and other.verdict != "exact"
+        for member in results.arms
+        if member.group == arm.group
+        for other in member.comparisons
+    )

@@ -1,24 +1,23 @@
-"""The answer of a finished study, for a terminal: each arm's loss, its difference from the baseline and the verdict."""
+"""The result of a finished study for the terminal: each arm's loss, its difference from the baseline, the verdict."""
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deskside.study.narrative.findings import GOALS, by_group, unfinished
-from deskside.study.narrative.phrases import other_name
+from deskside.study.narrative.findings import GOALS, by_group, other_name, unfinished
 from deskside.study.results import Arm, Comparison, Results
 from deskside.study.stats.compare import EXACT, NO_DIFFERENCE, TOO_FEW
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.format import percent, percent_digits, percent_range
 
-WIDEST = 100
+MAX_WIDTH = 100
 METRIC = BY_KEY[GOALS["quality"]]
 
 
 def print_outcome(results: Results, console: Console | None = None) -> None:
-    """Print the best arm of every group and a table of its arms, best first; nothing before a trial has ended."""
+    """Print the best arm of every group and a table of its arms, best first, if a trial has finished."""
     console = console or Console(highlight=False)
-    console.width = min(console.width, WIDEST)
+    console.width = min(console.width, MAX_WIDTH)
     groups = by_group(results, "quality")
     for group, sentences in groups:
         if len(results.groups) > 1:
@@ -32,7 +31,7 @@ def print_outcome(results: Results, console: Console | None = None) -> None:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return "better", "worse", "no difference shown", "equal" or, of a single seed, "not shown (1 seed)"."""
+    """Return "better", "worse", "no difference shown", "equal", or "not shown (1 seed)"."""
     if comparison.verdict == TOO_FEW:
         return "not shown (1 seed)"
     if comparison.verdict == EXACT and comparison.relative == 0:

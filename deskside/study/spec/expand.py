@@ -1,9 +1,9 @@
-"""From a study to its arms: every combination that its design asks for, each as a whole configuration.
+"""Expansion of a study into arms: every combination that its design asks for, each with a whole configuration.
 
-The layers of an arm, lowest first: the base preset, the presets of its levels, how often it is evaluated, the study's
-`set` (and the command line), its levels' keys in the order of the factors, its own keys if it was written by hand, and
-the budget. Every arm has a baseline in the same group: the arm with the same levels of the `within` factors and the
-baseline's level of the others.
+The layers of an arm's configuration, lowest first: the base preset, the presets of its levels, the evaluation
+interval, the study's `set` (and the command line), its levels' keys in the order of the factors, its own keys if it
+was written by hand, and the budget. Every arm has a baseline in the same group: the arm with the same levels of the
+`within` factors and the baseline's level of the others.
 """
 
 import difflib
@@ -19,18 +19,19 @@ from deskside.config.run import RunConfig
 from deskside.study.results import Factor, Group
 from deskside.study.spec.expressions import resolve
 from deskside.study.spec.parse_spec import check_seeds
-from deskside.study.spec.spec import ArmSpec, Budget, GroupSpec, Layer, StudySpec
+from deskside.study.spec.spec import ArmSpec, Budget, GroupSpec, Layer, StudySpec, suggestion
 from deskside.utils.errors import UsageError
 
 BASELINE = "baseline"
-MOST_ARMS = 1000
-LONGEST = 200  # letters of an arm's name; a file system takes 255, and the seed follows
+MAX_ARMS = 1000
+MAX_NAME = 200  # characters of an arm's name; a file system allows 255, and the seed is appended
 
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """One configuration to be run. levels: factor -> level; baseline: the id of the arm that it is compared with, its
-    own for one; config: resolved, with no seed of its own; budget: in words."""
+    """One configuration to run. levels: factor -> level. baseline: id of the arm that it is compared with. config:
+    resolved, without a seed of its own. budget: as text.
+    """
 
     id: str
     label: str
@@ -43,8 +44,9 @@ class PlannedArm:
 
 @dataclass(frozen=True)
 class Expansion:
-    """A study's arms. excluded: one line per combination of its groups that is left out, with why; seeds: how many, by
-    group."""
+    """The arms of a study. excluded: one line, with the reason, per excluded combination. seeds: number of seeds by
+    group.
+    """
 
     groups: list[Group]
     arms: list[PlannedArm]
@@ -55,11 +57,12 @@ class Expansion:
 def expand(
     study: StudySpec, *, seeds: int | None = None, budget: Budget | None = None, only: Sequence[str] = ()
 ) -> Expansion:
-    """All arms, group by group. seeds, budget: in the place of every group's own.
+    """Return all arms, group by group.
 
-    only: keeps the arms of these levels (factor=level[,level]; each must hold) and names (of arms, with * and ?, or of
-    groups; any may hold), and the baselines that they need. Raises UsageError with one line: for a configuration that
-    cannot be, two arms that are the same, a baseline that is excluded, a filter that keeps nothing.
+    seeds, budget: replace those of every group. only: filters by levels (factor=level[,level]; all must match) and
+    by names (of arms, with * and ?, or of groups; any may match); the baselines of the selected arms are kept as
+    well. Raises UsageError for an invalid configuration, duplicate arms, an excluded baseline, or a filter without
+    matches.
     """
     if seeds is not None:
         check_seeds(seeds, "--seeds")
@@ -68,9 +71,9 @@ def expand(
     for group in study.groups:
         found, excluded[group.name] = _expand_group(study, group, budget or group.budget)
         arms += found
-    _refuse_bad_ids(arms)
+    _check_ids(arms)
     if only:
-        arms = _kept(study, arms, only)
+        arms = _select(study, arms, only)
     present = {arm.group for arm in arms}
     groups = [_described(group, budget or group.budget) for group in study.groups if group.name in present]
     left_out = [line for group in groups for line in excluded[group.name]]
@@ -82,11 +85,11 @@ def expand(
 def trials(
     arms: Sequence[PlannedArm], seeds: Mapping[str, int], name: str = ""
 ) -> list[tuple[PlannedArm, int]]:
-    """Every trial in the order in which they are run: blocks by seed, and within a block a random order of the arms.
+    """Return every trial in the order of execution: blocks by seed, and within a block a random order of the arms.
 
-    So a machine that drifts favours no arm, and a study that is stopped half-way has whole blocks. The order is a
-    function of the study's name and the arms' ids alone: it is the same on a resume, and leaving arms out does not
-    change the order of the rest. Seeds are 1, 2, ...
+    So drift of the machine favors no arm, and a study that is stopped early has whole blocks. The order depends
+    only on the study's name and the arms' ids: it is the same after a resume, and removing arms does not reorder
+    the others. Seeds are 1, 2, ...
     """
 
     def place(arm: PlannedArm, seed: int) -> bytes:
@@ -121,8 +124,8 @@ def _expand_group(
             f"{where}: it has no budget; write [budget] with minutes_per_arm, or give --minutes-per-arm"
         )
     count = _count(group)
-    if count > MOST_ARMS:  # before any is made: a dozen factors are more than memory holds
-        raise UsageError(f"{where}: {count:,} arms are more than {MOST_ARMS:,}; use fewer levels or factors")
+    if count > MAX_ARMS:  # checked first: a dozen factors would not fit into memory
+        raise UsageError(f"{where}: {count:,} arms are more than {MAX_ARMS:,}; use fewer levels or factors")
     wanted = _combinations(study, group)
     kept, excluded = [], []
     for combination in wanted:
@@ -145,12 +148,12 @@ def _expand_group(
                 f"choose another [baseline]"
             )
     arms = [_build(study, group, budget, combination) for combination in kept]
-    _refuse_same(where, arms)
+    _check_distinct(where, arms)
     return arms, excluded
 
 
 def _count(group: GroupSpec) -> int:
-    """How many combinations a group has, exclusions not yet applied."""
+    """Return the number of combinations before exclusions."""
     full = group.design == "full"
     outer = math.prod(len(f.levels) for f in group.factors if full or f.name in group.within)
     inner = 0 if full else sum(len(f.levels) - 1 for f in group.factors if f.name not in group.within)
@@ -158,7 +161,7 @@ def _count(group: GroupSpec) -> int:
 
 
 def _combinations(study: StudySpec, group: GroupSpec) -> list[_Combination]:
-    """Every arm of the design, exclusions not yet applied: first the design's own, then those written by hand."""
+    """Return every arm before exclusions: those of the design, then those written by hand."""
     full = group.design == "full"
     outer = [factor for factor in group.factors if full or factor.name in group.within]
     inner = [] if full else [factor for factor in group.factors if factor.name not in group.within]
@@ -195,7 +198,7 @@ def _in_order(group: GroupSpec, levels: Mapping[str, str]) -> dict[str, str]:
 
 
 def _named_factors(group: GroupSpec, levels: Mapping[str, str]) -> list[str]:
-    """The factors that tell this arm from the others: all of them, or where one is changed at a time, that one."""
+    """Return the factors that identify an arm: all of them, or with one-at-a-time the one that is changed."""
     if group.design == "full":
         return [factor.name for factor in group.factors]
     return [
@@ -244,32 +247,32 @@ def _build(study: StudySpec, group: GroupSpec, budget: Budget, combination: _Com
     )
 
 
-def _refuse_same(where: str, arms: Sequence[PlannedArm]) -> None:
+def _check_distinct(where: str, arms: Sequence[PlannedArm]) -> None:
     seen: dict[str, str] = {}
     for arm in arms:
         first = seen.setdefault(arm.config.model_dump_json(), arm.id)
         if first != arm.id:
             raise UsageError(
-                f"{where}: arms {first} and {arm.id} are the same configuration; give each level a key of its own"
+                f"{where}: arms {first} and {arm.id} have the same configuration; give each level a key of its own"
             )
 
 
-def _refuse_bad_ids(arms: Sequence[PlannedArm]) -> None:
+def _check_ids(arms: Sequence[PlannedArm]) -> None:
     seen: set[str] = set()
     for arm in arms:
-        if len(arm.id) > LONGEST:
+        if len(arm.id) > MAX_NAME:
             raise UsageError(
-                f"arm {arm.id[:40]}...: its name has {len(arm.id)} letters, and a folder's has {LONGEST} at most; "
+                f"arm {arm.id[:40]}...: its name has {len(arm.id)} characters, more than {MAX_NAME}; "
                 f"give its levels shorter names (a label may be long)"
             )
-        # Folders: two that differ in case only are one on some file systems.
+        # Some file systems ignore the case of folder names.
         if arm.id.lower() in seen:
             raise UsageError(f"two arms are called {arm.id}; give a level, arm or group another name")
         seen.add(arm.id.lower())
 
 
-def _kept(study: StudySpec, arms: list[PlannedArm], only: Sequence[str]) -> list[PlannedArm]:
-    """The arms that the filters keep, in the same order, and the baselines that those are compared with."""
+def _select(study: StudySpec, arms: list[PlannedArm], only: Sequence[str]) -> list[PlannedArm]:
+    """Return the arms that the filters select, and their baselines, in the same order."""
     kept = arms
     named: set[str] | None = None
     for text in only:
@@ -281,7 +284,7 @@ def _kept(study: StudySpec, arms: list[PlannedArm], only: Sequence[str]) -> list
             named = (named or set()) | _named(arms, text)
     kept = [arm for arm in kept if named is None or arm.id in named]
     if not kept:
-        raise UsageError(f"--only {' '.join(only)}: no arm is left; see them all with --dry-run")
+        raise UsageError(f"--only {' '.join(only)}: selects no arm; list them with --dry-run")
     needed = {arm.id for arm in kept} | {arm.baseline for arm in kept}
     return [arm for arm in arms if arm.id in needed]
 
@@ -294,10 +297,10 @@ def _levels(study: StudySpec, name: str, values: Sequence[str]) -> set[str]:
         if group.arms:
             known.setdefault("arm", {}).update(dict.fromkeys(arm.name for arm in group.arms))
     if name not in known:
-        raise UsageError(f"--only {name}: there is no such factor; {_near(name, list(known))}")
+        raise UsageError(f"--only {name}: unknown factor; {suggestion(name, list(known))}")
     wanted = {value.strip() for value in values}
     for value in sorted(wanted - set(known[name])):
-        raise UsageError(f"--only {name}={value}: there is no such level; {_near(value, list(known[name]))}")
+        raise UsageError(f"--only {name}={value}: unknown level; {suggestion(value, list(known[name]))}")
     return wanted
 
 
@@ -306,18 +309,13 @@ def _named(arms: Sequence[PlannedArm], text: str) -> set[str]:
     if not found:
         names = [arm.id for arm in arms] + [arm.group for arm in arms]
         near = difflib.get_close_matches(text, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see them all with --dry-run"
-        raise UsageError(f"--only {text}: there is no such arm or group; {hint}")
+        hint = f"did you mean {near[0]}?" if near else "list them with --dry-run"
+        raise UsageError(f"--only {text}: unknown arm or group; {hint}")
     return found
 
 
-def _near(given: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there is {', '.join(known) or 'none'}"
-
-
 def _described(group: GroupSpec, budget: Budget | None) -> Group:
-    """The group as results.json has it."""
+    """Return the group as results.json has it."""
     factors = [Factor(f.name, f.label, [level.name for level in f.levels]) for f in group.factors]
     words = budget.words if budget is not None else ""
     return Group(group.name, group.title, group.base, group.design, words, factors, list(group.within))

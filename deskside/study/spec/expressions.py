@@ -1,8 +1,8 @@
-"""Values that follow from other values of the same arm: "= model.num_attention_heads / 4".
+"""Values computed from other values of the same arm: "= model.num_attention_heads / 4".
 
-An expression is KEY, KEY / INT (which must divide), or KEY * INT. KEY is a key of the configuration that holds a whole
-number, by its value after all layers were merged; it may itself be an expression. An expression that a higher layer
-replaced is dropped unread.
+An expression is KEY, KEY / INT (which must divide) or KEY * INT. KEY is an integer key of the configuration, by its
+value after all layers are merged; it may itself be an expression. An expression that a higher layer overrides is
+ignored.
 """
 
 import copy
@@ -15,11 +15,11 @@ from deskside.utils.errors import UsageError
 
 EXPRESSION = re.compile(r"=\s*([a-z_][a-z_0-9.]*)\s*(?:([*/])\s*(\d+))?\s*")
 FORMS = '"= KEY", "= KEY / 4" or "= KEY * 4"'
-HEAD_DIM = ("model", "head_dim")  # left out, it follows from the width and the heads
+HEAD_DIM = ("model", "head_dim")  # derived from the width and the heads by default
 
 
 def is_expression(value: Any) -> bool:
-    """Whether a value of a study's file is one."""
+    """Return whether a value of a study's file is an expression."""
     return isinstance(value, str) and value.startswith("=")
 
 
@@ -36,7 +36,7 @@ def leaves(layer: Mapping[str, Any], prefix: merge.Path = ()) -> list[merge.Path
 
 
 def resolve(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The layers with every expression replaced by its number. Raises UsageError for one that has none."""
+    """Replace every expression by its value. Raises UsageError for one that cannot be computed."""
     result = [copy.deepcopy(dict(layer)) for layer in layers]
     merged, origins = merge.merge(result)
     asked = {path: origin for path, origin in origins.items() if is_expression(_at(merged, path))}
@@ -53,10 +53,10 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _value(path: merge.Path, merged: Mapping[str, Any], above: tuple[merge.Path, ...]) -> int:
-    """The whole number at a key; `above` are the expressions that asked for it."""
+    """Return the integer at a key. above: the expressions that depend on it, to detect cycles."""
     key = ".".join(path)
     if path in above:
-        raise UsageError(f"{key}: is computed from itself; give one of the values as a number")
+        raise UsageError(f"{key}: depends on itself; give one of the values as a number")
     given = _at(merged, path)
     if not is_expression(given):
         return _number(path, given, merged, above)
@@ -90,18 +90,18 @@ def _number(path: merge.Path, given: Any, merged: Mapping[str, Any], above: tupl
         return hidden // heads
     if given is None:
         given = dict(merge.keys())[path].default
-    # The command line gives numbers as text.
+    # Numbers of the command line are text.
     if isinstance(given, str) and given.isdecimal():
         given = int(given)
     if isinstance(given, bool) or not isinstance(given, int):
         raise UsageError(
-            f"{'.'.join(path)}: is {given!r} and no whole number, so nothing can be computed from it"
+            f"{'.'.join(path)}: is {given!r}, not an integer, so no value can be computed from it"
         )
     return given
 
 
 def _at(layer: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """What stands at a path; None where nothing does."""
+    """Return the value at a path, or None."""
     found: Any = layer
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None

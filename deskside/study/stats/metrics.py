@@ -1,6 +1,6 @@
-"""What is measured of a trial: one list, which the comparison, the reports and the dashboard go by.
+"""The metrics of a trial: the list that the comparison, the reports and the dashboard share.
 
-A trial is one run: one arm of a study with one seed. Its numbers are stored under the keys of this list.
+A trial is one run: one arm of a study with one seed. Its results are stored under these keys.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a trial.
+    """One metric of a trial.
 
-    better: which direction a person wants; None where the number only describes. digits: decimals that are shown.
-    scale: what the stored number is multiplied with to be shown in `unit`.
+    better: the preferred direction, None for a descriptive number. digits: displayed decimals. scale: factor from
+    the stored number to `unit`.
     """
 
     key: str
@@ -32,24 +32,24 @@ METRICS: tuple[Metric, ...] = (
         "bits per byte",
         "lower",
         4,
-        about="interpolated at the most tokens that every finished trial with the same baseline has reached",
+        about="interpolated at the most tokens that all finished trials with the same baseline reached",
     ),
     Metric("val_loss", "validation loss", "nats per token", "lower", 4, about="at the end, whole validation split"),
     Metric("perplexity", "perplexity", "per token", "lower", 2, about="exp of the validation loss"),
     Metric("train_loss", "training loss", "nats per token", "lower", 4, about="mean of the last 5 % of the steps"),
     Metric("tokens_per_second", "speed", "tokens/s", "higher", 0, about="training steps alone"),
-    Metric("mfu", "model FLOPs utilisation", "%", "higher", 1, 100.0, "against the measured BF16 matmul peak"),
+    Metric("mfu", "model FLOPs utilization", "%", "higher", 1, 100.0, "against the measured BF16 matmul peak"),
     Metric("peak_memory_gib", "peak memory", "GiB", "lower", 2, about="allocated; resident set on a CPU"),
     Metric("peak_reserved_gib", "reserved memory", "GiB", "lower", 2, about="held by the allocator; GPU only"),
     Metric("watts", "power", "W", "lower", 0, about="mean over the steps; GPU only"),
     Metric("joules_per_token", "energy", "mJ per token", "lower", 3, 1000.0, "mean power over speed; GPU only"),
     Metric("parameters", "parameters", "M", None, 1, 1e-6),
-    Metric("parameters_quantized", "parameters in quantised products", "M", None, 1, 1e-6),
+    Metric("parameters_quantized", "parameters in quantized products", "M", None, 1, 1e-6),
     Metric("micro_tokens", "micro-batch", "tokens", None, 0, about="per forward pass"),
     Metric("tokens", "tokens trained on", "M", None, 1, 1e-6),
-    Metric("steps", "optimiser steps", "", None, 0),
+    Metric("steps", "optimizer steps", "", None, 0),
     Metric("seconds", "training time", "s", None, 1, about="compile, evaluation and checkpoints excluded"),
-    Metric("total_seconds", "time of the whole trial", "s", None, 1, about="from its process's start to its end"),
+    Metric("total_seconds", "time of the whole trial", "s", None, 1, about="lifetime of its process"),
 )  # fmt: skip
 
 BY_KEY = {metric.key: metric for metric in METRICS}

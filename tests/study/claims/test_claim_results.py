@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from scipy.stats import false_discovery_control, ttest_1samp
 
 from deskside.facts.claims import Claim, claims
-from deskside.study.claims import arithmetic
-from deskside.study.claims.answers import Answer
+from deskside.study.claims import formulas
 from deskside.study.claims.claim_results import arms_of, judge
-from deskside.study.claims.verdicts import LEAST_SHARE, Change, accepted, verdict_of_change, verdict_of_value
+from deskside.study.claims.verdicts import (
+    MIN_SHARE,
+    Answer,
+    Change,
+    accepted,
+    verdict_of_change,
+    verdict_of_value,
+)
 from deskside.study.results import Arm, ClaimResult, Factor, Group, Results, Trial
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import expand
@@ -170,7 +176,7 @@ def test_verdicts_follow_the_interval_and_mirror(
     verdict = verdict_of_change(up, change)
     near = min(
         abs(edge - end)
-        for edge in (0, LEAST_SHARE * effect, *accepted(up), *(-a for a in accepted(down)))
+        for edge in (0, MIN_SHARE * effect, *accepted(up), *(-a for a in accepted(down)))
         for end in (change.low, change.high)
     )
     if near > 1e-9:
@@ -182,13 +188,13 @@ def test_verdicts_follow_the_interval_and_mirror(
         assert verdict == ("not shown" if share + width > 1 - tolerance else "contradicted")
     elif change.high < 0:
         assert verdict == "contradicted"
-    elif share + width > LEAST_SHARE or near <= 1e-9:
+    elif share + width > MIN_SHARE or near <= 1e-9:
         assert verdict in ("holds", "holds in direction")
         if share - width <= 1 <= share + width:
             assert verdict == "holds"
     else:
         assert verdict == (
-            "holds" if tolerance > 1 - LEAST_SHARE and share + width >= 1 - tolerance else "contradicted"
+            "holds" if tolerance > 1 - MIN_SHARE and share + width >= 1 - tolerance else "contradicted"
         )
 
 
@@ -484,7 +490,7 @@ def test_every_claim_has_a_result_whatever_was_run() -> None:
     written = {one.id: one.explanation for one in claims()}
     against = ("contradicted", "not consistent with the model")
     assert not [one.id for one in found.values() if one.verdict in against and not written[one.id]]
-    assert {one.formula for one in claims() if one.formula} == arithmetic.FORMULAS.keys()
+    assert {one.formula for one in claims() if one.formula} == formulas.FORMULAS.keys()
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.study.execute.journal import FILE, FINAL, Journal, Past, replay_file
+from deskside.study.execute.journal import FILE, FINAL, Past, StudyJournal, replay_file
 from deskside.utils.errors import RunError
 
 ENDINGS = st.sampled_from([*FINAL, "pending"])
 
 
-def write(folder: Path, events: list[tuple[Any, ...]]) -> Journal:
-    journal = Journal(folder)
+def write(folder: Path, events: list[tuple[Any, ...]]) -> StudyJournal:
+    journal = StudyJournal(folder)
     for arm, seed, what, *rest in events:
         if what == "started":
             journal.started(arm, seed, "cuda:0", 7, rest[0])
@@ -50,7 +50,7 @@ def test_a_journal_cut_anywhere_tells_of_the_whole_lines(
     cut = data.draw(st.integers(0, len(content)))
     path.write_bytes(content[:cut])
     whole = content[:cut].count(b"\n")
-    reopened = Journal(folder)
+    reopened = StudyJournal(folder)
     expected = tmp_path_factory.mktemp("expected")
     times = [json.loads(line)["time"] for line in content.splitlines()]
     assert strip(reopened.past) == strip(write(expected, events[:whole]).past)
@@ -90,8 +90,8 @@ def test_damage_is_named_by_its_line(tmp_path: Path) -> None:
     for bad in (b"{\n", b"[]\n", b'{"arm": "a", "seed": 1, "event": "danced"}\n', b"\xff\n", b"null\n"):
         journal.path.write_bytes(good + bad)
         with pytest.raises(RunError, match=r"journal\.jsonl: line 3 is damaged"):
-            Journal(tmp_path)
+            StudyJournal(tmp_path)
 
 
 def test_no_journal_is_no_past(tmp_path: Path) -> None:
-    assert Journal(tmp_path).of("a", 1) == Past() and not (tmp_path / FILE).exists()
+    assert StudyJournal(tmp_path).of("a", 1) == Past() and not (tmp_path / FILE).exists()

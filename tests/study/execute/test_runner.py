@@ -11,9 +11,9 @@ import pytest
 
 from deskside.study import results as files
 from deskside.study.execute.devices import Device, choose
-from deskside.study.execute.journal import FINAL, Journal
-from deskside.study.execute.study_folder import Plan, StudyFolder
-from deskside.study.execute.study_progress import Clock, last_row
+from deskside.study.execute.journal import FINAL, StudyJournal
+from deskside.study.execute.study_folder import StudyFolder, StudyPlan
+from deskside.study.execute.study_progress import RemainingTime, last_row
 from deskside.study.results import Results, Trial
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import RunError, UsageError
@@ -40,8 +40,8 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
 ) -> None:
     folder = tiny_study.begin(tmp_path / "study", seeds=3)
     endings = {
-        "die": ("killed", "ended by SIGKILL"),
-        "segfault": ("killed", "ended by SIGSEGV"),
+        "die": ("killed", "SIGKILL"),
+        "segfault": ("killed", "SIGSEGV"),
         "memory": ("oom", "out of memory with a single row"),
         "refuse": ("refused", "optim.lr: not here"),
         "fail": ("failed", "the loss machine broke"),
@@ -56,7 +56,7 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
     runner = tiny_study.runner(
         folder, devices=2, **{name.replace("-", "__"): what for name, what in acts.items()}
     )
-    assert runner.run(runner.left()) is None
+    assert runner.run(runner.remaining()) is None
     found = trials(files.read(folder.path))
     for name, what in acts.items():
         status, reason = endings[what]
@@ -74,7 +74,7 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
     results = files.read(folder.path)
     assert results.complete and results.machine["cpu"] == "made up"
     told = capsys.readouterr().err
-    assert told.count(": begins on cpu") == len(names) and "[12/12 done]" in told
+    assert told.count(": starts on cpu") == len(names) and "[12/12 done]" in told
     assert "\x1b" not in told  # a trial's own output goes to its log
     assert "red" in (folder.run(ARMS[0], 1) / "output.log").read_text()
     # Blocks by seed, in the order that study.json tells, each trial with its own seed.
@@ -101,14 +101,14 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
         assert row["watts"] is None and f"depth_{row['level_depth']}-tied_{row['level_tied']}" == row["arm"]
     # Everything is done: nothing is left to run, and a new process comes to the same results.
     again = tiny_study.runner(folder)
-    assert again.left() == []
+    assert again.remaining() == []
     assert trials(again.publish()) == found
 
 
 def test_models_are_kept_when_they_are_asked_for(folder: StudyFolder) -> None:
     runner = tiny_study.runner(folder, depth_two__tied_no__s1="garbage")  # which writes no model
     runner.keep_models = True
-    runner.run(runner.left())
+    runner.run(runner.remaining())
     assert (folder.run(ARMS[1], 1) / "model").exists() and not (
         folder.run(ARMS[1], 1) / "checkpoints"
     ).exists()
@@ -117,11 +117,11 @@ def test_models_are_kept_when_they_are_asked_for(folder: StudyFolder) -> None:
 
 def test_chosen_statuses_are_run_again_from_the_beginning(folder: StudyFolder) -> None:
     runner = tiny_study.runner(folder, depth_two__tied_no__s1="memory", depth_two__tied_yes__s1="die")
-    runner.run(runner.left())
+    runner.run(runner.remaining())
     stale = folder.run(ARMS[0], 1) / "stale"
     stale.touch()
     again = tiny_study.runner(folder)
-    todo = again.left(("oom",))
+    todo = again.remaining(("oom",))
     assert [arm.id for arm, _ in todo] == [ARMS[0]]
     again.run(todo)
     found = trials(files.read(folder.path))
@@ -133,18 +133,18 @@ def test_a_full_disk_ends_the_study_which_can_be_resumed(folder: StudyFolder) ->
     first = folder.read().trials()[0][0].id
     runner = tiny_study.runner(folder, **{f"{first}-s1".replace("-", "__"): "full"})
     with pytest.raises(RunError, match=r"runs/.*cannot be written"):
-        runner.run(runner.left())
+        runner.run(runner.remaining())
     assert len(started(folder)) == 1
-    assert Journal(folder.path).of(first, 1).status == "pending"
+    assert StudyJournal(folder.path).of(first, 1).status == "pending"
     again = tiny_study.runner(folder)
-    assert len(again.left()) == 4
-    again.run(again.left())
+    assert len(again.remaining()) == 4
+    again.run(again.remaining())
     assert files.read(folder.path).complete
 
 
 def test_what_the_study_did_not_see_end_is_told_by_the_directories(folder: StudyFolder) -> None:
     """As after kill -9 of the study: one trial finished unseen, one failed unseen, one was in the middle."""
-    journal = Journal(folder.path)
+    journal = StudyJournal(folder.path)
     for number, arm in enumerate(ARMS[:3]):
         run = folder.run(arm, 1)
         (run / "checkpoints").mkdir(parents=True)
@@ -154,8 +154,8 @@ def test_what_the_study_did_not_see_end_is_told_by_the_directories(folder: Study
         if number == 1:
             (run / "trial.json").write_text('{"status": "oom", "reason": "too large"}')
     runner = tiny_study.runner(folder)
-    assert {arm.id for arm, _ in runner.left()} == set(ARMS[2:])
-    runner.run(runner.left())
+    assert {arm.id for arm, _ in runner.remaining()} == set(ARMS[2:])
+    runner.run(runner.remaining())
     found = trials(files.read(folder.path))
     assert found[f"{ARMS[0]}-s1"].metrics["val_bpb"] == 1.25
     assert "total_seconds" not in found[f"{ARMS[0]}-s1"].metrics  # nobody saw it end
@@ -164,14 +164,14 @@ def test_what_the_study_did_not_see_end_is_told_by_the_directories(folder: Study
 
 
 def test_a_run_that_a_person_has_resumed_by_hand_is_done(folder: StudyFolder) -> None:
-    journal, run = Journal(folder.path), folder.run(ARMS[0], 1)
+    journal, run = StudyJournal(folder.path), folder.run(ARMS[0], 1)
     (run / "checkpoints" / "step-000000001").mkdir(parents=True)
     journal.started(ARMS[0], 1, "cpu", 1, False)
     journal.ended(ARMS[0], 1, "pending", "stopped by SIGTERM", 3.0)
-    assert len(tiny_study.runner(folder).left()) == 4
+    assert len(tiny_study.runner(folder).remaining()) == 4
     (run / "summary.json").write_text('{"val_bpb": 1.25}')
     runner = tiny_study.runner(folder)
-    assert len(runner.left()) == 3 and not (run / "checkpoints").exists()
+    assert len(runner.remaining()) == 3 and not (run / "checkpoints").exists()
     assert trials(runner.publish())[f"{ARMS[0]}-s1"].metrics["val_bpb"] == 1.25
 
 
@@ -187,7 +187,7 @@ def test_results_are_there_while_the_study_runs(folder: StudyFolder) -> None:
 
     looking = threading.Thread(target=look)
     looking.start()
-    runner.run(runner.left())
+    runner.run(runner.remaining())
     done.set()
     looking.join()
     assert {"running", "pending"} in seen and seen[0] <= {"running", "pending"}
@@ -211,7 +211,7 @@ def test_trials_on_several_devices_run_at_the_same_time(folder: StudyFolder) -> 
         end(*given)  # type: ignore[arg-type]
 
     runner.begin, runner.end = counting_begin, counting_end  # type: ignore[method-assign, assignment]
-    runner.run(runner.left())
+    runner.run(runner.remaining())
     assert most == 4
     assert len({trial.device for trial in trials(files.read(folder.path)).values()}) == 4
 
@@ -230,11 +230,11 @@ def test_the_plan_comes_back_from_study_json(folder: StudyFolder) -> None:
 
 def test_plans_that_differ_say_in_what(folder: StudyFolder) -> None:
     plan = folder.read()
-    fewer = Plan(**{**vars(plan), "arms": plan.arms[1:]})
+    fewer = StudyPlan(**{**vars(plan), "arms": plan.arms[1:]})
     assert plan.difference(fewer) == f"arm {ARMS[0]} is in one of them only" == fewer.difference(plan)
     changed = json.loads((folder.path / "study.json").read_text())
     changed["arms"][2]["config"]["optim"]["lr"] = 0.5
-    assert plan.difference(Plan.from_json(changed)) == f"arm {ARMS[2]} has another configuration"
+    assert plan.difference(StudyPlan.from_json(changed)) == f"arm {ARMS[2]} has another configuration"
 
 
 @pytest.mark.parametrize(
@@ -249,16 +249,16 @@ def test_a_damaged_study_is_one_line(folder: StudyFolder, text: str) -> None:
 
 def test_a_folder_with_other_things_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match=r"other things in it \(thesis\.tex\)"):
+    with pytest.raises(UsageError, match=r"contains other files \(thesis\.tex\)"):
         tiny_study.begin(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_two_processes_cannot_run_one_study(folder: StudyFolder) -> None:
     with (
-        folder.held(print),
+        folder.lock(print),
         pytest.raises(UsageError, match="another process runs this study"),
-        folder.held(print),
+        folder.lock(print),
     ):
         pass
 
@@ -295,11 +295,11 @@ def test_trials_are_spread_over_the_cards_that_are_asked_for() -> None:
 
 
 def test_the_time_left_follows_what_trials_took() -> None:
-    clock = Clock({"a": 10.0, "b": 20.0, "c": None}, devices=1)
+    clock = RemainingTime({"a": 10.0, "b": 20.0, "c": None}, devices=1)
     assert clock.left(["a", "b"]) == 30 and clock.left(["a", "c"]) is None and clock.left([]) == 0
     clock.ended("a", 15.0)
     assert clock.left(["b", "c"]) == pytest.approx(30 + 15)
-    two = Clock({"a": 10.0, "b": 20.0}, devices=2)
+    two = RemainingTime({"a": 10.0, "b": 20.0}, devices=2)
     assert two.left(["a", "b"]) == 15 and two.left(["b"]) == 20
 
 
@@ -320,8 +320,8 @@ def test_a_trial_that_hears_nothing_is_ended_at_last(
     runner = tiny_study.runner(folder, other="deaf")
     monkeypatch.setattr(runner.screen, "draw", lambda: 1 / 0 if running_long(folder) else None)
     with pytest.raises(ZeroDivisionError):
-        runner.run(runner.left())
-    state = Journal(folder.path)
+        runner.run(runner.remaining())
+    state = StudyJournal(folder.path)
     assert [one.status for one in state.past.values()] == ["pending"]
     assert all(one.status not in FINAL for one in state.past.values())
 

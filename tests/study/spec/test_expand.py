@@ -173,10 +173,10 @@ def test_filters() -> None:
 @pytest.mark.parametrize(
     ("only", "message"),
     [
-        (["sise=small"], "--only sise: there is no such factor; did you mean size?"),
-        (["size=smal"], "--only size=smal: there is no such level; did you mean small?"),
-        (["mian"], "--only mian: there is no such arm or group; did you mean main?"),
-        (["size_small-*", "size=large"], "no arm is left"),
+        (["sise=small"], "--only sise: unknown factor; did you mean size?"),
+        (["size=smal"], "--only size=smal: unknown level; did you mean small?"),
+        (["mian"], "--only mian: unknown arm or group; did you mean main?"),
+        (["size_small-*", "size=large"], "selects no arm"),
     ],
 )
 def test_filters_that_keep_nothing(only: list[str], message: str) -> None:
@@ -265,7 +265,7 @@ def test_a_level_may_change_the_alternative() -> None:
         (
             "num_hidden_layers = 6",
             "num_hidden_layers = 4",
-            "depth_4-heads_gqa and depth_6-heads_gqa are the same",
+            "depth_4-heads_gqa and depth_6-heads_gqa",
         ),
         (
             "num_hidden_layers = 6",
@@ -335,5 +335,5 @@ def test_a_matrix_that_is_far_too_large_is_counted_and_not_made() -> None:
 
 def test_an_arm_whose_name_no_folder_can_have_is_refused() -> None:
     long = f'level = [{{name = "{"x" * 250}", set.optim.lr = 1e-3}}, {{name = "b"}}]'
-    with pytest.raises(UsageError, match=r"its name has 252 letters, and a folder's has 200 at most"):
+    with pytest.raises(UsageError, match=r"252 characters, more than 200"):
         expand(parse(f'name = "a"\nbase = "demo"\nbudget.steps_per_arm = 4\n[[factor]]\nname = "f"\n{long}'))

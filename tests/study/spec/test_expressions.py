@@ -70,8 +70,8 @@ def test_the_given_layers_stay_as_they_were() -> None:
         ("= model.num_attention_head", "there is no such option; did you mean model.num_attention_heads"),
         ("= model.num_attention_heads + 1", "cannot be computed; write"),
         ("= 4", "cannot be computed; write"),
-        ("= model.norm", "is 'rmsnorm' and no whole number"),
-        (f"= model.{KV} / 2", "is computed from itself"),
+        ("= model.norm", "model.norm: is 'rmsnorm'"),
+        (f"= model.{KV} / 2", "depends on itself"),
     ],
 )
 def test_refusals(text: str, message: str) -> None:

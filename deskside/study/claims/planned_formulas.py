@@ -1,4 +1,4 @@
-"""What the planner answers of claims about whole runs: speed, memory, hours, loss."""
+"""Answers that the planner models for claims about whole runs: speed, memory, hours, loss."""
 
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
@@ -15,7 +15,7 @@ from deskside.facts import gpus
 from deskside.plan.estimate import Estimate
 from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
-from deskside.study.claims.answers import Answer, Formula, exact, ranged
+from deskside.study.claims.verdicts import Answer
 
 SPEEDRUN_FLOPS = 4.33e19
 DAY = 24 * 3600.0
@@ -40,7 +40,7 @@ MOE_ROW, MOE_STEP_ROWS, MOE_PASS_ROWS, MOE_STEPS = 16384, 32, 2, 100_000
 
 
 def _estimate(card: str, preset: str, overrides: dict[str, Any], **options: Any) -> Estimate:
-    """The planner's estimate of one setting, from data sheets and published runs alone."""
+    """Return the planner's estimate of one setting, from data sheets and published runs alone."""
     with TemporaryDirectory() as no_probes:
         request = ask(gpu=card, preset=preset, overrides=overrides, probes=no_probes, **options)
     found = make_plan(request).asked
@@ -49,7 +49,7 @@ def _estimate(card: str, preset: str, overrides: dict[str, Any], **options: Any)
 
 
 def _batch(rows: int, passes: int = 1, gpus_count: int = 1, fitted: bool = False) -> dict[str, Any]:
-    """AdamW, rows of 2,048 tokens. fitted: the planner finds the micro-batch."""
+    """Return AdamW with rows of 2,048 tokens. fitted: the planner chooses the micro-batch."""
     tokens = 2048 * rows
     batch = {"tokens": tokens * passes * gpus_count, "sequence_length": 2048}
     return {
@@ -63,13 +63,13 @@ def _speed(preset: str, fitted: bool = False, cards: int = 1) -> Callable[[], An
         setting = _batch(12, gpus_count=cards, fitted=fitted)
         found = _estimate("rtx5090", preset, setting, precision="fp8", gpus_count=cards)
         on = "RTX 5090" if cards == 1 else f"{cards} x RTX 5090"
-        return ranged(found.tokens_per_second, 1.0, f"{preset}, FP8, {on}")
+        return Answer.modelled(found.tokens_per_second, 1.0, f"{preset}, FP8, {on}")
 
     return formula
 
 
 def _rows_estimate(card: str, rows: int, precision: Precision) -> Estimate:
-    """The FP8 document's model and batch on a card: 16 passes of `rows` rows."""
+    """Estimate the model and the batch of the FP8 document, 16 passes of `rows` rows, on a card."""
     return _estimate(card, "124m", {**_batch(rows, 16), "model": FP8_MODEL}, precision=precision)
 
 
@@ -77,13 +77,13 @@ def _card_speed(card: str, rows: int, precision: Precision) -> Callable[[], Answ
     def formula() -> Answer:
         found = _rows_estimate(card, rows, precision)
         on = f"112M parameters, {rows} x 2048 tokens, {precision.upper()}, {gpus.find(card).name}"
-        return ranged(found.tokens_per_second, 1.0, on)
+        return Answer.modelled(found.tokens_per_second, 1.0, on)
 
     return formula
 
 
 def _speed_ratio(ours: Estimate, theirs: Estimate, on: str) -> Answer:
-    """The ratio of two modelled speeds. Its range takes the ends of both as independent."""
+    """Return the ratio of two modelled speeds, whose errors are taken as independent."""
     (low, value, high), (slow, other, fast) = ours.tokens_per_second, theirs.tokens_per_second
     return Answer(low / fast, value / other, high / slow, "modelled", on)
 
@@ -103,7 +103,7 @@ def _a100_share() -> Answer:
 
 
 def _against_4090(card: str, precision: Precision) -> Callable[[], Answer]:
-    """Speed of a card as a multiple of an RTX 4090's in BF16. A 3B model fits neither, so 355M stands in."""
+    """Speed of a card as a multiple of an RTX 4090 in BF16. A 3B model fits neither, so 355m is used instead."""
 
     def formula() -> Answer:
         ours = _estimate(card, "340m", _batch(8, 4), precision=precision)
@@ -117,26 +117,27 @@ def _against_4090(card: str, precision: Precision) -> Callable[[], Answer]:
 def _rows_memory(rows: int) -> Callable[[], Answer]:
     def formula() -> Answer:
         found = _rows_estimate("rtx5090", rows, "fp8")
-        return ranged(found.memory_bytes, 1 / 2**30, f"124m, {rows} x 2048 tokens, FP8")
+        return Answer.modelled(found.memory_bytes, 1 / 2**30, f"124m, {rows} x 2048 tokens, FP8")
 
     return formula
 
 
 def _parameters_112m() -> Answer:
     shape = merge.build([*presets.layers("124m"), {"model": FP8_MODEL}]).model
-    return exact(num_params(shape) / 1e6, on="12 layers, 768, 3 key-value heads, 49,152 entries, tied")
+    return Answer.exact(num_params(shape) / 1e6, on="12 layers, 768, 3 key-value heads, 49,152 entries, tied")
 
 
 def _tokens_over_parameters() -> Answer:
-    """Relative change of bits per byte: 124M parameters on 100B tokens against the best larger model of equal compute.
+    """Relative change of bits per byte: 124M parameters on 100B tokens against the best larger model of equal
+    compute.
 
-    Both come from one law, so its offset and most of its error cancel. No range is given, since the law has none for
-    a ratio.
+    Both losses come from one scaling law, so its offset and most of its error cancel. The law gives no range for a
+    ratio.
     """
     params, tokens = matmul_params(merge.build(presets.layers("124m")).model), 100e9
     larger = np.geomspace(params, 100 * params, 400)[1:]
     best = min(loss.LAW.at(size, params * tokens / size) for size in larger)
-    return exact(
+    return Answer.exact(
         float(loss.LAW.at(params, tokens) / best) - 1, "modelled", "the planner's loss law, equal compute"
     )
 
@@ -156,11 +157,11 @@ def _moe() -> Estimate:
 
 
 def _moe_memory() -> Answer:
-    return ranged(_moe().memory_bytes, 1 / 2**30, "the 3B mixture, blocks recomputed")
+    return Answer.modelled(_moe().memory_bytes, 1 / 2**30, "the 3B mixture, blocks recomputed")
 
 
 def _moe_item(*items: str) -> Callable[[], Answer]:
-    """Gigabytes of these items at the instant of the peak."""
+    """Gigabytes of these items at the peak."""
 
     def formula() -> Answer:
         found = _moe()
@@ -172,10 +173,11 @@ def _moe_item(*items: str) -> Callable[[], Answer]:
 
 
 def _moe_hadamard() -> Answer:
-    """Milliseconds of the Hadamard transforms of a step: both operands of each weight gradient, 16 values at a time.
+    """Milliseconds of the Hadamard transforms of a step: both operands of each weight gradient, 16 values at a
+    time.
 
-    Low: the operations alone at the card's BF16 rate, fused into casts that read and write anyway. High: passes of
-    their own, which read and write two bytes a value.
+    Low: the operations alone at the card's BF16 rate, fused into casts that read and write anyway. High: separate
+    passes, which read and write two bytes per value.
     """
     gpu, shape = gpus.find("rtx5090"), ModelConfig(**MOE)
     heads, kv_heads = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -196,7 +198,7 @@ def _moe_hadamard() -> Answer:
 
 
 def _speedrun_hours() -> Answer:
-    """Hours of 4.33e19 FLOPs on eight H100, at the speed modelled for d20, the deepest preset."""
+    """Hours for 4.33e19 FLOPs on eight H100, at the speed modelled for d20, the deepest preset."""
     found = _estimate("h100 sxm", "d20", {}, gpus_count=8)
     low, value, high = found.tokens_per_second
     hours = SPEEDRUN_FLOPS / found.setting.flops_per_token / 3600
@@ -204,33 +206,33 @@ def _speedrun_hours() -> Answer:
 
 
 def _moe_speed() -> Answer:
-    return ranged(_moe().tokens_per_second, 1.0, "the 3B mixture, BF16, RTX 5090")
+    return Answer.modelled(_moe().tokens_per_second, 1.0, "the 3B mixture, BF16, RTX 5090")
 
 
 def _moe_step_seconds() -> Answer:
     gpu = gpus.find("rtx5090")
     assert gpu.fp4_flops is not None  # of the data sheet
     flops = flops_per_token(ModelConfig(**MOE), MOE_ROW) * MOE_STEP_ROWS * MOE_ROW
-    return exact(flops / gpu.fp4_flops, on="RTX 5090, all at its FP4 rate")
+    return Answer.exact(flops / gpu.fp4_flops, on="RTX 5090, all at its FP4 rate")
 
 
 def _moe_hours() -> Answer:
     step = _moe_step_seconds()
-    return exact(step.value * MOE_STEPS / 3600, step.source, step.on)
+    return Answer.exact(step.value * MOE_STEPS / 3600, step.source, step.on)
 
 
 def _moe_days() -> Answer:
     hours = _moe_hours()
-    return exact(hours.value / 24, hours.source, hours.on)
+    return Answer.exact(hours.value / 24, hours.source, hours.on)
 
 
 def _day_on_4090() -> Answer:
     found = _estimate("rtx4090", "d16", {})
     share = 100 * DAY * found.setting.flops_per_token / SPEEDRUN_FLOPS
-    return ranged(found.tokens_per_second, share, "d16, BF16, RTX 4090")
+    return Answer.modelled(found.tokens_per_second, share, "d16, BF16, RTX 4090")
 
 
-PLANNED: dict[str, Formula] = {
+PLANNED: dict[str, Callable[[], Answer]] = {
     "parameters_112m": _parameters_112m,
     "speed_124m": _speed("124m"),
     "speed_355m": _speed("340m"),
