@@ -16,7 +16,6 @@ from typing import Any
 from deskside.report import study_text
 from deskside.report.study_text import (
     NO_DIFFERENCE,
-    PACE,
     QUALITY,
     SPEED,
     by_baseline,
@@ -26,6 +25,7 @@ from deskside.report.study_text import (
     metric_named,
 )
 from deskside.run.record import number
+from deskside.study.narrative.findings import PACE
 from deskside.study.results import Arm, Comparison, Estimate, Front, Results
 from deskside.study.stats.metrics import Metric
 from deskside.utils.format import percent, percent_digits

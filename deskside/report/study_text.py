@@ -13,8 +13,6 @@ from deskside.utils.format import percent, percent_digits, percent_range, printa
 
 QUALITY, SPEED, MEMORY, ENERGY = "val_bpb", "tokens_per_second", "peak_memory_gib", "joules_per_token"
 PRIMARY = (QUALITY, SPEED, MEMORY)
-# Emulating a number format changes these metrics, so their bars and rows are marked as emulated.
-PACE = phrases.PACE
 NOT_MEASURED = "not measured"
 NO_DIFFERENCE, TOO_FEW = "no difference shown", "too few seeds"
 STATUSES = {"oom": "out of memory", "pending": "not run yet", "running": "still running"}

@@ -288,7 +288,7 @@ def test_directories_that_are_no_study(tmp_path: Path) -> None:
         write_report(tmp_path)
     (tmp_path / "results.json").unlink()
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"--claims: .* is no study"):
+    with pytest.raises(UsageError, match=r"--claims: .* is not a study"):
         run([str(tmp_path), "--claims", str(tmp_path / "claims.md")])
     folder = save(compare(made.results()), tmp_path / "made")
     with pytest.raises(UsageError, match="speaks to no claim"):
