@@ -1,6 +1,7 @@
 """Dependencies point down: a package may import only packages on lower floors. docs/architecture.md has the picture."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,27 @@ def test_imports_point_down(package: str) -> None:
 def test_arithmetic_imports_no_torch(package: str) -> None:
     for path in (path for path in MODULES if package_of(path) == package):
         assert not {name for name in imports(path) if name.split(".")[0] == "torch"}, path
+
+
+def edges() -> dict[str, set[str]]:
+    """Return which packages each package imports, without those that follow from the others."""
+    direct: dict[str, set[str]] = {package: set() for package in FLOOR}
+    for path in MODULES:
+        if (package := package_of(path)) in direct:
+            direct[package] |= own_packages(path) - {package}
+    below: dict[str, set[str]] = {}
+    for package in sorted(FLOOR, key=FLOOR.__getitem__, reverse=True):
+        below[package] = direct[package].union(*(below[other] for other in direct[package]))
+    return {
+        package: {o for o in others if not any(o in below[b] for b in others - {o})}
+        for package, others in direct.items()
+        if others and package != "__main__"
+    }
+
+
+def test_the_document_shows_the_code() -> None:
+    text = (ROOT.parent / "docs" / "architecture.md").read_text("utf-8")
+    drawn = [f"{package} --> {' & '.join(sorted(others))}" for package, others in sorted(edges().items())]
+    shown = re.findall(r"^    (\w+ --> .*)$", text, re.MULTILINE)
+    assert shown == drawn, "the diagram should have these lines:\n" + "\n".join(drawn)
+    assert set(re.findall(r"^\*\*(\w+)\*\* ", text, re.MULTILINE)) == FLOOR.keys() - {"__main__"}
