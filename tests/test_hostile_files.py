@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from deskside.cli.main import main
-from deskside.pipeline.pipeline_journal import Journal
+from deskside.pipeline.pipeline_state import PipelineState
 from deskside.run.directory import RunDirectory
 from deskside.study.execute.trial_process import Order, train
 from tests.serve import made_run
@@ -235,7 +235,7 @@ def road(run: Path) -> None:
     skipped = {"status": "skipped", "reason": "a test"}
     plan = {**skipped, "pretrain_seconds": 100.0, "config": {"data": {"path": config["data"]["path"]}}}
     results = {"doctor": skipped, "probe": skipped, "plan": plan}
-    Journal.begin(RunDirectory(run), 1.0, options, "a test", phase="train", results=results)
+    PipelineState.begin(RunDirectory(run), 1.0, options, "a test", phase="train", results=results)
 
 
 def test_a_trial_of_a_study_executes_nothing_on_resume(good: Path, mark: Path, tmp_path: Path) -> None:

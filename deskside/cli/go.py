@@ -19,16 +19,16 @@ from deskside.cli.output import print_json, print_next
 from deskside.cli.shared_options import JsonOption
 from deskside.config import merge
 from deskside.config.duration import HOURS
-from deskside.pipeline.pipeline_journal import FILE, Journal, damaged, tail_seconds
-from deskside.pipeline.pipeline_state import MOST_GIB, MOST_HOURS, PHASES
+from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
+from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
 from deskside.run.directory import RunDirectory
 from deskside.run.paths import reached, reached_by
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
-LONG_WAIT = 0.02  # of the hours, that a person may think before the plan no longer holds
-TOO_SHORT = " is too short: "  # as `train` puts it
+LONG_WAIT = 0.02  # of the time budget; the plan is made again if the user takes longer to answer
+TOO_SHORT = " is too short: "  # also in the error of `train`
 LENGTHS = ("length", "hours", "steps", "tokens", "clock")
 
 
@@ -71,49 +71,48 @@ def run(argv: Sequence[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("deskside go runs on one GPU; for more of them use: torchrun -m deskside train")
     if options.resume is not None:
-        journal = _resumed(options, given)
-        return _travel(journal, options)
-    journal = _begun(options, given, argv)
+        state = _resumed(options, given)
+        return _run_pipeline(state, options)
+    state = _started(options, given, argv)
     try:
-        return _travel(journal, options)
+        return _run_pipeline(state, options)
     except (UsageError, RunError):
-        # What was refused before it trained left nothing worth keeping; what was measured is in the probe store.
-        if not _trained(journal.run):
-            shutil.rmtree(journal.run.path, ignore_errors=True)
+        # Without a training step there is nothing to keep; measurements are in the probe store.
+        if not _trained(state.run):
+            shutil.rmtree(state.run.path, ignore_errors=True)
         raise
 
 
-def _travel(journal: Journal, options: GoOptions) -> int:
-    """Run every phase that is left; returns the exit code, which tells whether a signal stopped the training."""
+def _run_pipeline(state: PipelineState, options: GoOptions) -> int:
+    """Run the remaining phases and return the exit code, which tells whether a signal stopped the training."""
     try:
-        following: Journal | None = journal
+        following: PipelineState | None = state
         while following is not None:
-            journal = following
-            with journal.kept():
-                road = Road(journal, options.yes, options.json)
-                following = road.travel()
-        return 0 if road.stopped is None else exit_code(road.stopped)
+            state = following
+            with state.kept():
+                pipeline = Pipeline(state, options.yes, options.json)
+                following = pipeline.run_phases()
+        return 0 if pipeline.stopped is None else exit_code(pipeline.stopped)
     except KeyboardInterrupt:
-        print(f"stopped; go on with: deskside go --resume {journal.run.path}", file=sys.stderr)
+        print(f"stopped; continue with: deskside go --resume {state.run.path}", file=sys.stderr)
         raise
 
 
-class Road:
-    """One process on the road."""
+class Pipeline:
+    """Runs the phases in one process."""
 
-    def __init__(self, journal: Journal, yes: bool, as_json: bool):
-        self.journal, self.yes, self.as_json = journal, yes, as_json
+    def __init__(self, state: PipelineState, yes: bool, as_json: bool):
+        self.state, self.yes, self.as_json = state, yes, as_json
         self.stopped: str | None = None  # the signal that stopped the training
 
-    def travel(self) -> Journal | None:
-        """Every phase that is left, or until it is stopped. Returns the journal with which the road goes on, if it goes
-        on in another run."""
-        first = PHASES.index(self.journal.phase)
+    def run_phases(self) -> PipelineState | None:
+        """Run the remaining phases. Returns the state of another run if the pipeline continues there."""
+        first = PHASES.index(self.state.phase)
         for phase in BEFORE_TRAINING[first:]:
-            self.journal.enter(phase)
+            self.state.enter(phase)
             getattr(self, phase)()
-        if self.journal.phase != "report":
-            self.journal.enter("train")
+        if self.state.phase != "report":
+            self.state.enter("train")
             following = self.train()
             if following is not None:
                 return following
@@ -124,15 +123,15 @@ class Road:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        options: Mapping[str, Any] = self.journal.state["options"]
+        options: Mapping[str, Any] = self.state.data["options"]
         return options
 
     @property
     def run(self) -> RunDirectory:
-        return self.journal.run
+        return self.state.run
 
     def say(self, text: str) -> None:
-        """One line to the person, and into the run's events."""
+        """Print a line on standard error and add it to the run's events."""
         self.run.event(text)
         print(text, file=sys.stderr, flush=True)
 
@@ -143,9 +142,9 @@ class Road:
         from deskside.pipeline import phases
 
         machine = this_machine()
-        allowed = phases.doctor_allowance(self.journal.hours, machine) - self.journal.seconds()
+        allowed = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds()
         result = phases.doctor(machine, allowed, self.say)
-        self.journal.keep("doctor", result)
+        self.state.keep("doctor", result)
         self.say(f"doctor: {result['status']}: {result['reason']}")
         if result["status"] == "unfit":
             raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
@@ -156,9 +155,9 @@ class Road:
         from deskside.pipeline import phases
 
         machine = this_machine()
-        left = phases.allowance(self.journal.hours, machine.device) - self.journal.seconds()
-        result = phases.probe(machine, open_store(self._wish().probes), left, self.say)
-        self.journal.keep("probe", result)
+        left = phases.allowance(self.state.hours, machine.device) - self.state.seconds()
+        result = phases.probe(machine, open_store(self._request().probes), left, self.say)
+        self.state.keep("probe", result)
         if result["status"] == "skipped":
             self.say(f"probe: skipped: {result['reason']}")
         else:
@@ -167,24 +166,24 @@ class Road:
     def plan(self) -> None:
         result = self._planned()
         asked = time.perf_counter()
-        if not self.yes and not _agreed():
-            raise UsageError("not begun")
+        if not self.yes and not _confirmed():
+            raise UsageError("not confirmed; nothing was started")
         waited = time.perf_counter() - asked
-        if waited > LONG_WAIT * self.journal.hours * 3600:
-            self.say(f"the answer took {waited:.0f} s of the hours: planned again for what is left")
+        if waited > LONG_WAIT * self.state.hours * 3600:
+            self.say(f"the answer took {waited:.0f} s of the time budget: planning again for the rest")
             result = self._planned()
-        self.journal.keep("plan", result)
+        self.state.keep("plan", result)
 
     def _planned(self) -> dict[str, Any]:
-        """The plan for what is left, told. Raises RunError when there is none to follow."""
+        """Plan the remaining time and print the plan. Raises RunError if there is no feasible one."""
         from deskside.pipeline import phases
 
-        seconds = self.journal.left() - self.journal.tail()
+        seconds = self.state.left() - self.state.tail()
         if seconds <= 0:
-            raise _over(self.journal)
+            raise _out_of_time(self.state)
         self._prepare_data()
-        seconds = self.journal.left() - self.journal.tail()
-        result, whole = phases.plan(self._wish(), seconds)
+        seconds = self.state.left() - self.state.tail()
+        result, whole = phases.plan(self._request(), seconds)
         for line in phases.lines(result):
             self.say(line)
         if whole is not None:
@@ -192,18 +191,18 @@ class Road:
         target = self.options["target_loss"]
         if target is not None and result["status"] == "made" and result["bpb"][0] > target:
             raise RunError(
-                f"{target:g} bits per byte is out of reach in these hours: the plan's low end is {result['bpb'][0]:.3f}"
+                f"{target:g} bits per byte is out of reach in this time: the plan's low end is {result['bpb'][0]:.3f}"
             )
         return {**result, "pretrain_seconds": seconds}
 
     def _prepare_data(self) -> None:
-        """Prepare a preset's own text before the plan, which is bounded by what simple baselines reach on it."""
+        """Prepare a preset's own text before the plan, whose loss is bounded by the baselines on that text."""
         if self.options["data"] is not None:
             return
         from deskside.data.corpus.prepare import prepare
         from deskside.pipeline import phases
 
-        config = merge.build([phases.preset_config(self._wish())])
+        config = merge.build([phases.preset_config(self._request())])
         data = config.data
         if data.path is None or not data.sources or (Path(data.path) / "index.json").exists():
             return
@@ -217,49 +216,49 @@ class Road:
             seed=config.seed,
         )
 
-    def train(self) -> Journal | None:
-        """Until the run has its summary or is stopped. Returns the journal of the run that takes its place, if any."""
+    def train(self) -> PipelineState | None:
+        """Train until the run is finished or stopped. Returns the state of the run that replaces it, if any."""
         from deskside.pipeline import phases
 
         if (self.run.path / "summary.json").exists():
             return None
-        plan, target = self.journal.result("plan"), self.options["target_loss"]
-        config = reached_by(phases.final_config(plan["config"], self.journal.hours * 3600), self.options)
+        plan, target = self.state.result("plan"), self.options["target_loss"]
+        config = reached_by(phases.final_config(plan["config"], self.state.hours * 3600), self.options)
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
         from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot
         from deskside.train import training_run
 
         self._limit_memory(config.compute.device)
-        pilot = Pilot(self.journal, config, plan, target)
-        # A target that was found out of reach is dropped when the person is told, another model leads to another run:
-        # what still stands here was decided just before a kill.
+        pilot = Pilot(self.state, config, plan, target)
+        # A decision is usually acted upon at once: a target out of reach is reported and dropped, another model gets
+        # another run. A decision found here was made just before a kill.
         status = pilot.decision
         if not (status == TARGET and target is not None) and status != RECENTRE:
             try:
                 if (self.run.path / "run.json").exists():
                     status = training_run.resume(self.run.path, pilot).status
                 else:
-                    command = str(self.journal.state["command"])
+                    command = str(self.state.data["command"])
                     status = training_run.start(
                         config, Path(), None, "", command, None, pilot, self.run
                     ).status
             except UsageError as error:
-                # A person gave hours; that they became the schedule's length is nothing to speak of.
+                # The user gave --hours; that it became the length of the schedule is an internal detail.
                 option, short, why = str(error).partition(TOO_SHORT)
                 if not (short and option.startswith("schedule.length: ")):
                     raise
-                why = why.partition("; --hours ")[0]  # that length is of the training run alone
-                raise UsageError(f"--hours: {self.journal.hours:g} h{TOO_SHORT}{why}") from None
+                why = why.partition("; --hours ")[0]  # its advice is for the training run alone
+                raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{why}") from None
         if status == TARGET:
             told = pilot.told()
-            self.journal.drop_target()  # who goes on all the same is not stopped again
+            self.state.drop_target()  # a resumed pipeline is not stopped for it again
             raise RunError(
-                f"{target:g} bits per byte is out of reach: {told}; to go on all the same: "
+                f"{target:g} bits per byte is out of reach: {told}; to continue anyway: "
                 f"deskside go --resume {self.run.path}"
             )
         if status == RECENTRE:
-            _forget()
+            _free_memory()
             return self._start_anew(plan, pilot.chosen)
         self.stopped = status if status != "finished" else None
         return None
@@ -267,11 +266,11 @@ class Road:
     def report(self) -> None:
         from deskside.report.write import write_report
 
-        self.journal.enter("report")
+        self.state.enter("report")
         page = write_report(self.run.path)
         summary = self.run.read_json("summary.json")
-        self.journal.enter("done")
-        seconds, hours = self.journal.seconds(), self.journal.hours
+        self.state.enter("done")
+        seconds, hours = self.state.seconds(), self.state.hours
         self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
         if self.as_json:
             spent = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
@@ -287,15 +286,15 @@ class Road:
             page, f"chat {self.run.path}", f"sft {self.run.path} --data CHAT.jsonl    # fine-tune it for chat"
         )
 
-    # What they need
+    # Helpers
 
-    def _wish(self) -> Any:
-        from deskside.pipeline.phases import Wish
+    def _request(self) -> Any:
+        from deskside.pipeline.phases import PipelineRequest
 
         options = self.options
         preset = options["preset"]
-        return Wish(
-            hours=self.journal.hours,
+        return PipelineRequest(
+            hours=self.state.hours,
             preset=self._reached(preset) if preset is not None and preset.endswith(".toml") else preset,
             data=self._reached(options["data"]),
             given=options["given"],
@@ -304,7 +303,7 @@ class Road:
         )
 
     def _reached(self, path: str | None) -> str | None:
-        """A path that was given when the road began, as it is reached from here."""
+        """Resolve a path that was given in another working directory."""
         return None if path is None else reached(path, self.options.get("directory"))
 
     def _limit_memory(self, device: str) -> None:
@@ -317,28 +316,29 @@ class Road:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), 0)
 
-    def _start_anew(self, plan: dict[str, Any], band: dict[str, Any]) -> Journal:
-        """Another band in a directory of its own, with the hours that are left."""
-        old = self.journal
+    def _start_anew(self, plan: dict[str, Any], band: dict[str, Any]) -> PipelineState:
+        """Continue with another band in a new run directory, with the remaining time."""
+        old = self.state
         if old.continued_in is None:
             old.continue_in(
                 RunDirectory.create(self.run.path.parent, None, f"{self.run.path.name}-{band['preset']}")
             )
         assert old.continued_in is not None
-        run = RunDirectory(old.continued_in)  # perhaps of an earlier process, killed before it wrote there
+        run = RunDirectory(old.continued_in)  # may exist already if an earlier process was killed
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         options = dict(self.options)
-        # In-process: both journals count from the start of this process.
-        results = {**old.state["results"], "plan": {**plan, **band, "bands": []}}
-        new = Journal.begin(run, old.hours, options, str(old.state["command"]), old.before, "train", results)
-        self.say(f"the run goes on as {run.path}")
+        results = {**old.data["results"], "plan": {**plan, **band, "bands": []}}
+        new = PipelineState.begin(
+            run, old.hours, options, str(old.data["command"]), old.before, "train", results
+        )
+        self.say(f"the run continues as {run.path}")
         return new
 
 
-def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Journal:
-    """A new road. Everything that can be refused is refused before anything is made."""
+def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> PipelineState:
+    """Create a new pipeline. Everything is validated before anything is written."""
     if options.hours is None:
-        raise UsageError("how long may it take? give --hours, such as --hours 24, or --resume RUN")
+        raise UsageError("--hours is required, such as --hours 24, or --resume RUN")
     for name, value in (
         ("hours", options.hours),
         ("gpu_budget", options.gpu_budget),
@@ -347,8 +347,8 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"--{name.replace('_', '-')}: must be a number above zero, not {value:g}")
     for name, value, most in (
-        ("hours", options.hours, MOST_HOURS),
-        ("gpu_budget", options.gpu_budget, MOST_GIB),
+        ("hours", options.hours, MAX_HOURS),
+        ("gpu_budget", options.gpu_budget, MAX_GIB),
     ):
         if value is not None and value > most:
             raise UsageError(f"--{name.replace('_', '-')}: must be at most {most:,.0f}, not {value:g}")
@@ -360,22 +360,20 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
     begun, tail = time.perf_counter() - deskside.STARTED, tail_seconds(options.hours)
     if options.hours * 3600 <= begun + tail:
         raise UsageError(
-            f"--hours: {options.hours:g} h{TOO_SHORT}starting took {begun:.0f} s, and {tail:.0f} s are kept for the "
+            f"--hours: {options.hours:g} h{TOO_SHORT}starting took {begun:.0f} s, and {tail:.0f} s are reserved for "
             f"samples and the report"
         )
     from deskside.pipeline import phases
 
-    wish = phases.Wish(
+    request = phases.PipelineRequest(
         options.hours, options.preset, options.corpus, given, options.gpu_budget, options.probes
     )
     if options.corpus is not None:
-        phases.vocabulary(options.corpus)  # raises for what is no data
+        phases.vocabulary(options.corpus)  # raises if it is not prepared data
     if options.preset is None and options.corpus is None:
-        raise UsageError(
-            "what shall it learn from? give --data DIR, made by: deskside data prepare SOURCE --out DIR"
-        )
+        raise UsageError("--data DIR is required; prepare it with: deskside data prepare SOURCE --out DIR")
     if options.preset is not None:
-        config = phases.final_config(phases.preset_config(wish), options.hours * 3600)
+        config = phases.final_config(phases.preset_config(request), options.hours * 3600)
         from deskside.train.prepare.preflight import check_start
 
         check_start(config)
@@ -383,14 +381,14 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
     else:
         tuned = "adapter" if "adapter" in given else None
     if tuned is not None:
-        raise UsageError(f"{tuned}: deskside go pretrains a model; go on from its weights with deskside sft")
+        raise UsageError(f"{tuned}: deskside go only pretrains; fine-tune the result with deskside sft")
     if options.gpu_budget is not None:
         from deskside.measurements.identity import this_machine
 
         if this_machine().device == "cpu":
-            raise UsageError("--gpu-budget: there is no GPU here; leave it out")
+            raise UsageError("--gpu-budget: this machine has no GPU; leave it out")
     if not options.yes and not sys.stdin.isatty():
-        raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
+        raise UsageError("stdin is not a terminal, so nobody can confirm the plan; pass --yes")
     default = (
         Path(options.preset or "go").stem
         if (options.preset or "").endswith(".toml")
@@ -398,7 +396,7 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
     )
     if options.name is not None and (Path(options.runs) / options.name).exists():
         path = Path(options.runs) / options.name
-        on = f", or go on with: deskside go --resume {path}" if (path / FILE).exists() else ""
+        on = f", or continue with: deskside go --resume {path}" if (path / FILE).exists() else ""
         raise UsageError(f"{path} exists; choose another --name{on}")
     run = RunDirectory.create(Path(options.runs), options.name, default)
     kept = {
@@ -410,52 +408,50 @@ def _begun(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> Jo
         "probes": options.probes,
         "directory": str(Path.cwd()),
     }
-    return Journal.begin(run, options.hours, kept, shlex.join(["deskside", "go", *argv]))
+    return PipelineState.begin(run, options.hours, kept, shlex.join(["deskside", "go", *argv]))
 
 
-def _resumed(options: GoOptions, given: dict[str, Any]) -> Journal:
+def _resumed(options: GoOptions, given: dict[str, Any]) -> PipelineState:
     extra = [
         name
         for name in ("hours", "preset", "corpus", "gpu_budget", "target_loss", "name")
         if getattr(options, name) is not None
     ]
     if given or extra:
-        raise UsageError(
-            "--resume takes everything from the road that is resumed; give no other options with it"
-        )
-    journal = Journal.open(Path(str(options.resume)))
-    # Where the other run has no journal yet, this one still has to begin it.
+        raise UsageError("--resume uses the options of the stopped pipeline; give no other options with it")
+    state = PipelineState.open(Path(str(options.resume)))
+    # If the other run has no state yet, this one has to create it.
     passed: set[Path] = set()
-    while journal.continued_in is not None and (journal.continued_in / FILE).exists():
-        passed.add(journal.run.path.resolve())
-        if journal.continued_in.resolve() in passed:
-            raise damaged(journal.run.path, f"continued_in: {journal.continued_in.name} leads back here")
-        journal = Journal.open(journal.continued_in)
-    if journal.phase == "done":
-        raise UsageError(f"{journal.run.path} is done; its report is {journal.run.path / 'report.html'}")
-    if journal.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():
-        raise UsageError("nobody can be asked here, standard input is no terminal; give --yes")
-    if journal.left() <= 0 and journal.phase != "report" and not _trained(journal.run):
-        raise _over(journal)
-    return journal
+    while state.continued_in is not None and (state.continued_in / FILE).exists():
+        passed.add(state.run.path.resolve())
+        if state.continued_in.resolve() in passed:
+            raise damaged(state.run.path, f"continued_in: {state.continued_in.name} leads back here")
+        state = PipelineState.open(state.continued_in)
+    if state.phase == "done":
+        raise UsageError(f"{state.run.path} is done; its report is {state.run.path / 'report.html'}")
+    if state.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():
+        raise UsageError("stdin is not a terminal, so nobody can confirm the plan; pass --yes")
+    if state.left() <= 0 and state.phase != "report" and not _trained(state.run):
+        raise _out_of_time(state)
+    return state
 
 
 def _trained(run: RunDirectory) -> bool:
-    """Whether something came of training: a checkpoint or a step."""
+    """Return whether training has made a step or a checkpoint."""
     return run.metrics.exists() or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
 
 
-def _over(journal: Journal) -> RunError:
-    """The error for hours of which nothing is left to train in."""
-    spent, whole = journal.seconds(), journal.hours * 3600
+def _out_of_time(state: PipelineState) -> RunError:
+    """Return the error for a time budget that leaves no time to train."""
+    spent, whole = state.seconds(), state.hours * 3600
     return RunError(
-        f"these hours are over: {spent:.0f} of {whole:.0f} s are spent, and {journal.tail():.0f} s are kept for the "
-        f"samples and the report; begin again with more hours"
+        f"the time budget is used up: {spent:.0f} of {whole:.0f} s are spent, and {state.tail():.0f} s are reserved "
+        f"for samples and the report; start again with more --hours"
     )
 
 
-def _forget() -> None:
-    """Free what a run that is given up holds of the device and of compiled code."""
+def _free_memory() -> None:
+    """Free the GPU memory and compiled code of an abandoned run."""
     import torch
 
     gc.collect()
@@ -464,7 +460,7 @@ def _forget() -> None:
         torch.cuda.empty_cache()
 
 
-def _agreed() -> bool:
+def _confirmed() -> bool:
     with contextlib.suppress(EOFError):
         print("go? [Y/n] ", end="", file=sys.stderr, flush=True)
         return input().strip().lower() in ("", "y", "yes")

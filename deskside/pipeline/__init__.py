@@ -2,6 +2,6 @@
 
     doctor -> probe -> plan -> pretraining, whose first few per cent are the pilot -> evaluation, export -> report
 
-`phases.py` holds what precedes training, `pilot.py` follows the training, and `pipeline_journal.py` records the hours
+`phases.py` holds what precedes training, `pilot.py` follows the training, and `pipeline_state.py` records the hours
 spent, so that an interrupted run continues with what was left.
 """

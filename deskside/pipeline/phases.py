@@ -1,8 +1,7 @@
-"""What comes before training: doctor, probe and plan, each as plain data that go.json keeps.
+"""The phases before training: doctor, probe and plan. Each returns plain data that is kept in go.json.
 
-Doctor and probe may cost a tenth of the hours together, of short hours up to a minute, and less where less will do.
-What the hours are too short for is skipped, and the reason is kept; a run needs none of it, because it checks and
-measures what it depends on itself.
+Doctor and probe may together take a tenth of the time budget, of a short one up to a minute. A phase that does not fit
+is skipped, and the reason is kept: training itself checks and measures everything it depends on.
 """
 
 import math
@@ -27,11 +26,11 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, gib
 from deskside.utils.signals import Interrupted
 
-SHARE = 0.1  # of the hours, that doctor and probe may take together
-# Instead, where it comes to more: enough for a quick doctor, the card itself and a point.
+SHARE = 0.1  # of the time budget, for doctor and probe together
+# A larger allowance for short budgets: enough for a quick doctor, the GPU benchmark and one probe point.
 SHORT_SHARE, SHORT_SECONDS = 0.5, {"cuda": 90.0, "cpu": 60.0}
-DOCTOR_SHARE = 0.5  # of that
-DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}  # of a quick doctor; 12 s were measured on two busy CPU cores
+DOCTOR_SHARE = 0.5  # of the allowance
+DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}  # a quick doctor; 12 s were measured on two busy CPU cores
 LONGEST_PROBE = 180.0
 EVALUATIONS = 6
 ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
@@ -50,7 +49,7 @@ def allowance(hours: float, device: str) -> float:
 
 
 def doctor_allowance(hours: float, machine: Machine) -> float:
-    """Return the seconds of it for the doctor, who leaves the probe what a first point needs: a plan rests on it."""
+    """Return the seconds for the doctor. The probe keeps enough for its first point, which the plan depends on."""
     both = allowance(hours, machine.device)
     first = calibration_points(machine.memory_bytes, machine.device)[0]
     needed = estimate_seconds(first, [], machine.device, None) + CARD_SECONDS[machine.device]
@@ -58,14 +57,14 @@ def doctor_allowance(hours: float, machine: Machine) -> float:
 
 
 def _allowed(seconds: float) -> str:
-    return f"{max(0.0, seconds):.0f} s are left of what doctor and probe may take of these hours"
+    return f"{max(0.0, seconds):.0f} s of the time for doctor and probe are left"
 
 
 # Doctor
 
 
 def doctor(machine: Machine, seconds: float, say: Say) -> Result:
-    """A quick examination, if `seconds` are enough for it. status: fit, unfit, or skipped."""
+    """Run a quick doctor if it fits in `seconds`. The status is fit, unfit or skipped."""
     needed = DOCTOR_SECONDS[machine.device]
     if seconds < needed:
         return skipped(f"it takes about {needed:.0f} s, and {_allowed(seconds)}")
@@ -73,12 +72,12 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
         found = examine(True, lambda text: say(f"doctor: {text}"), seconds)
     except TimeoutError:
         return skipped(
-            f"it was not done after {seconds:.0f} s, so the machine is busy; try deskside doctor later"
+            f"it did not finish within {seconds:.0f} s because the machine is busy; run deskside doctor later"
         )
     works = sum(check["verdict"] == "works" for check in found["checks"])
     told = f"{works} of {len(found['checks'])} checks work"
-    for mend in found["fix"][:1]:
-        told += f"; first to fix: {mend['problem']} ({mend['remedy']})"
+    for fix in found["fix"][:1]:
+        told += f"; fix first: {fix['problem']} ({fix['remedy']})"
     return {
         "status": "fit" if found["trains"] else "unfit",
         "reason": told if found["trains"] else found["why"],
@@ -91,8 +90,8 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
 
 
 @dataclass
-class Teller:
-    """Tells a person what the probe does."""
+class ProbeReporter:
+    """Reports the probe's progress."""
 
     say: Say
 
@@ -106,11 +105,11 @@ class Teller:
             self.say(f"probe: {finding.status}")
 
     def card(self, row: Row) -> None:
-        self.say(f"probe: the card itself: {row['status']}")
+        self.say(f"probe: GPU benchmark: {row['status']}")
 
 
 def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
-    """Measure what calibrates the planner, as far as `seconds` go; what is stored is reused."""
+    """Measure the points that calibrate the planner within `seconds`, reusing stored ones."""
     points = calibration_points(machine.memory_bytes, machine.device)
     stored = store.rows(machine)
     have_card = any(row["kind"] == "card" and row["status"] == "ok" for row in stored)
@@ -123,7 +122,9 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     if seconds < needed:
         return skipped(f"it needs {needed:.0f} s, and {_allowed(seconds)}")
     try:
-        survey = Surveyor(store, machine, Teller(say), deadline=time.monotonic() + seconds).survey(points)
+        survey = Surveyor(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds).survey(
+            points
+        )
     except Busy:
         return skipped("another probe is measuring")
     if survey.interrupted:
@@ -144,8 +145,8 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a person wants of the plan. given: configuration options by hand; memory_gib: of the card, at most."""
+class PipelineRequest:
+    """What `deskside go` was asked for. `given` are configuration options, `memory_gib` is a limit."""
 
     hours: float
     preset: str | None
@@ -155,71 +156,75 @@ class Wish:
     probes: str
 
 
-def plan(wish: Wish, pretrain_seconds: float) -> tuple[Result, Plan | None]:
-    """The plan for the run, as go.json keeps it and whole. pretrain_seconds: that the run itself will have.
+def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Plan | None]:
+    """Return the plan of a training run of `pretrain_seconds`, as go.json keeps it and in full.
 
-    Raises RunError when the planner says no, UsageError when there is neither a preset nor anything to plan from.
+    Raises RunError when the planner says no, UsageError without a preset if no plan can be made.
     """
     try:
-        made = make_plan(_request(wish, pretrain_seconds))
+        made = make_plan(_plan_request(request, pretrain_seconds))
     except UsageError as error:
-        if wish.preset is None:
+        if request.preset is None:
             raise
-        return {**skipped(str(error)), "config": preset_config(wish)}, None
+        return {**skipped(str(error)), "config": preset_config(request)}, None
     best = made.best
     if made.verdict == "no" or best is None:
         raise RunError(f"the plan says no: {'; '.join(made.reasons)}")
     for_gpu = not made.request.card.is_cpu
-    unigram = unigram_bpb(prepared_data(wish))
-    # A preset that needs no change is trained as it is; the numbers are still the planner's.
-    own = wish.preset is not None and made.verdict == "yes"
+    unigram = unigram_bpb(prepared_data(request))
+    # A preset that needs no change is trained unchanged; the predictions are still the planner's.
+    own = request.preset is not None and made.verdict == "yes"
     result = {
         "status": "made",
         "verdict": made.verdict,
         "reasons": list(made.reasons),
         "source": f"modelled from what was {made.request.calibration.source}: {made.request.calibration.basis}",
-        "bands": [_slim(band, made, for_gpu, unigram) for band in made.bands] if wish.preset is None else [],
+        "bands": [_slim(band, made, for_gpu, unigram) for band in made.bands]
+        if request.preset is None
+        else [],
         **_slim(best, made, for_gpu, unigram),
     }
     if own:
-        result["config"] = preset_config(wish)
+        result["config"] = preset_config(request)
     return result, made
 
 
-def preset_config(wish: Wish) -> dict[str, Any]:
-    """A preset as it is, with the options by hand on top."""
-    assert wish.preset is not None
-    built = merge.build([*presets.for_pretraining(wish.preset), by_hand(wish)])
+def preset_config(request: PipelineRequest) -> dict[str, Any]:
+    """Return the configuration of the preset with the given options."""
+    assert request.preset is not None
+    built = merge.build([*presets.for_pretraining(request.preset), given_layer(request)])
     return built.model_dump(mode="json", exclude_unset=True)
 
 
-def by_hand(wish: Wish) -> dict[str, Any]:
-    """The configuration layer of what a person gave, the vocabulary of the data included."""
-    layer: dict[str, Any] = {part: dict(v) if isinstance(v, Mapping) else v for part, v in wish.given.items()}
-    if wish.data is not None:
-        layer["data"] = {**layer.get("data", {}), "path": wish.data, "sources": []}
-        needed = vocabulary(wish.data)
-        if "vocab_size" not in layer.get("model", {}) and _smaller_vocabulary(wish, needed):
+def given_layer(request: PipelineRequest) -> dict[str, Any]:
+    """Return the configuration layer of the given options and of the data's vocabulary size."""
+    layer: dict[str, Any] = {
+        part: dict(v) if isinstance(v, Mapping) else v for part, v in request.given.items()
+    }
+    if request.data is not None:
+        layer["data"] = {**layer.get("data", {}), "path": request.data, "sources": []}
+        needed = vocabulary(request.data)
+        if "vocab_size" not in layer.get("model", {}) and _smaller_vocabulary(request, needed):
             layer["model"] = {**layer.get("model", {}), "vocab_size": needed}
     return layer
 
 
 def vocabulary(data: str) -> int:
-    """Entries of the data's tokenizer, rounded up."""
+    """Return the vocabulary size of the data's tokenizer, rounded up."""
     entries = _index(data).tokenizer.vocab_size
     return -(-entries // ROUND_VOCABULARY) * ROUND_VOCABULARY
 
 
 def unique_tokens(data: str) -> int:
-    """Tokens of the training split."""
+    """Return the tokens of the training split."""
     return _index(data).splits["train"].tokens
 
 
-def prepared_data(wish: Wish) -> str | None:
-    """Return the data of the run, a preset's own included; None where it is not prepared yet."""
-    data = wish.data
-    if data is None and wish.preset is not None:
-        data = merge.build([*presets.for_pretraining(wish.preset), by_hand(wish)]).data.path
+def prepared_data(request: PipelineRequest) -> str | None:
+    """Return the prepared data of the run, which may be the preset's own; None if it is not prepared yet."""
+    data = request.data
+    if data is None and request.preset is not None:
+        data = merge.build([*presets.for_pretraining(request.preset), given_layer(request)]).data.path
     return data if data is not None and (Path(data) / "index.json").is_file() else None
 
 
@@ -230,10 +235,10 @@ def unigram_bpb(data: str | None) -> float | None:
 
 
 def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
-    """A planned configuration as a run of `seconds` on the wall clock, everything counted.
+    """Return the configuration of a run that ends after `seconds` of wall-clock time.
 
-    What is too short for the usual ten minutes between evaluations is evaluated `EVALUATIONS` times on the way, unless
-    the configuration says otherwise.
+    A run too short for the usual ten minutes between evaluations is evaluated `EVALUATIONS` times, unless the
+    configuration says otherwise.
     """
     short = seconds < 600 * EVALUATIONS
     often = (
@@ -243,12 +248,12 @@ def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The plan for a person, a few lines."""
+    """Return the plan in a few lines of text."""
     if result["status"] != "made":
         config = merge.build([result["config"]])
         return [
             f"plan: skipped: {result['reason']}",
-            f"trains the preset as it is, without a plan: {count(num_params(config.model))} parameters, sequence "
+            f"trains the preset without a plan: {count(num_params(config.model))} parameters, sequence "
             f"length {config.batch.sequence_length}; memory and loss are not predicted",
         ]
     told = [f"plan, {result['source']}"]
@@ -264,30 +269,31 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return [*told, *(f"   {reason}" for reason in result["reasons"])]
 
 
-def _request(wish: Wish, pretrain_seconds: float) -> Request:
-    data = prepared_data(wish)
+def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> Request:
+    data = prepared_data(wanted)
     request = ask(
         here=True,
-        hours=wish.hours,
-        preset=wish.preset,
-        probes=wish.probes,
-        overrides=by_hand(wish) if wish.preset is not None else None,
+        hours=wanted.hours,
+        preset=wanted.preset,
+        probes=wanted.probes,
+        overrides=given_layer(wanted) if wanted.preset is not None else None,
         unique_tokens=None if data is None else unique_tokens(data),
         pretrain_seconds=pretrain_seconds,
     )
-    if wish.preset is None:
-        request = replace(request, overrides=by_hand(wish))
-    if wish.memory_gib is not None:
-        least = min(request.card.memory_bytes, int(wish.memory_gib * 2**30))
-        request = replace(request, card=replace(request.card, memory_bytes=least))
+    if wanted.preset is None:
+        request = replace(request, overrides=given_layer(wanted))
+    if wanted.memory_gib is not None:
+        memory_bytes = min(request.card.memory_bytes, int(wanted.memory_gib * 2**30))
+        request = replace(request, card=replace(request.card, memory_bytes=memory_bytes))
     return request
 
 
 def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
-    """Return (low, expected, high) bits per byte, none of them above the unigram baseline of the validation text.
+    """Return (low, expected, high) bits per byte, bounded by the unigram baseline of the validation text.
 
-    The law of loss is fitted to tens of millions of parameters. For a model of a million it may expect more than token
-    frequencies alone reach, and then knows nothing but its low end: the middle of what is left is expected.
+    The scaling law is fitted to models of tens of millions of parameters. For a model of one million it may expect a
+    worse loss than token frequencies alone reach. Then only its low end says something, and the geometric mean of the
+    low end and the baseline is expected.
     """
     low, expected, high = (float(x) for x in loss)
     if unigram is None or high <= unigram:
@@ -297,7 +303,7 @@ def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
 
 
 def _slim(band: PlannedBand, made: Plan, for_gpu: bool, unigram: float | None) -> Result:
-    """What is compared later: expected values and ranges, and the configuration."""
+    """Return the part of a band that is compared later: predictions with ranges, and the configuration."""
     found = band.candidate
     bpb = bounded_loss(found.loss, unigram)
     slim: Result = {
@@ -311,16 +317,16 @@ def _slim(band: PlannedBand, made: Plan, for_gpu: bool, unigram: float | None) -
         "fits": found.estimate.fits,
         "config": band.config,
     }
-    if for_gpu:  # a CPU's resident set is not modelled
+    if for_gpu:  # CPU memory is not modelled
         peak, spread = found.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
         slim["memory_gib"] = [max(0.0, peak * (1 - spread)), peak, peak * (1 + spread)]
     return slim
 
 
-def _smaller_vocabulary(wish: Wish, needed: int) -> bool:
-    if wish.preset is None:
+def _smaller_vocabulary(request: PipelineRequest, needed: int) -> bool:
+    if request.preset is None:
         return True
-    return merge.build(presets.layers(wish.preset)).model.vocab_size < needed
+    return merge.build(presets.layers(request.preset)).model.vocab_size < needed
 
 
 def _index(data: str) -> Any:

@@ -1,11 +1,10 @@
-"""The first few per cent of a run: what they show about speed, memory and loss, and what follows from it.
+"""The pilot: the first few percent of a run, which test the plan's predictions of speed, memory and loss.
 
-There is no run apart from the pilot: a run's first steps at full learning rate are the pilot, so nothing is spent on
-it. At its end
-- the loss curve is extrapolated (`budget.loss.fit_curve`), and compared with the plan together with speed and memory;
-- if a loss was asked for and lies below the range, the run is stopped: what is spent so far is all that is lost;
-- if the model was chosen by the plan, and at this speed another of its bands would end clearly better, the run is
-  stopped in favour of that one. Otherwise the run goes on, and its own revisions of the steps keep it on time.
+The pilot is no extra run. It is the run's first steps at full learning rate, so it costs nothing. At its end
+- the loss curve is extrapolated (`budget.loss.fit_curve`) and compared with the plan, as are speed and memory;
+- if a target loss was given and is below the range of the extrapolation, the run stops early;
+- if the plan chose the model, and at the measured speed another of its bands would reach a clearly lower loss, the run
+  stops in favor of that band. Otherwise it continues, and re-estimates its number of steps to end on time.
 """
 
 import math
@@ -18,7 +17,7 @@ from deskside.budget.loss import FEWEST, LAW, LossLaw, expected_bpb, fit_curve, 
 from deskside.budget.shape import matmul_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.rows import PackedDataset
-from deskside.pipeline.pipeline_journal import Journal, damaged
+from deskside.pipeline.pipeline_state import PipelineState, damaged
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.callback import Callback
 from deskside.train.loop.step_hooks import Terminal
@@ -26,61 +25,60 @@ from deskside.train.loop.stop import StopSignal
 from deskside.train.objective import RowDataset
 
 FILE = "pilot.json"
-SHARE, LONGEST = (
-    0.05,
-    0.3,
-)  # of the run: where the pilot ends, and where it ends even if its curve is too short
-AT_PEAK = 0.98  # of the highest learning rate: steps of the warm-up, and of a decay, are no part of the curve
+SHARE, LONGEST = 0.05, 0.3  # of the run: the pilot's length, and its maximum while the curve is too short
+AT_PEAK = 0.98  # of the highest learning rate; excludes the steps of warm-up and decay from the curve
 STEPS = 2 * FEWEST
 TARGET, RECENTRE = "the target is out of reach", "another model is better at this speed"
-CLEARLY_OFF = 1.5  # times faster or slower than planned, before another band is thought of
-CLEARLY_BETTER = 0.985  # of the loss that this model is heading for
-ENOUGH_LEFT = 0.8  # of the training that was planned
+CLEARLY_OFF = 1.5  # times faster or slower than planned, before another band is considered
+CLEARLY_BETTER = 0.985  # of the loss this model is expected to reach
+ENOUGH_LEFT = 0.8  # of the planned training
 
 
 @dataclass(frozen=True)
 class Projection:
-    """What another band would come to at the speed that the pilot showed."""
+    """The loss that another band would reach at the measured speed."""
 
     band: dict[str, Any]
     bpb: float
 
 
 class Pilot(Callback):
-    """Follows a run of `deskside go`. plan: the recommended band and all bands, as `phases.plan` keeps them."""
+    """Callback of a run of `deskside go`. `plan` is the result of `phases.plan`."""
 
     go_on = "deskside go --resume"
 
-    def __init__(self, journal: Journal, config: RunConfig, plan: Mapping[str, Any], target: float | None):
-        self.journal, self.config, self.plan, self.target = journal, config, plan, target
-        self.spent = journal.before
+    def __init__(
+        self, state: PipelineState, config: RunConfig, plan: Mapping[str, Any], target: float | None
+    ):
+        self.state, self.config, self.plan, self.target = state, config, plan, target
+        self.spent = state.before
         self.rows: list[dict[str, Any]] = []
         self.found: dict[str, Any] | None = None
         self.better: Projection | None = None
-        self._made = journal.seconds()
+        self._made = state.seconds()
         self.setup_seconds = 0.0
-        if (journal.run.path / FILE).exists():
-            self.found = journal.run.read_json(FILE)
+        if (state.run.path / FILE).exists():
+            self.found = state.run.read_json(FILE)
 
     @property
     def decision(self) -> str | None:
-        """What was decided at the pilot's end, by this process or by an earlier one; None before its end."""
+        """The decision at the end of the pilot, by this or an earlier process; None before it."""
         return None if self.found is None else str(self.found["decision"])
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The band that is trained instead, after the decision for another one."""
+        """The band to train instead, after the decision for another one."""
         assert self.found is not None
         name = self.found["better"]["name"]
         band = next((band for band in self.plan.get("bands", ()) if band["name"] == name), None)
         if band is None:
-            raise damaged(self.journal.run.path, f"results.plan.bands: {name} is not there any more")
+            raise damaged(self.state.run.path, f"results.plan.bands: {name} is missing")
         return dict(band)
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
         assert isinstance(validation, PackedDataset)  # pretraining has no other
         self.run, self.stop = run, stop
-        self.setup_seconds = self.journal.seconds() - self._made
+        self.setup_seconds = self.state.seconds() - self._made
         splits = validation.index.splits
         self.bytes_per_token = splits["val"].token_text_bytes / max(1, splits["val"].tokens)
         self.unique_tokens = splits["train"].tokens
@@ -96,12 +94,12 @@ class Pilot(Callback):
             self.end(total_steps)
 
     def curve(self) -> list[dict[str, Any]]:
-        """The rows at full learning rate."""
+        """Return the rows at full learning rate."""
         peak = max(row["lr"] for row in self.rows)
         return [row for row in self.rows if row["lr"] >= AT_PEAK * peak and not row["skipped"]]
 
     def end(self, total_steps: int) -> None:
-        """The pilot is over: compare, write it down, decide."""
+        """End the pilot: compare it with the plan, decide, and write pilot.json."""
         tokens = total_steps * self.config.mean_step_tokens()
         speeds = [row["tokens_per_second"] for row in self.rows if row["tokens_per_second"]]
         memory = [row["memory_gib"] for row in self.rows if row.get("memory_gib")]
@@ -111,7 +109,7 @@ class Pilot(Callback):
             "share": self.rows[-1]["step"] / total_steps,
             "tokens": self.rows[-1]["tokens"],
             "end_tokens": tokens,
-            "seconds": self.journal.seconds(),
+            "seconds": self.state.seconds(),
             "source": "measured: these steps; loss modelled from them",
             "tokens_per_second": statistics.median(speeds) if speeds else None,
             "memory_gib": max(memory) if memory else None,
@@ -126,7 +124,7 @@ class Pilot(Callback):
             Terminal.say(line)
 
     def extrapolate(self, tokens: float) -> dict[str, Any] | None:
-        """Where the loss curve leads; None when there are too few steps to say."""
+        """Extrapolate the loss to the end of the run; None with too few steps."""
         curve = [row for row in self.curve() if row["loss"] is not None and math.isfinite(row["loss"])]
         per_token = math.log(2) * self.bytes_per_token
         try:
@@ -149,7 +147,7 @@ class Pilot(Callback):
         }
 
     def planned(self) -> dict[str, Any]:
-        """What the plan had said, for the comparison; empty without a plan."""
+        """Return the plan's predictions; empty without a plan."""
         return {
             name: self.plan[name]
             for name in ("tokens", "tokens_per_second", "memory_gib", "bpb")
@@ -168,20 +166,19 @@ class Pilot(Callback):
             self.found["better"] = {"name": self.better.band["name"], "bpb": self.better.bpb}
 
     def _stop_for(self, decision: str) -> None:
-        """A person who has asked for a stop gets it first; the decision waits in the file for --resume."""
+        """Request a stop. A stop by the user comes first; the decision is kept in pilot.json for --resume."""
         assert self.found is not None
         self.found["decision"] = decision
         self.stop.requested = self.stop.requested or decision
 
     def left(self) -> float:
-        """The share of a band's planned training that could still be done from a new start: the run's own time, less
-        a set-up as long as this run's own."""
-        planned = self.plan.get("pretrain_seconds", self.journal.hours * 3600) - self.setup_seconds
-        left = self.journal.left() - self.journal.tail() - self.setup_seconds
+        """Return the share of a band's planned training that fits in the remaining time, after another set-up."""
+        planned = self.plan.get("pretrain_seconds", self.state.hours * 3600) - self.setup_seconds
+        left = self.state.left() - self.state.tail() - self.setup_seconds
         return max(0.0, left) / planned if planned > 0 else 0.0
 
     def lines(self) -> list[str]:
-        """What a person is told at the pilot's end."""
+        """Return the report of the pilot, in lines of text."""
         assert self.found is not None
         found, planned = self.found, self.found["planned"]
         parts = []
@@ -210,22 +207,22 @@ class Pilot(Callback):
         if self.better is not None:
             lines.append(
                 f"at this speed {self.better.band['preset']} would end at {self.better.bpb:.3f} bits per byte: it is "
-                f"trained instead, in what is left"
+                f"trained instead, in the remaining time"
             )
         return lines
 
     def told(self) -> str:
-        """Where the loss is heading, in words."""
+        """Return the extrapolated loss as text."""
         bpb = (self.found or {}).get("bpb")
         if bpb is None:
-            return "its pilot was too short to say where it leads"
+            return "its pilot was too short to extrapolate the loss"
         return f"its pilot leads to {bpb['expected']:.3f} ({bpb['low']:.3f} to {bpb['high']:.3f})"
 
     def reserve(self, limit: float | None) -> float:
-        return self.journal.tail()
+        return self.state.tail()
 
     def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Predicted against measured, for summary.json and the report."""
+        """Return predicted and measured values, for summary.json and the report."""
         planned, pilot = self.planned(), self.found or {}
         rows = {
             "tokens_per_second": (
@@ -244,7 +241,7 @@ class Pilot(Callback):
         return {
             "predicted": predicted,
             "plan_source": self.plan.get("source"),
-            "budget_hours": self.journal.hours,
+            "budget_hours": self.state.hours,
         }
 
 
@@ -256,12 +253,19 @@ def better_band(
     left: float,
     law: LossLaw = LAW,
 ) -> Projection | None:
-    """The band that would end clearly better than the one that is trained, started anew with the share `left` of its
-    planned training, if the speed is as far from the plan for it as it is for this one. None: go on.
+    """Return the band that would reach a clearly lower loss than the current one, or None to continue.
 
-    tokens: that this run will come to; bpb: where its pilot leads. Only a band whose memory surely fits is thought of:
-    a run that fits is not given up for one that may not. A plan without bands (a model that a person chose) and one
-    that has been re-centred already stay as they are.
+    The band would start anew with the share `left` of its planned training. Its speed is assumed to be as far from the
+    plan as the current run's is. Only bands whose memory fits with certainty are considered. A plan without bands, such
+    as one for a given model or one that has changed bands before, is kept.
+
+    Args:
+        plan: The result of `phases.plan`.
+        tokens: Tokens that the current run will have seen at its end.
+        bpb: Loss that the pilot expects at its end.
+        unique_tokens: Tokens of the training data.
+        left: Share of a band's planned training that fits in the remaining time.
+        law: The scaling law.
     """
     bands: Sequence[dict[str, Any]] = plan.get("bands") or ()
     if bpb is None or len(bands) < 2 or left < ENOUGH_LEFT:

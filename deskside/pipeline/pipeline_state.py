@@ -1,209 +1,188 @@
-"""What go.json must hold before a road goes on from it.
+"""go.json: the current phase of a pipeline and the time it has spent.
 
-The file may have been edited, cut by a disk or written by another version. All of it is checked once, on opening, so
-that nothing behind that has to doubt it: every type and number, the results that the phase builds on, the planned
-configuration, and the files of the run that the phase needs.
+The time budget counts the wall-clock time of every process that ran the pipeline, from its start (before the imports)
+to its end. A thread records it every `BEAT` seconds, so a kill loses no more than that; time between processes does not
+count. The file is replaced atomically and exists from the first moment, so every phase can be resumed.
 """
 
-from collections.abc import Mapping
+import contextlib
+import copy
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+import deskside
+from deskside.pipeline.state_schema import PHASES, SCHEMA, Phase, problem
+from deskside.run.directory import RunDirectory
+from deskside.utils.errors import RunError, UsageError
 
-from deskside.config import merge
-from deskside.config.base import Part, first_problem
-from deskside.utils.errors import UsageError
-
-SCHEMA = 1
-MOST_HOURS, MOST_GIB = 1e6, 1e6  # a century; more than any card has
-Phase = Literal["doctor", "probe", "plan", "train", "report", "done"]
-PHASES: tuple[Phase, ...] = ("doctor", "probe", "plan", "train", "report", "done")
-RESULTS = PHASES[: PHASES.index("train")]  # the phases whose results are kept
-
-Hours = Annotated[float, Field(gt=0, le=MOST_HOURS)]
-Count = Annotated[float, Field(gt=0, le=1e18)]
-Bits = Annotated[float, Field(gt=0, le=1e3)]
-Gib = Annotated[float, Field(ge=0, le=MOST_GIB)]
-Three = Field(min_length=3, max_length=3)  # low, expected, high
-Fits = Literal["fits", "tight", "no"]
-Configuration = dict[str, Any]
+FILE = "go.json"
+BEAT = 2.0  # seconds between two writes of the spent time
+# Reserved for what follows training: samples, the report, exiting. It took 3 to 5 s on two CPU cores.
+TAIL_SECONDS, TAIL_SHARE = 6.0, 0.005
+MAX_CONTENTION = 4.0  # a higher load says little about a single-threaded process
 
 
-class Strict(Part):
-    """A text is no number here."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Options(Strict):
-    """What a person asked for. The plan checks what stands in `given`, as on the command line."""
-
-    preset: str | None
-    data: str | None
-    given: dict[str, Any]
-    gpu_budget: Annotated[float, Field(gt=0, le=MOST_GIB)] | None
-    target_loss: Annotated[float, Field(gt=0)] | None
-    probes: str
-    directory: str | None = None  # in which the road was begun; older ones do not say
-
-    @model_validator(mode="after")
-    def _something_to_train(self) -> "Options":
-        if self.preset is None and self.data is None:
-            raise ValueError("names neither a preset nor data")
-        try:
-            merge.merge([self.given])
-        except UsageError as error:
-            raise ValueError(f"given: {str(error).partition('; ')[0]}") from None
-        return self
+def contention() -> float:
+    """Return how many processes share a CPU core (load average of the last minute), at least 1."""
+    return min(MAX_CONTENTION, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
-class Result(Strict):
-    """What came of a phase; more than what is named here may stand there, for people."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class Doctor(Result):
-    status: Literal["fit", "unfit", "skipped"]
+def tail_seconds(hours: float) -> float:
+    """Return the seconds reserved for what follows training: more on a busy machine."""
+    return TAIL_SECONDS * contention() + TAIL_SHARE * hours * 3600
 
 
-class Probe(Result):
-    status: Literal["measured", "stored", "nothing", "skipped"]
+def damaged(path: Path, why: str) -> RunError:
+    """Return the error for a go.json that cannot be resumed."""
+    return RunError(
+        f"{path / FILE}: is damaged or was written by another version ({why}); restore it, or start again"
+    )
 
 
-class Band(Result):
-    """A model with the numbers that the pilot compares."""
+class PipelineState:
+    """State of one pipeline. `data` is the content of go.json, `before` the seconds of earlier processes."""
 
-    name: str
-    preset: str
-    params: Annotated[int, Field(gt=0, le=10**15)]
-    weights: Count
-    tokens: Annotated[list[Count], Three]
-    tokens_per_second: Annotated[list[Count], Three]
-    bpb: Annotated[list[Bits], Three]
-    fits: Fits
-    config: Configuration
-    memory_gib: Annotated[list[Gib], Three] = Field(
-        default_factory=lambda: [0.0] * 3
-    )  # a CPU's is not modelled
+    def __init__(self, run: RunDirectory, data: dict[str, Any]):
+        self.run, self.data = run, data
+        self.before = float(data["spent_seconds"])
+        self._lock = threading.Lock()
 
-    @model_validator(mode="after")
-    def _in_order(self) -> "Band":
-        for name in ("tokens", "tokens_per_second", "bpb", "memory_gib"):
-            if getattr(self, name) != sorted(getattr(self, name)):
-                raise ValueError(f"{name}: low, expected and high are not in order")
-        _buildable(self.config)
-        return self
-
-
-class MadePlan(Band):
-    status: Literal["made"]
-    pretrain_seconds: Annotated[float, Field(gt=0)]
-    reasons: list[str]
-    source: str
-    bands: list[Band]
-
-    @model_validator(mode="after")
-    def _is_a_band(self) -> "MadePlan":
-        names = [band.name for band in self.bands]
-        if len(set(names)) < len(names) or (names and self.name not in names):
-            raise ValueError("bands: the one that is trained must stand there once")
-        return self
-
-
-class SkippedPlan(Result):
-    status: Literal["skipped"]
-    reason: str
-    pretrain_seconds: Annotated[float, Field(gt=0)]
-    config: Configuration
-
-    @model_validator(mode="after")
-    def _can_be_built(self) -> "SkippedPlan":
-        _buildable(self.config)
-        return self
-
-
-class Results(Strict):
-    doctor: Doctor | None = None
-    probe: Probe | None = None
-    plan: Annotated[MadePlan | SkippedPlan, Field(discriminator="status")] | None = None
-
-    @model_validator(mode="before")
     @classmethod
-    def _none_is_null(cls, data: object) -> object:
-        if isinstance(data, Mapping) and None in data.values():
-            raise ValueError("a result is null")
-        return data
+    def begin(
+        cls,
+        run: RunDirectory,
+        hours: float,
+        options: dict[str, Any],
+        command: str,
+        spent: float = 0.0,
+        phase: Phase = PHASES[0],
+        results: Mapping[str, Any] | None = None,
+    ) -> "PipelineState":
+        """Create the state of a new pipeline in an empty run directory.
 
-
-class State(Strict):
-    """The whole of go.json."""
-
-    schema_version: Annotated[int, Field(ge=SCHEMA, le=SCHEMA)]
-    hours: Hours
-    spent_seconds: Annotated[float, Field(ge=0, le=1e12)]
-    phase: Phase
-    command: str
-    options: Options
-    results: Results
-    continued_in: str | None
-
-    @model_validator(mode="after")
-    def _has_what_the_phase_needs(self) -> "State":
-        for earlier in RESULTS[: PHASES.index(self.phase)]:
-            if getattr(self.results, earlier) is None:
-                raise ValueError(f"phase: {self.phase}, but there is no result of {earlier}")
-        plan = self.results.plan
-        if plan is not None and plan.pretrain_seconds > self.hours * 3600:
-            raise ValueError("results.plan.pretrain_seconds: more than all the hours")
-        name = self.continued_in
-        if name is not None:
-            if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
-                raise ValueError("continued_in: is no folder name")
-            if self.phase != "train":
-                raise ValueError("continued_in: only a road that trains goes on in another run")
-        return self
-
-
-def problem(state: Mapping[str, Any], run: Path) -> str | None:
-    """What is wrong with the state of the road in this run directory, in one line; None when it can be gone on with."""
-    try:
-        _finite(state)
-        checked = State.model_validate(state)
-    except ValidationError as error:
-        return (
-            first_problem(error)
-            .replace("results.plan.made", "results.plan", 1)
-            .replace("results.plan.skipped", "results.plan", 1)
+        A pipeline that continues in another run passes the seconds it has `spent`, its phase and its results.
+        """
+        state = cls(
+            run,
+            {
+                "schema_version": SCHEMA,
+                "hours": hours,
+                "spent_seconds": spent,
+                "phase": phase,
+                "command": command,
+                "options": options,
+                "results": dict(results or {}),
+                "continued_in": None,
+            },
         )
-    except (ValueError, RecursionError) as error:
-        return str(error)
-    for needed in ("run.json", "summary.json") if checked.phase in ("report", "done") else ():
-        if not (run / needed).is_file():
-            return f"phase: {checked.phase}, but there is no {needed}"
-    if checked.continued_in is not None:
-        other = run.absolute().parent / checked.continued_in
-        if other == run.absolute():
-            return "continued_in: is this run itself"
-        if (other / "run.json").exists() and not (other / "go.json").exists():
-            return f"continued_in: {checked.continued_in} is a run of its own"
-    return None
+        state.note()
+        return state
 
+    @classmethod
+    def open(cls, path: Path) -> "PipelineState":
+        """Open the state of an earlier process. Raises UsageError if there is none, RunError if it is damaged."""
+        if not (path / FILE).is_file():
+            begun = (entry for entry in path.rglob("*") if entry.is_file() and entry.name != f".{FILE}.tmp")
+            if path.is_dir() and not any(begun):
+                raise UsageError(
+                    f"{path}: was stopped before its first phase; delete the folder and start again"
+                )
+            raise UsageError(
+                f"{path}: has no pipeline to resume (no {FILE}); start one with: deskside go --hours H"
+            )
+        run = RunDirectory(path)
+        data = run.read_json(FILE)
+        why = problem(data, path)
+        if why is not None:
+            raise damaged(path, why)
+        return cls(run, data)
 
-def _buildable(config: Configuration) -> None:
-    try:
-        merge.build([config])
-    except UsageError as error:
-        # What follows a semicolon is a remedy for the command line.
-        raise ValueError(f"config: {str(error).partition('; ')[0]}") from None
+    # The clock
 
+    def seconds(self) -> float:
+        """Return the seconds spent so far, including this process."""
+        return self.before + time.perf_counter() - deskside.STARTED
 
-def _finite(value: Any) -> None:
-    """Raises ValueError where a number is not finite. JSON has none of them, but Python reads them."""
-    rest = [value]
-    while rest:
-        item = rest.pop()
-        if isinstance(item, float) and not abs(item) < float("inf"):
-            raise ValueError(f"{item} is no number")
-        rest.extend(item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
+    @property
+    def hours(self) -> float:
+        """The time budget."""
+        return float(self.data["hours"])
+
+    def left(self) -> float:
+        """Return the seconds left of the time budget; negative when it is exceeded."""
+        return self.hours * 3600 - self.seconds()
+
+    def tail(self) -> float:
+        """Return the seconds reserved for what follows training."""
+        return tail_seconds(self.hours)
+
+    # The phases
+
+    @property
+    def phase(self) -> Phase:
+        phase: Phase = self.data["phase"]
+        return phase
+
+    def enter(self, phase: Phase) -> None:
+        """Record the beginning of a phase."""
+        self._set(self.data, "phase", phase)
+
+    def result(self, phase: str) -> dict[str, Any]:
+        """Return the result of a phase; empty if it has not finished."""
+        return dict(self.data["results"].get(phase, {}))
+
+    def keep(self, phase: str, result: dict[str, Any]) -> None:
+        """Record the result of a phase."""
+        self._set(self.data["results"], phase, result)
+
+    @property
+    def continued_in(self) -> Path | None:
+        """The run, in the same directory, in which the pipeline continues."""
+        name = self.data.get("continued_in")
+        return None if name is None else self.run.path.parent / Path(name).name
+
+    def continue_in(self, run: RunDirectory) -> None:
+        """Continue in another run of the same directory. Only its name is kept, so both can be moved together."""
+        self._set(self.data, "continued_in", run.path.name)
+
+    def drop_target(self) -> None:
+        """Remove the target loss, so that a resumed pipeline does not stop for it again."""
+        self._set(self.data["options"], "target_loss", None)
+
+    def _set(self, where: dict[str, Any], key: str, value: Any) -> None:
+        with self._lock:  # the beat thread copies the data
+            where[key] = value
+        self.note()
+
+    def note(self) -> None:
+        """Write go.json. Raises RunError if that fails."""
+        with self._lock:
+            self.data["spent_seconds"] = round(self.seconds(), 3)
+            self.run.write_json(FILE, copy.deepcopy(self.data))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Hold the pipeline's lock and record the spent time periodically.
+
+        Raises UsageError if another process runs the pipeline.
+        """
+        with self.run.alone(".go.lock", "is running this pipeline"):
+            ended = threading.Event()
+            beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
+            beating.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                beating.join()
+                self.note()
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT):
+            # A missed beat only loses seconds. A full disk fails where the pipeline writes something it needs.
+            with contextlib.suppress(RunError):
+                self.note()

@@ -277,7 +277,7 @@ def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
     ("argv", "error"),
     [
         ([], "RUN\\|HF_DIR is missing"),
-        (["BASE"], "--data is missing"),
+        (["BASE"], "--data is required"),
         (["BASE", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (
             ["BASE", "--data", "PAIRS", "--align.loss", "ipo", "--align.label_smoothing", "0.1"],

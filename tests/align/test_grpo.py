@@ -513,7 +513,7 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["BASE"], "--data is missing"),
+        (["BASE"], "--data is required"),
         (["BASE", "--data", "Q", "--align.reward", "best"], "there is no 'best'"),
         (["BASE", "--data", "Q", "--questions", "0"], "at least 1"),
         (["BASE", "--data", "Q", "--questions", "4", "--batch.tokens", "512"], "give one of them"),

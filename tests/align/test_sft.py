@@ -393,8 +393,8 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
     "argv, reason",
     [
         ([], "RUN|HF_DIR is missing"),
-        (["runs/base"], "--data is missing"),
-        (["my.toml", "--data", "chats.jsonl"], "my.toml: deskside sft takes no file but a model"),
+        (["runs/base"], "--data is required"),
+        (["my.toml", "--data", "chats.jsonl"], "my.toml: deskside sft starts from a model"),
         (["runs/none", "--data", "chats.jsonl"], "runs/none: no such directory"),
         (["runs/base", "--data", "none.jsonl"], "no conversation that can be used (1 x missing"),
         (["runs/base", "--data", "text.txt"], "is plain text"),

@@ -15,8 +15,8 @@ import deskside
 from deskside.cli import go as go_command
 from deskside.cli.main import main
 from deskside.pipeline import phases
-from deskside.pipeline import pipeline_journal as journals
-from deskside.pipeline.pipeline_journal import PHASES, Journal
+from deskside.pipeline import pipeline_state as journals
+from deskside.pipeline.pipeline_state import PHASES, PipelineState
 from deskside.train import training_run
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
@@ -95,7 +95,7 @@ def state(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "how long may it take? give --hours"),
+        ([], "--hours is required"),
         (
             ["--hours", "two"],
             "--hours: input should be a number of hours, or a time such as 2h or 1h30m, not 'two'",
@@ -105,7 +105,7 @@ def state(run: Path) -> dict[str, Any]:
         (["--hours", "1e308"], "--hours: must be at most 1,000,000, not 1e+308"),
         (["--hours", "1e-9", "--preset", "demo", "--yes"], "--hours: 1e-09 h is too short: starting took "),
         (["--hours", "1", "--gpu-budget", "1e308"], "--gpu-budget: must be at most 1,000,000, not 1e+308"),
-        (["--hours", "1"], "what shall it learn from? give --data DIR"),
+        (["--hours", "1"], "--data DIR is required"),
         (["--hours", "1", "--preset", "124m"], "data.path: no data was given"),
         (["--hours", "1", "--preset", "125m", "--yes"], "125m: no such preset"),
         (["--hours", "1", "--data", "nowhere"], "nowhere"),
@@ -117,7 +117,7 @@ def state(run: Path) -> dict[str, Any]:
             ["--hours", "1", "--preset", "demo", "--gpu-budget", "-4"],
             "--gpu-budget: must be a number above zero",
         ),
-        (["--hours", "1", "--preset", "demo", "--gpu-budget", "4"], "--gpu-budget: there is no GPU here"),
+        (["--hours", "1", "--preset", "demo", "--gpu-budget", "4"], "--gpu-budget: this machine has no GPU"),
         (
             ["--hours", "1", "--preset", "demo", "--schedule.steps", "5"],
             "--schedule.steps: the length of the run is",
@@ -128,7 +128,7 @@ def state(run: Path) -> dict[str, Any]:
         ),
         (
             ["--hours", "1", "--preset", "demo"],
-            "nobody can be asked here, standard input is no terminal; give --yes",
+            "stdin is not a terminal",
         ),
         (
             ["--hours", "1", "--preset", "demo", "--name", "a/b", "--yes"],
@@ -136,10 +136,10 @@ def state(run: Path) -> dict[str, Any]:
         ),
         (
             ["--hours", "1", "--preset", "demo", "--adapter.rank", "8", "--optim.name", "adamw", "--yes"],
-            "adapter: deskside go pretrains a model",
+            "adapter: deskside go only pretrains",
         ),
-        (["--resume", "nowhere"], "nowhere: holds no road to go on with (no go.json)"),
-        (["--resume", "x", "--hours", "1"], "--resume takes everything from the road that is resumed"),
+        (["--resume", "nowhere"], "nowhere: has no pipeline to resume (no go.json)"),
+        (["--resume", "x", "--hours", "1"], "--resume uses the options"),
         (
             ["--hours", "1", "--preset", "demo", "--model.num_key_value_heads", "3"],
             "model.num_key_value_heads: 4 heads",
@@ -167,7 +167,7 @@ def test_a_name_that_is_taken(here: Path, data: Path, capsys: pytest.CaptureFixt
     assert line == "runs/mine exists; choose another --name"
     (here / "runs" / "mine" / "go.json").touch()
     line = refused(argv(data, "--name", "mine"), capsys)
-    assert line == "runs/mine exists; choose another --name, or go on with: deskside go --resume runs/mine"
+    assert line == "runs/mine exists; choose another --name, or continue with: deskside go --resume runs/mine"
 
 
 def test_what_fails_before_training_leaves_no_run(
@@ -212,7 +212,9 @@ def test_it_asks_once(
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     words = [word for word in argv(data) if word != "--yes"]
-    assert refused(words, capsys) == "go? [Y/n] deskside: not begun" and asked == ["?"]
+    assert refused(words, capsys) == "go? [Y/n] deskside: not confirmed; nothing was started" and asked == [
+        "?"
+    ]
     assert list((here / "runs").iterdir()) == []
 
 
@@ -227,9 +229,9 @@ def test_a_long_wait_for_the_answer_is_planned_for(
     planned: list[float] = []
     original, clock = phases.plan, virtual(monkeypatch)
 
-    def plan(wish: phases.Wish, available: float) -> Any:
+    def plan(request: phases.PipelineRequest, available: float) -> Any:
         planned.append(available)
-        return original(wish, available)
+        return original(request, available)
 
     def answer() -> str:
         clock.now += seconds
@@ -258,8 +260,8 @@ def test_a_wait_that_took_all_the_hours(
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     line = refused([word for word in argv(data) if word != "--yes"], capsys, code=1)
-    assert line.startswith("these hours are over: 60 of 60 s are spent, and 6 s are kept for ")
-    assert line.endswith("; begin again with more hours")
+    assert line.startswith("the time budget is used up: 60 of 60 s are spent, and 6 s are reserved for ")
+    assert line.endswith("; start again with more --hours")
     assert list((here / "runs").iterdir()) == []
 
 
@@ -313,7 +315,7 @@ def paused(phase: str, words: list[str], mark: str) -> None:
         Path(mark).touch()
         time.sleep(600)
 
-    setattr(go_command.Road, phase, wait)
+    setattr(go_command.Pipeline, phase, wait)
     go(words)
 
 
@@ -428,7 +430,7 @@ def test_a_stop_before_training_leaves_no_child_behind(here: Path, data: Path) -
     wait_for(lambda: mark.exists() and mark.read_text("utf-8") != "", child)
     child.kill(signal.SIGTERM)
     assert child.wait() == 143, child.text()
-    assert "stopped; go on with: deskside go --resume runs/tiny" in child.text()
+    assert "stopped; continue with: deskside go --resume runs/tiny" in child.text()
     stat = Path("/proc", mark.read_text("utf-8").strip(), "stat")
     assert (
         not stat.exists() or stat.read_text("utf-8").rsplit(")")[1].split()[0] == "Z"
@@ -445,7 +447,7 @@ def test_a_stop_by_a_signal_shows_in_the_exit_code(number: int, here: Path, data
     wait_for(lambda: len(rows(run)) >= 20, child)
     child.kill(number)
     assert child.wait() == 128 + number, child.text()
-    assert "go on with: deskside go --resume runs/tiny" in child.text()
+    assert "continue with: deskside go --resume runs/tiny" in child.text()
     again = tiny_run.call(go, ["go", "--resume", str(run)], log=here / "log")
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 
@@ -477,7 +479,7 @@ def test_a_target_out_of_reach(
     virtual(monkeypatch)
     line = refused(argv(data, "--target-loss", "0.01"), capsys, code=1)
     assert line.startswith("0.01 bits per byte is out of reach: its pilot leads to ")
-    assert line.endswith("to go on all the same: deskside go --resume runs/tiny")
+    assert line.endswith("to continue anyway: deskside go --resume runs/tiny")
     assert not (run / "summary.json").exists() and json.loads((run / "pilot.json").read_text())["decision"]
     deskside.STARTED = time.perf_counter()
     assert main(["go", "--resume", str(run)]) == 0
@@ -488,8 +490,8 @@ def two_bands(patch: pytest.MonkeyPatch) -> None:
     """A plan whose speed was wrong by far, beside a model that would be better."""
     original = phases.plan
 
-    def wrong(wish: phases.Wish, seconds: float) -> tuple[dict[str, Any], None]:
-        found, _ = original(wish, seconds)
+    def wrong(request: phases.PipelineRequest, seconds: float) -> tuple[dict[str, Any], None]:
+        found, _ = original(request, seconds)
         band = {
             "name": "target", "preset": "tiny", "params": 40000, "weights": 30000.0, "tokens": [1e9, 1e9, 1e9],
             "tokens_per_second": [1e8, 1e8, 1e8], "bpb": [1.0, 2.0, 9.0], "fits": "fits",
@@ -512,23 +514,26 @@ def two_bands(patch: pytest.MonkeyPatch) -> None:
 def test_another_band_is_trained_with_what_is_left(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new run, the same hours, and its own journal is kept: the clock in it runs, and its lock is held."""
+    """A new run, the same hours, and its own state is kept: the clock in it runs, and its lock is held."""
     two_bands(monkeypatch)
     virtual(monkeypatch)
     monkeypatch.setattr(journals, "BEAT", 0.02)
     first, second = here / "runs/tiny", here / "runs/tiny-small"
-    original, seen = go_command.Road.report, []
+    original, seen = go_command.Pipeline.report, []
 
-    def report(road: go_command.Road) -> None:
+    def report(road: go_command.Pipeline) -> None:
         time.sleep(0.2)  # some beats
         seen.append(state(second)["spent_seconds"])
-        with pytest.raises(UsageError, match="another process is on this road"), Journal.open(second).kept():
+        with (
+            pytest.raises(UsageError, match="another process is running this pipeline"),
+            PipelineState.open(second).kept(),
+        ):
             pass
-        with Journal.open(first).kept():  # which nobody is on any more
+        with PipelineState.open(first).kept():  # which nobody is on any more
             pass
         original(road)
 
-    monkeypatch.setattr(go_command.Road, "report", report)
+    monkeypatch.setattr(go_command.Pipeline, "report", report)
     assert main(argv(data, "--json")) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["run"] == "runs/tiny-small" and state(first)["continued_in"] == "tiny-small"
@@ -545,7 +550,7 @@ def test_another_band_is_trained_with_what_is_left(
 def test_a_decision_for_another_band_outlives_a_kill(
     stopped: str, here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the other run had its directory, or before it had its journal. Resumed from another folder."""
+    """Before the other run had its directory, or before it had its state. Resumed from another folder."""
     two_bands(monkeypatch)
     virtual(monkeypatch)
     first, second = here / "runs/tiny", here / "runs/tiny-small"
@@ -555,9 +560,9 @@ def test_a_decision_for_another_band_outlives_a_kill(
 
     with monkeypatch.context() as patch:
         if stopped == "before":
-            patch.setattr(go_command.Road, "_start_anew", killed)
+            patch.setattr(go_command.Pipeline, "_start_anew", killed)
         else:
-            patch.setattr(go_command, "_begun", keeping(patch, killed))
+            patch.setattr(go_command, "_started", keeping(patch, killed))
         assert main(argv(data)) == 130
     steps = len(rows(first))
     spent = state(first)["spent_seconds"]
@@ -574,13 +579,13 @@ def test_a_decision_for_another_band_outlives_a_kill(
 
 
 def keeping(patch: pytest.MonkeyPatch, killed: Callable[..., Any]) -> Callable[..., Any]:
-    """`_begun`, after which no journal can be begun."""
-    original = go_command._begun
+    """`_begun`, after which no state can be begun."""
+    original = go_command._started
 
-    def begun(*arguments: Any) -> Journal:
-        journal = original(*arguments)
-        patch.setattr(Journal, "begin", killed)
-        return journal
+    def begun(*arguments: Any) -> PipelineState:
+        state = original(*arguments)
+        patch.setattr(PipelineState, "begin", killed)
+        return state
 
     return begun
 
@@ -597,7 +602,7 @@ def test_a_target_found_out_of_reach_before_a_kill(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "drop_target", killed)
+        patch.setattr(PipelineState, "drop_target", killed)
         assert main(argv(data, "--target-loss", "0.01")) == 130
     steps = len(rows(run))
     deskside.STARTED = time.perf_counter()

@@ -10,4 +10,4 @@ __all__ = ["data", "one_thread"]
 @pytest.fixture
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time kept for the end of a run grows with the machine's load, which must not change a test."""
-    monkeypatch.setattr("deskside.pipeline.pipeline_journal.contention", lambda: 1.0)
+    monkeypatch.setattr("deskside.pipeline.pipeline_state.contention", lambda: 1.0)

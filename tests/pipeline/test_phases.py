@@ -12,7 +12,7 @@ from deskside.config import merge, presets
 from deskside.measurements.identity import Machine
 from deskside.measurements.store import Store, make_key, make_row, open_store
 from deskside.pipeline import phases
-from deskside.pipeline.phases import Wish
+from deskside.pipeline.phases import PipelineRequest
 from deskside.plan import request as planner
 from deskside.probe.grid import calibration_points
 from deskside.probe.sweep import Surveyor
@@ -62,7 +62,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return CARD
 
 
-def wish(data: Path | None, tmp_path: Path, **changes: Any) -> Wish:
+def make_request(data: Path | None, tmp_path: Path, **changes: Any) -> PipelineRequest:
     values: dict[str, Any] = {
         "hours": 2.0,
         "preset": None,
@@ -71,7 +71,7 @@ def wish(data: Path | None, tmp_path: Path, **changes: Any) -> Wish:
         "memory_gib": None,
         "probes": str(tmp_path / "probes"),
     }
-    return Wish(**{**values, **changes})
+    return PipelineRequest(**{**values, **changes})
 
 
 # Doctor
@@ -94,7 +94,7 @@ def test_doctor(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: diagnosis(trains))
     result = phases.doctor(CPU, 100.0, print)
     assert result["status"] == ("fit" if trains else "unfit")
-    told = "1 of 2 checks work; first to fix: the disk is full (free some)"
+    told = "1 of 2 checks work; fix first: the disk is full (free some)"
     assert result["reason"] == (told if trains else "no sums")
 
 
@@ -102,7 +102,7 @@ def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: pytest.fail("it was examined"))
     assert phases.doctor(CARD, 5.0, print) == {
         "status": "skipped",
-        "reason": "it takes about 20 s, and 5 s are left of what doctor and probe may take of these hours",
+        "reason": "it takes about 20 s, and 5 s of the time for doctor and probe are left",
     }
 
 
@@ -148,7 +148,7 @@ def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.M
 def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
     result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
-    assert result["status"] == "skipped" and "10 s are left" in result["reason"]
+    assert result["status"] == "skipped" and "10 s of the time" in result["reason"]
     assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].count(" 0 s are left")
     assert phases.probe(CARD, filled(tmp_path / "full", CARD), 10.0, print)["status"] == "stored"
     assert asked == []
@@ -171,7 +171,7 @@ def test_failed_points_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_plan_chooses_a_model(card: Machine, data: Path, tmp_path: Path) -> None:
-    result, whole = phases.plan(wish(data, tmp_path, given={"seed": "5"}), 6900.0)
+    result, whole = phases.plan(make_request(data, tmp_path, given={"seed": "5"}), 6900.0)
     assert whole is not None and result["status"] == "made" and whole.best is not None
     assert [band["name"] for band in result["bands"]] == [band.name for band in whole.bands]
     assert result["name"] == whole.recommended and result["weights"] == whole.best.candidate.weights
@@ -189,7 +189,9 @@ def test_the_plan_chooses_a_model(card: Machine, data: Path, tmp_path: Path) -> 
 
 
 def test_a_preset_that_fits_is_trained_as_it_is(card: Machine, data: Path, tmp_path: Path) -> None:
-    result, _ = phases.plan(wish(data, tmp_path, preset="124m", given={"optim": {"lr": "0.03"}}), 6900.0)
+    result, _ = phases.plan(
+        make_request(data, tmp_path, preset="124m", given={"optim": {"lr": "0.03"}}), 6900.0
+    )
     assert result["bands"] == [] and result["preset"] == "124m"
     own = merge.build(
         [*presets.layers("124m"), {"data": {"path": str(data), "sources": []}, "optim": {"lr": "0.03"}}]
@@ -199,37 +201,35 @@ def test_a_preset_that_fits_is_trained_as_it_is(card: Machine, data: Path, tmp_p
 
 
 def test_less_memory_than_the_card_has(card: Machine, data: Path, tmp_path: Path) -> None:
-    whole, _ = phases.plan(wish(data, tmp_path), 6900.0)
-    part, _ = phases.plan(wish(data, tmp_path, memory_gib=2.0), 6900.0)
+    whole, _ = phases.plan(make_request(data, tmp_path), 6900.0)
+    part, _ = phases.plan(make_request(data, tmp_path, memory_gib=2.0), 6900.0)
     assert part["memory_gib"][1] < 2.0 < whole["memory_gib"][1]
 
 
 def test_a_plan_that_says_no(card: Machine, data: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="the plan says no: "):
-        phases.plan(wish(data, tmp_path, preset="1.3b", memory_gib=2.0), 6900.0)
+        phases.plan(make_request(data, tmp_path, preset="1.3b", memory_gib=2.0), 6900.0)
 
 
 def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preset is trained without a plan, with the reason; without a preset there is nothing to choose from."""
     monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CPU)
-    result, whole = phases.plan(wish(data, tmp_path, preset="124m"), 6900.0)
+    result, whole = phases.plan(make_request(data, tmp_path, preset="124m"), 6900.0)
     assert whole is None and result["status"] == "skipped" and "this is the CPU" in result["reason"]
     assert merge.build([result["config"]]).data.path == str(data)
     skipped, trains = phases.lines(result)
     assert skipped.startswith("plan: skipped: Some CPU: this is the CPU")
-    assert trains.startswith(
-        "trains the preset as it is, without a plan: 125M parameters, sequence length 2048;"
-    )
+    assert trains.startswith("trains the preset without a plan: 125M parameters, sequence length 2048;")
     with pytest.raises(UsageError, match="this is the CPU"):
-        phases.plan(wish(data, tmp_path), 6900.0)
+        phases.plan(make_request(data, tmp_path), 6900.0)
 
 
 def test_a_vocabulary_that_is_too_small_for_the_data(data: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.toml"
     small.write_text('base = "demo"\n[model]\nvocab_size = 100\n', "utf-8")
-    assert phases.by_hand(wish(data, tmp_path, preset=str(small)))["model"] == {"vocab_size": 320}
-    assert "model" not in phases.by_hand(wish(data, tmp_path, preset="demo"))
-    by_hand = phases.by_hand(wish(data, tmp_path, given={"model": {"vocab_size": "512"}}))
+    assert phases.given_layer(make_request(data, tmp_path, preset=str(small)))["model"] == {"vocab_size": 320}
+    assert "model" not in phases.given_layer(make_request(data, tmp_path, preset="demo"))
+    by_hand = phases.given_layer(make_request(data, tmp_path, given={"model": {"vocab_size": "512"}}))
     assert by_hand["model"] == {"vocab_size": "512"}
 
 
@@ -239,7 +239,7 @@ def test_too_little_data_is_said_before_anything_is_trained(
     monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
     assert phases.unique_tokens(str(data)) < 100_000
     with pytest.raises(RunError, match="nothing would be learned from so few tokens"):
-        phases.plan(wish(data, tmp_path), 6900.0)
+        phases.plan(make_request(data, tmp_path), 6900.0)
 
 
 @pytest.mark.parametrize("machine", [CPU, CARD])

@@ -14,7 +14,7 @@ from deskside.budget.shape import matmul_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.rows import PackedDataset
 from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot, better_band
-from deskside.pipeline.pipeline_journal import Journal
+from deskside.pipeline.pipeline_state import PipelineState
 from deskside.run.directory import RunDirectory
 from deskside.train import training_run
 from deskside.train.loop.stop import StopSignal
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("quiet_machine")
 STEPS = 400
 
 
-def road(folder: Path, hours: float = 1.0) -> Journal:
+def road(folder: Path, hours: float = 1.0) -> PipelineState:
     deskside.STARTED = time.perf_counter()
-    return Journal.begin(RunDirectory.create(folder, "run", "run"), hours, {}, "a test")
+    return PipelineState.begin(RunDirectory.create(folder, "run", "run"), hours, {}, "a test")
 
 
 def train(
@@ -38,10 +38,10 @@ def train(
     hours: float = 1.0,
     **changes: Any,
 ) -> tuple[Pilot, training_run.RunOutcome]:
-    journal = road(folder, hours)
+    state = road(folder, hours)
     config = tiny_run.config(data, **{"schedule": {"length": f"{STEPS} steps"}, **changes})
-    pilot = Pilot(journal, config, plan or {}, target)
-    outcome = training_run.start(config, folder, None, "", "a test", watch=pilot, into=journal.run)
+    pilot = Pilot(state, config, plan or {}, target)
+    outcome = training_run.start(config, folder, None, "", "a test", watch=pilot, into=state.run)
     return pilot, outcome
 
 
@@ -128,8 +128,7 @@ def test_a_target_out_of_reach_stops_the_run(
     assert "0.01 bits per byte is out of reach: its pilot leads to" in told
     # Saved: who goes on all the same loses nothing.
     assert (
-        training_run.resume(tmp_path / "run", Pilot(pilot.journal, pilot.config, {}, None)).status
-        == "finished"
+        training_run.resume(tmp_path / "run", Pilot(pilot.state, pilot.config, {}, None)).status == "finished"
     )
 
 
@@ -148,14 +147,12 @@ def test_a_pilot_that_was_broken_off_ends_in_the_next_process(data: Path, tmp_pa
             if row["step"] == 12:
                 self.stop.requested = "enough"
 
-    journal = road(tmp_path)
+    state = road(tmp_path)
     config = tiny_run.config(data, schedule={"length": "200 steps"}, checkpoint={"every": "5 steps"})
-    first = Stopping(journal, config, {}, None)
-    assert (
-        training_run.start(config, tmp_path, None, "", "t", watch=first, into=journal.run).status == "enough"
-    )
+    first = Stopping(state, config, {}, None)
+    assert training_run.start(config, tmp_path, None, "", "t", watch=first, into=state.run).status == "enough"
     assert first.found is None and not (tmp_path / "run" / "pilot.json").exists()
-    second = Pilot(journal, config, {}, None)
+    second = Pilot(state, config, {}, None)
     assert training_run.resume(tmp_path / "run", second).status == "finished"
     assert second.found is not None and second.rows[0]["step"] == 1
     straight, _ = train(tmp_path / "straight", data, schedule={"length": "200 steps"})
@@ -168,7 +165,7 @@ def test_a_run_too_short_for_a_curve_says_nothing_about_its_loss(data: Path, tmp
     pilot, outcome = train(tmp_path, data, target=0.01, schedule={"length": "12 steps"})
     assert outcome.status == "finished" and pilot.found is not None
     assert pilot.found["bpb"] is None and pilot.found["decision"] == "go on"
-    assert pilot.told() == "its pilot was too short to say where it leads"
+    assert pilot.told() == "its pilot was too short to extrapolate the loss"
 
 
 def test_half_the_throughput_from_the_middle_on(
@@ -245,11 +242,11 @@ def test_a_band_that_may_not_fit_is_never_the_better_one() -> None:
 
 def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
     """Neither the tail nor a second set-up is training, and a plan's tokens have none of either."""
-    journal = road(tmp_path, hours=1.0)
-    pilot = Pilot(journal, tiny_run.config(data), {"pretrain_seconds": 3500.0}, None)
+    state = road(tmp_path, hours=1.0)
+    pilot = Pilot(state, tiny_run.config(data), {"pretrain_seconds": 3500.0}, None)
     deskside.STARTED -= 100.0  # setting up
     validation = PackedDataset.open(data, split="val", sequence_length=32)
-    pilot.begin(journal.run, StopSignal(), validation)
+    pilot.begin(state.run, StopSignal(), validation)
     assert pilot.setup_seconds == pytest.approx(100.0, abs=0.5)
     deskside.STARTED -= 200.0  # the first steps
     left = 3600 - 300 - (6 + 0.005 * 3600) - 100
@@ -266,12 +263,12 @@ def test_who_has_asked_for_a_stop_gets_it(data: Path, tmp_path: Path) -> None:
             self.stop.requested = "SIGTERM"
             super().end(total_steps)
 
-    journal = road(tmp_path)
+    state = road(tmp_path)
     config = tiny_run.config(data, schedule={"length": f"{STEPS} steps"})
     outcome = training_run.start(
-        config, tmp_path, None, "", "t", watch=Stopped(journal, config, {}, 0.01), into=journal.run
+        config, tmp_path, None, "", "t", watch=Stopped(state, config, {}, 0.01), into=state.run
     )
-    assert outcome.status == "SIGTERM" and Pilot(journal, config, {}, 0.01).decision == TARGET
+    assert outcome.status == "SIGTERM" and Pilot(state, config, {}, 0.01).decision == TARGET
 
 
 def test_what_a_person_chose_or_is_short_of_time_stays() -> None:

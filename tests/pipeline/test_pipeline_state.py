@@ -1,237 +1,207 @@
-"""A damaged go.json: one line, or a road that can be gone on with; never a traceback, never for ever."""
+"""The clock of hours: over processes, not while nothing runs, and a kill loses no more than a beat."""
 
-import copy
 import json
-import re
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import deskside
-from deskside.cli.main import main
-from deskside.config import merge
-from deskside.pipeline import phases
-from deskside.pipeline.pilot import Pilot, better_band
-from deskside.pipeline.pipeline_journal import Journal
+from deskside.pipeline import pipeline_state as journals
+from deskside.pipeline.pipeline_state import PHASES, PipelineState, tail_seconds
 from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
-from tests.pipeline.test_phases import card, wish
+from tests.train import tiny_run
 
-__all__ = ["card"]  # a fixture
-OTHERS: list[Any] = [None, "x", [], {}, 0, -1, float("nan"), 1e308]
-# What may be another value without being wrong: texts, what a person need not have given, reasons for people.
-FREE = (
-    "command",
-    "probes",
-    "data",
-    "preset",
-    "given",
-    "target_loss",
-    "gpu_budget",
-    "reason",
-    "source",
-    "basis",
-)
+OPTIONS: dict[str, object] = {
+    "preset": "demo",
+    "data": None,
+    "given": {},
+    "gpu_budget": None,
+    "target_loss": None,
+    "probes": "probes",
+}
 
 
-@pytest.fixture
-def good(card: Any, data: Path, tmp_path: Path) -> dict[str, Any]:
-    """The state of a road that trains what the planner chose, with another band beside it."""
-    del card
-    plan, _ = phases.plan(wish(data, tmp_path), 6900.0)
-    bands = [band for band in plan["bands"] if band["name"] == plan["name"]]
-    bands.append({**bands[0], "name": "other", "config": {}})
-    return {
-        "schema_version": 1,
-        "hours": 2.0,
-        "spent_seconds": 12.0,
-        "phase": "train",
-        "command": "a test",
-        "options": {
-            "preset": None, "data": str(data), "given": {"seed": "5"}, "gpu_budget": 4.0, "target_loss": 1.0,
-            "probes": "probes",
-        },
-        "results": {
-            "doctor": {"status": "fit", "reason": "5 of 5 checks work"},
-            "probe": {"status": "stored", "stored": 3, "measured": 0},
-            "plan": {**plan, "bands": bands, "pretrain_seconds": 6900.0},
-        },
-        "continued_in": None,
-    }  # fmt: skip
+def begun(folder: Path, hours: float = 1.0, spent: float = 0.0) -> PipelineState:
+    deskside.STARTED = time.perf_counter()
+    run = RunDirectory.create(folder, "run", "run")
+    return PipelineState.begin(run, hours, dict(OPTIONS), "a test", spent)
 
 
-def written(folder: Path, state: Any) -> Path:
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "go.json").write_text(json.dumps(state), "utf-8")
-    return folder
+def planned(state: PipelineState) -> PipelineState:
+    """The same road with what training needs."""
+    state.keep("doctor", {"status": "fit"})
+    state.keep("probe", {"status": "stored"})
+    state.keep("plan", {"status": "skipped", "reason": "a test", "pretrain_seconds": 9.0, "config": {}})
+    state.enter("train")
+    return state
 
 
-def places(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inside:
-        yield (*prefix, key)
-        yield from places(item, (*prefix, key))
+def again(folder: Path) -> PipelineState:
+    deskside.STARTED = time.perf_counter()
+    return PipelineState.open(folder / "run")
 
 
-def replaced(state: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed: Any = copy.deepcopy(state)
-    inner = changed
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    return dict(changed)
+def test_a_road_that_goes_on_has_what_was_left(tmp_path: Path) -> None:
+    first = begun(tmp_path, hours=1.0, spent=100.0)
+    deskside.STARTED -= 50.0  # this process began 50 s ago
+    first.keep("doctor", {"status": "fit"})
+    first.enter("probe")
+    assert first.left() == pytest.approx(3600 - 150, abs=0.5)
+    # Whatever lies between the two processes does not count.
+    second = again(tmp_path)
+    assert second.phase == "probe" and second.result("doctor") == {"status": "fit"}
+    assert second.result("probe") == {} and second.data["options"] == OPTIONS
+    assert second.seconds() == pytest.approx(150, abs=0.5)
+    deskside.STARTED -= 20.0
+    assert second.left() == pytest.approx(3600 - 170, abs=0.5)
 
 
-def used(journal: Journal) -> None:
-    """What a resumed road takes from its state."""
-    plan, options = journal.result("plan"), journal.state["options"]
-    config = phases.final_config(plan["config"], journal.hours * 3600)
-    pilot = Pilot(journal, config, plan, options["target_loss"])
-    assert pilot.left() >= 0 and journal.left() < 1e10 and isinstance(pilot.planned(), dict)
-    better_band(plan, 2 * plan["tokens"][1], 1.0, 10**9, 0.9)
-    phases.lines(plan)
-    assert journal.continued_in is None or journal.continued_in.name
-    if options["data"] not in (None, "x"):
-        try:
-            merge.build([phases.by_hand(wish(Path(options["data"]), Path(), given=options["given"]))])
-        except UsageError as error:  # of an option by hand, as on the command line
-            assert "seed" in str(error) or "there is no such option" in str(error)
+def wait_to_be_killed(folder: Path) -> None:
+    journals.BEAT = 0.05
+    state = begun(folder)
+    with state.kept():
+        time.sleep(60)
 
 
-def test_a_good_one(good: dict[str, Any], tmp_path: Path) -> None:
-    used(Journal.open(written(tmp_path / "run", good)))
+def test_a_kill_loses_no_more_than_a_beat(tmp_path: Path) -> None:
+    child = tiny_run.call(wait_to_be_killed, tmp_path, log=tmp_path / "log")
+    file = tmp_path / "run" / "go.json"
+    while not file.exists():
+        time.sleep(0.01)
+    began = time.monotonic()
+    time.sleep(1.0)
+    assert child.alive(), child.text()
+    child.kill(signal.SIGKILL)
+    lived = time.monotonic() - began
+    assert child.wait() == -signal.SIGKILL
+    spent = json.loads(file.read_text("utf-8"))["spent_seconds"]
+    assert lived - 0.6 < spent < lived + 0.6
 
 
-def test_every_value_in_turn(good: dict[str, Any], tmp_path: Path) -> None:
-    passed: set[tuple[Any, ...]] = set()
-    count = 0
-    for place in places(good):
-        for value in OTHERS:
-            count += 1
-            run = written(tmp_path / "run", replaced(good, place, value))
-            try:
-                journal = Journal.open(run)
-            except RunError as error:
-                assert str(error).startswith(f"{run / 'go.json'}: is damaged, or of another version (")
-                assert str(error).endswith("); restore it, or begin again") and "\n" not in str(error)
-                continue
-            passed.add((place, repr(value)))
-            used(journal)
-    assert count > 500
-    # Every number that is not finite is found, and nothing that decides may become another kind of thing.
-    assert not [place for place, value in passed if value == "nan"]
-    unread = ("probe", "reasons", "verdict")  # kept for people
-    deciding = {
-        (place, value)
-        for place, value in passed
-        if not {"config", "given", *unread} & set(place) and place[-1] not in FREE
-    }
-    plan = ("results", "plan")
-    assert deciding == {
-        (("continued_in",), "None"),
-        (("continued_in",), "'x'"),
-        (("spent_seconds",), "0"),
-        ((*plan, "bands"), "[]"),
-        ((*plan, "bands", 1, "name"), "'x'"),
-        ((*plan, "memory_gib", 0), "0"),
-        ((*plan, "bands", 0, "memory_gib", 0), "0"),
-        ((*plan, "bands", 1, "memory_gib", 0), "0"),
-    }
+def hold(folder: Path) -> None:
+    with begun(folder).kept():
+        (folder / "held").touch()
+        time.sleep(60)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    child = tiny_run.call(hold, tmp_path, log=tmp_path / "log")
+    while not (tmp_path / "held").exists():
+        assert child.alive(), child.text()
+        time.sleep(0.01)
+    with pytest.raises(UsageError, match="another process is running this pipeline"), again(tmp_path).kept():
+        pass
+    child.kill()
+    child.wait()
+    with again(tmp_path).kept():
+        pass
+
+
+def test_a_full_disk_stops_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "BEAT", 0.01)
+    state = begun(tmp_path)
+    failed: list[str] = []
+    original = state.run.write_json
+
+    def refuse(name: str, value: dict[str, object]) -> None:
+        if len(failed) < 3:
+            failed.append(name)
+            raise RunError("the disk is full")
+        original(name, value)
+
+    monkeypatch.setattr(state.run, "write_json", refuse)
+    with state.kept():
+        deadline = time.monotonic() + 10
+        while len(failed) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert again(tmp_path).seconds() > 0
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    "content",
     [
-        (lambda s: s.update(continued_in="run"), "continued_in: is this run itself"),
-        (lambda s: s.update(continued_in="../run"), "continued_in: is no folder name"),
-        (lambda s: s.update(continued_in=5), "continued_in: "),
-        (lambda s: s.update(hours=True), "hours: must be a number, not true or false"),
-        (lambda s: s.update(hours="2"), "hours: "),
-        (lambda s: s.update(hours=10**400), "more than 64 bits"),
-        (lambda s: s.update(hours=0), "hours: "),
-        (lambda s: s.update(options={}), "options.preset: "),
-        (lambda s: s.update(results={}), "phase: train, but there is no result of doctor"),
-        (lambda s: s["results"].update(plan=5), "results.plan: "),
-        (lambda s: s["results"]["plan"].update(config={"x": 1}), "config: x: there is no such option"),
-        (lambda s: s["results"]["plan"].update(name="third"), "bands: the one that is trained"),
-        (
-            lambda s: s["results"]["plan"]["tokens"].reverse(),
-            "tokens: low, expected and high are not in order",
+        "{",
+        "[]",
+        "{}",
+        json.dumps({"schema_version": 1, "hours": "two"}),
+        json.dumps(
+            {
+                "schema_version": 2,
+                "hours": 1,
+                "spent_seconds": 0,
+                "phase": "plan",
+                "options": {},
+                "results": {},
+                "command": "x",
+            }
         ),
-        (
-            lambda s: s["results"]["plan"].update(pretrain_seconds=9e9),
-            "pretrain_seconds: more than all the hours",
-        ),
-        (lambda s: s["options"].update(given="x"), "options.given: "),
-        (lambda s: s.update(phase="report"), "phase: report, but there is no run.json"),
-        (lambda s: s.update(phase="done"), "phase: done, but there is no run.json"),
-        (lambda s: s.update(phase="sleep"), "phase: "),
-        (lambda s: s.pop("continued_in"), "continued_in: field required"),
-        (lambda s: s.update(more=1), "more: "),
     ],
 )
-def test_what_is_told(
-    change: Callable[[dict[str, Any]], Any],
-    why: str,
-    good: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    change(good)
-    run = written(tmp_path / "run", good)
-    before = (run / "go.json").read_text("utf-8")
-    assert main(["go", "--resume", str(run), "--yes"]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1
-    assert f"{run / 'go.json'}: is damaged" in shown.err
-    assert why.lower() in shown.err.lower()
-    assert "--help" not in shown.err
-    assert (run / "go.json").read_text("utf-8") == before
+def test_a_damaged_journal(content: str, tmp_path: Path) -> None:
+    (tmp_path / "go.json").write_text(content, "utf-8")
+    with pytest.raises(RunError, match=r"go\.json: is damaged"):
+        PipelineState.open(tmp_path)
 
 
-def test_runs_that_lead_in_a_circle(
-    good: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(tmp_path / "a", {**good, "continued_in": "b"})
-    written(tmp_path / "b", {**good, "continued_in": "a"})
-    assert main(["go", "--resume", str(tmp_path / "a")]) == 1
-    assert (
-        "b/go.json: is damaged, or of another version (continued_in: a leads back here)"
-        in capsys.readouterr().err
-    )
+def test_what_was_stopped_before_it_began(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, "run", "run")
+    with pytest.raises(UsageError, match="delete the folder"):
+        PipelineState.open(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="no pipeline to resume"):
+        PipelineState.open(tmp_path / "run")
 
 
-def test_a_run_that_is_none_of_this_road_is_not_written_into(
-    good: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    RunDirectory.create(tmp_path, "other", "other").write_json("run.json", {})
-    assert main(["go", "--resume", str(written(tmp_path / "run", {**good, "continued_in": "other"}))]) == 1
-    assert "continued_in: other is a run of its own" in capsys.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["checkpoints", "run.json"]
+def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -> None:
+    """The beat copies the state in its own thread, which must not change meanwhile."""
+    state = begun(tmp_path)
+    keeps = [
+        threading.Thread(target=state.keep, args=("doctor", {"status": "fit"})),
+        threading.Thread(target=state.enter, args=("probe",)),
+    ]
+    with state._lock:
+        for thread in keeps:
+            thread.start()
+        time.sleep(0.1)
+        assert state.result("doctor") == {} and state.phase == "doctor"
+    for thread in keeps:
+        thread.join(10)
+    assert state.result("doctor") == {"status": "fit"} and again(tmp_path).phase == "probe"
 
 
-@pytest.mark.parametrize("phase", ["doctor", "plan", "train"])
-def test_hours_that_are_over(
-    phase: str, good: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    deskside.STARTED = time.perf_counter()
-    run = written(tmp_path / "run", {**good, "phase": phase, "spent_seconds": 1e9})
-    assert main(["go", "--resume", str(run), "--yes"]) == 1
-    line = capsys.readouterr().err
-    # What the process itself has taken by now is on top, so the last digits are not known.
-    assert (
-        re.match(r"deskside: these hours are over: 1000000\d\d\d of 7200 s are spent", line) and run.exists()
-    )
+def test_the_other_run_lies_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From wherever it is asked, and after both were moved."""
+    monkeypatch.chdir(tmp_path)
+    state = planned(begun(Path("runs")))
+    assert state.continued_in is None
+    state.continue_in(RunDirectory.create(Path("runs"), "other", "other"))
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved" / "run")
+    assert again(tmp_path / "moved").continued_in == tmp_path / "moved" / "other"
 
 
-def test_a_band_that_the_pilot_chose_is_gone(good: dict[str, Any], tmp_path: Path) -> None:
-    run = written(tmp_path / "run", replaced(good, ("results", "plan", "bands"), []))
-    decided = {"decision": "another model is better at this speed", "better": {"name": "other", "bpb": 1.0}}
-    (run / "pilot.json").write_text(json.dumps(decided), "utf-8")
-    journal = Journal.open(run)
-    plan = journal.result("plan")
-    with pytest.raises(RunError, match=r"is damaged, .*other is not there any more"):
-        _ = Pilot(journal, merge.build([plan["config"]]), plan, None).chosen
+def test_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"no go\.json"):
+        PipelineState.open(tmp_path)
+
+
+def test_phases_are_in_order_and_the_file_is_whole_at_any_moment(tmp_path: Path) -> None:
+    state = begun(tmp_path)
+    for phase in PHASES:
+        state.enter(phase)
+        assert json.loads((tmp_path / "run" / "go.json").read_text("utf-8"))["phase"] == phase
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+
+
+def test_a_busy_machine_keeps_more_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    for load, factor in ((0.1, 1.0), (2.5, 2.5), (50.0, 4.0)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load * cores, 0.0, 0.0))
+        assert tail_seconds(0.05) == pytest.approx(6.0 * factor + 0.9)

@@ -1,0 +1,210 @@
+"""Schema of go.json, checked before a pipeline is resumed.
+
+The file may have been edited, truncated or written by another version. It is validated once, when it is opened: types
+and numbers, the results that the current phase needs, the planned configuration, and the files of the run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from deskside.config import merge
+from deskside.config.base import Part, first_problem
+from deskside.utils.errors import UsageError
+
+SCHEMA = 1
+MAX_HOURS, MAX_GIB = 1e6, 1e6  # a century; more than any GPU has
+Phase = Literal["doctor", "probe", "plan", "train", "report", "done"]
+PHASES: tuple[Phase, ...] = ("doctor", "probe", "plan", "train", "report", "done")
+RESULTS = PHASES[: PHASES.index("train")]  # the phases whose results are kept
+
+Hours = Annotated[float, Field(gt=0, le=MAX_HOURS)]
+Count = Annotated[float, Field(gt=0, le=1e18)]
+Bits = Annotated[float, Field(gt=0, le=1e3)]
+Gib = Annotated[float, Field(ge=0, le=MAX_GIB)]
+Three = Field(min_length=3, max_length=3)  # low, expected, high
+Fits = Literal["fits", "tight", "no"]
+Configuration = dict[str, Any]
+
+
+class Strict(Part):
+    """A model that does not convert text to numbers."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class GoOptionsRecord(Strict):
+    """The options of `deskside go`. Configuration options in `given` are validated by the plan."""
+
+    preset: str | None
+    data: str | None
+    given: dict[str, Any]
+    gpu_budget: Annotated[float, Field(gt=0, le=MAX_GIB)] | None
+    target_loss: Annotated[float, Field(gt=0)] | None
+    probes: str
+    directory: str | None = None  # the working directory; not in older files
+
+    @model_validator(mode="after")
+    def _something_to_train(self) -> "GoOptionsRecord":
+        if self.preset is None and self.data is None:
+            raise ValueError("names neither a preset nor data")
+        try:
+            merge.merge([self.given])
+        except UsageError as error:
+            raise ValueError(f"given: {str(error).partition('; ')[0]}") from None
+        return self
+
+
+class PhaseResult(Strict):
+    """Result of a phase; further keys are allowed."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class DoctorResult(PhaseResult):
+    status: Literal["fit", "unfit", "skipped"]
+
+
+class ProbeResult(PhaseResult):
+    status: Literal["measured", "stored", "nothing", "skipped"]
+
+
+class BandRecord(PhaseResult):
+    """A model with the predictions that the pilot compares."""
+
+    name: str
+    preset: str
+    params: Annotated[int, Field(gt=0, le=10**15)]
+    weights: Count
+    tokens: Annotated[list[Count], Three]
+    tokens_per_second: Annotated[list[Count], Three]
+    bpb: Annotated[list[Bits], Three]
+    fits: Fits
+    config: Configuration
+    memory_gib: Annotated[list[Gib], Three] = Field(
+        default_factory=lambda: [0.0] * 3
+    )  # a CPU's is not modelled
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "BandRecord":
+        for name in ("tokens", "tokens_per_second", "bpb", "memory_gib"):
+            if getattr(self, name) != sorted(getattr(self, name)):
+                raise ValueError(f"{name}: low, expected and high are not in order")
+        _buildable(self.config)
+        return self
+
+
+class MadePlan(BandRecord):
+    status: Literal["made"]
+    pretrain_seconds: Annotated[float, Field(gt=0)]
+    reasons: list[str]
+    source: str
+    bands: list[BandRecord]
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> "MadePlan":
+        names = [band.name for band in self.bands]
+        if len(set(names)) < len(names) or (names and self.name not in names):
+            raise ValueError("bands: the trained band must be listed once")
+        return self
+
+
+class SkippedPlan(PhaseResult):
+    status: Literal["skipped"]
+    reason: str
+    pretrain_seconds: Annotated[float, Field(gt=0)]
+    config: Configuration
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "SkippedPlan":
+        _buildable(self.config)
+        return self
+
+
+class PhaseResults(Strict):
+    """Results of the finished phases."""
+
+    doctor: DoctorResult | None = None
+    probe: ProbeResult | None = None
+    plan: Annotated[MadePlan | SkippedPlan, Field(discriminator="status")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_null(cls, data: object) -> object:
+        if isinstance(data, Mapping) and None in data.values():
+            raise ValueError("a result is null")
+        return data
+
+
+class GoFile(Strict):
+    """The content of go.json."""
+
+    schema_version: Annotated[int, Field(ge=SCHEMA, le=SCHEMA)]
+    hours: Hours
+    spent_seconds: Annotated[float, Field(ge=0, le=1e12)]
+    phase: Phase
+    command: str
+    options: GoOptionsRecord
+    results: PhaseResults
+    continued_in: str | None
+
+    @model_validator(mode="after")
+    def _has_what_the_phase_needs(self) -> "GoFile":
+        for earlier in RESULTS[: PHASES.index(self.phase)]:
+            if getattr(self.results, earlier) is None:
+                raise ValueError(f"phase: {self.phase}, but there is no result of {earlier}")
+        plan = self.results.plan
+        if plan is not None and plan.pretrain_seconds > self.hours * 3600:
+            raise ValueError("results.plan.pretrain_seconds: longer than the time budget")
+        name = self.continued_in
+        if name is not None:
+            if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
+                raise ValueError("continued_in: is not a folder name")
+            if self.phase != "train":
+                raise ValueError("continued_in: only the train phase continues in another run")
+        return self
+
+
+def problem(state: Mapping[str, Any], run: Path) -> str | None:
+    """Return what is wrong with the state of a pipeline in this run directory, in one line; None if it is valid."""
+    try:
+        _finite(state)
+        checked = GoFile.model_validate(state)
+    except ValidationError as error:
+        return (
+            first_problem(error)
+            .replace("results.plan.made", "results.plan", 1)
+            .replace("results.plan.skipped", "results.plan", 1)
+        )
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    for needed in ("run.json", "summary.json") if checked.phase in ("report", "done") else ():
+        if not (run / needed).is_file():
+            return f"phase: {checked.phase}, but there is no {needed}"
+    if checked.continued_in is not None:
+        other = run.absolute().parent / checked.continued_in
+        if other == run.absolute():
+            return "continued_in: is this run itself"
+        if (other / "run.json").exists() and not (other / "go.json").exists():
+            return f"continued_in: {checked.continued_in} is a run of its own"
+    return None
+
+
+def _buildable(config: Configuration) -> None:
+    try:
+        merge.build([config])
+    except UsageError as error:
+        # The part after the semicolon is a remedy for the command line.
+        raise ValueError(f"config: {str(error).partition('; ')[0]}") from None
+
+
+def _finite(value: Any) -> None:
+    """Raise ValueError for a number that is not finite. JSON forbids them, but Python's reader accepts them."""
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, float) and not abs(item) < float("inf"):
+            raise ValueError(f"{item} is not a finite number")
+        rest.extend(item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
