@@ -16,6 +16,7 @@
 Copies of the weights are made once per optimiser step and stay until the next (`precision.weight_cache`).
 """
 
+from functools import cache
 from typing import Literal
 
 Precision = Literal[
@@ -47,8 +48,9 @@ NVFP4_WORK: dict[Precision, float] = {
 SAVED_BF16, SAVED_FP8 = 2.0, 1.0  # bytes per value that a weight gradient needs again
 
 
+@cache
 def kinds(precision: Precision) -> tuple[Kind, Kind]:
-    """Of the forward's product, and of the backward's two."""
+    """Return the formats of the forward's product and of the backward's two."""
     if precision == "fp8-nvfp4":
         return "fp8", "nvfp4"
     for kind in ("fp32", "bf16", "fp8", "nvfp4"):

@@ -31,8 +31,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from deskside.budget.terms import exp, named
 
 REPEATS, EXCESS = 1.3, 40.0  # R_D and R_N, fitted to our own runs
@@ -211,6 +209,8 @@ def fit_curve(
 
     Raises ValueError for fewer than `FEWEST` steps or for tokens beyond the end.
     """
+    import numpy as np  # a plan needs no pilot, and numpy takes a fifth of a plan's time to import
+
     t, y = np.asarray(tokens, dtype=float), np.asarray(bpb, dtype=float)
     good = np.isfinite(t) & np.isfinite(y) & (t > 0)
     t, y = t[good], y[good]

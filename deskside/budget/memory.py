@@ -100,7 +100,9 @@ class Memory:
 
 def training_memory(shape: Shape, spec: StepSpec) -> Memory:
     """Return the modelled peak of one optimizer step on one GPU."""
-    return max(instants(shape, spec).values(), key=lambda memory: memory.allocated)
+    found = _instants(Sizes(shape, spec))
+    peak = max(found, key=lambda name: sum(map(int, found[name].values())))
+    return Memory({item: int(size) for item, size in found[peak].items()}, peak)
 
 
 def instants(shape: Shape, spec: StepSpec) -> dict[str, Memory]:

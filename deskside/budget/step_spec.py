@@ -1,7 +1,7 @@
-"""What one optimiser step does, apart from the model's shape: everything that its memory and its time depend on."""
+"""Specification of one optimizer step, apart from the model's shape: everything that its memory and time depend on."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from deskside.budget.formats import ALL_NATIVE, LowKind, Precision
 
@@ -13,37 +13,36 @@ StateFormat = Literal["float32", "bfloat16", "8bit"]
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What trains beside frozen weights: rank of the adapters, the projections that have one, format of the weights."""
+    """Adapters that train beside frozen weights: their rank, the projections that have one, the weights' format."""
 
     rank: int
     targets: tuple[str, ...]
     base: Literal["bf16", "int8", "nf4"]
 
 
-@dataclass(frozen=True)
-class StepSpec:
-    """One optimiser step. Raises ValueError for sizes that do not divide.
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of a step that do not depend on its batch.
 
-    tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; sharded: weights, gradients and
-    optimizer states are spread over the GPUs (FSDP), else every GPU holds them; loss_chunk_tokens: tokens whose logits
-    exist at one time; native: formats below 16 bits that the tensor cores run, the others are emulated; kept_blocks:
-    that stay in BF16 when precision is quantised; kept_weights: share of the other blocks' weights that does so
-    too, where single projections are kept (what they read and write goes by their weights); fp8_head: the head's
-    products are in FP8; copies: how long BF16 copies of weights are kept, "pass": from forward to backward
-    (autograd), "step": from pass to pass (the cache, as formats below 16 bits always have it), "use": not at all;
-    states: format of the optimizer states; offload_optimizer: they lie on the host and are streamed through the GPU
-    at each step; adapter: only adapters train, beside weights that are frozen.
+    Attributes:
+        sharded: Weights, gradients and optimizer states are spread over the GPUs (FSDP). Otherwise each GPU holds all.
+        native: Formats below 16 bits that the tensor cores run. The others are emulated.
+        kept_weights: Share of a quantized block's weights that stays in BF16, where single projections are kept.
+        fp8_head: The output head's products are in FP8.
+        copies: How long BF16 copies of weights are kept. "pass": from forward to backward, by autograd; "step": until
+            the weights change, by the cache (formats below 16 bits always have it); "use": not at all.
+        compiled: torch.compile runs on blocks that are not fused.
+        loss_chunk_tokens: Tokens whose logits exist at one time.
+        states: Format of the optimizer states.
+        offload_optimizer: Optimizer states are in host memory and are streamed through the GPU at each step.
+        adapter: Only these adapters train; the weights are frozen.
     """
 
-    sequence_length: int
-    tokens: int
-    micro_tokens: int
     gpus: int = 1
     sharded: bool = False
     optimizer: OptimizerName = "muon"
     precision: Precision = "bf16"
     native: frozenset[LowKind] = ALL_NATIVE
-    kept_blocks: int = 0
     kept_weights: float = 0.0
     fp8_head: bool = False
     copies: CopiesKept = "pass"
@@ -53,6 +52,27 @@ class StepSpec:
     states: StateFormat = "float32"
     offload_optimizer: bool = False
     adapter: AdapterSpec | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields of this class, by name."""
+        return {name: getattr(self, name) for name in OPTION_NAMES}
+
+
+OPTION_NAMES = tuple(field.name for field in fields(StepOptions))
+
+
+@dataclass(frozen=True)
+class StepSpec(StepOptions):
+    """One optimizer step. Raises ValueError for sizes that do not divide.
+
+    tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; kept_blocks: blocks that stay in
+    BF16 when the precision is quantized.
+    """
+
+    sequence_length: int
+    tokens: int
+    micro_tokens: int
+    kept_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "tokens", "micro_tokens", "gpus", "loss_chunk_tokens"):
@@ -68,20 +88,15 @@ class StepSpec:
             )
 
     def quantized_share(self, layers: int) -> float:
-        """Of the weights of all blocks, those that are not kept in BF16 when precision is quantised."""
+        """Return the share of the blocks' weights that is quantized if the precision is."""
         return (1 - self.kept_blocks / layers) * (1 - self.kept_weights)
 
     @property
     def fused(self) -> bool:
-        """Whether the hand-written halves compute the blocks: they alone convert weights for themselves."""
+        """Whether fused sublayers compute the blocks. Only they convert weights themselves."""
         return self.copies != "pass"
 
     @property
-    def rows(self) -> int:
-        """Rows of one forward pass on one GPU."""
-        return self.micro_tokens // self.sequence_length
-
-    @property
     def accumulation(self) -> int:
-        """Forward and backward passes per optimiser step on one GPU."""
+        """Forward and backward passes per optimizer step on one GPU."""
         return self.tokens // (self.micro_tokens * self.gpus)

@@ -22,7 +22,11 @@ class Part(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), validate_default=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
     @model_validator(mode="before")

@@ -15,8 +15,8 @@ from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
 
 
-class StepOptions(TypedDict):
-    """Fields of `StepSpec` that no number format changes."""
+class ConfiguredOptions(TypedDict):
+    """Fields of `budget.step_spec.StepOptions` that do not depend on the precision."""
 
     optimizer: OptimizerName
     states: StateFormat
@@ -27,7 +27,7 @@ class StepOptions(TypedDict):
 
 
 class FormatOptions(TypedDict):
-    """Fields of `StepSpec` that the number formats decide, but for the blocks that stay in BF16."""
+    """Fields of `budget.step_spec.StepOptions` that depend on the precision."""
 
     precision: Precision
     native: frozenset[LowKind]
@@ -36,8 +36,8 @@ class FormatOptions(TypedDict):
     copies: CopiesKept
 
 
-def step_options(config: RunConfig) -> StepOptions:
-    """The same whatever the precision."""
+def step_options(config: RunConfig) -> ConfiguredOptions:
+    """Return the options that do not depend on the precision."""
     return {
         "optimizer": config.optim.name,
         "states": config.optim.states,
@@ -49,7 +49,7 @@ def step_options(config: RunConfig) -> StepOptions:
 
 
 def adapter_spec(config: RunConfig) -> AdapterSpec | None:
-    """What adapters ask of a step: experts have none, and without a gate there is no gate_proj."""
+    """Return the adapters of a step. Experts have none, and an MLP without a gate has no gate_proj."""
     if config.adapter is None:
         return None
     there = {name for weight in projections(config.model) for name in weight}
@@ -60,15 +60,18 @@ def adapter_spec(config: RunConfig) -> AdapterSpec | None:
 
 
 def recipe_of(config: RunConfig, precision: Precision) -> Recipe:
-    """The recipe of this name with the configuration's own options of it."""
+    """Return the recipe of this name with the configuration's options for it."""
     return config.precision.model_copy(update={"name": precision}).recipe()
 
 
 def format_options(
     config: RunConfig, precision: Precision, native: Collection[LowKind], fused: bool
 ) -> FormatOptions:
-    """native: formats that the card's tensor cores run. fused: the hand-written halves compute the blocks; they are
-    what keeps converted weights from pass to pass."""
+    """Return the options that depend on the precision.
+
+    native: formats that the card's tensor cores run; fused: fused sublayers compute the blocks. Only they keep
+    converted weights from pass to pass.
+    """
     asked = config.precision
     return {
         "precision": precision,
@@ -80,7 +83,7 @@ def format_options(
 
 
 def kept_weights(config: RunConfig, precision: Precision) -> float:
-    """The share of a quantised block's weights that `precision.keep` leaves in BF16."""
+    """Return the share of a quantized block's weights that `precision.keep` leaves in BF16."""
     if not config.precision.keep or not recipe_of(config, precision).quantized:
         return 0.0
     sizes = projections(config.model)
@@ -89,6 +92,6 @@ def kept_weights(config: RunConfig, precision: Precision) -> float:
 
 
 def kept_shares(config: RunConfig, precision: Precision) -> tuple[float, float]:
-    """The shares of the blocks, front and back, that stay in BF16 in a quantised recipe."""
+    """Return the shares of the blocks, front and back, that stay in BF16 in a quantized recipe."""
     recipe = recipe_of(config, precision)
     return (recipe.keep_first, recipe.keep_last) if recipe.quantized else (0.0, 0.0)

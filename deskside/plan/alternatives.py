@@ -12,7 +12,7 @@ from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.plan.candidates import Candidate
 from deskside.plan.estimate import Estimate, estimate, fitted, in_precision, options
-from deskside.plan.fp8 import gain
+from deskside.plan.published import fp8_gain
 from deskside.plan.request import Request
 from deskside.utils.errors import UsageError
 
@@ -31,12 +31,8 @@ def offers(request: Request, chosen: Candidate) -> list[dict[str, Any]]:
         config = merge.build(layers)
     except UsageError:  # sizes that do not divide, a sharded run: FP8 is not to be had here
         return []
-    faster = estimate(
-        fitted(
-            in_precision(setting, config, OFFERED, request.card.native),
-            request.calibration,
-            request.card.memory_bytes,
-        ),
+    faster = fitted(
+        in_precision(setting, config, OFFERED, request.card.native),
         request.calibration,
         request.card.memory_bytes,
     )
@@ -45,7 +41,7 @@ def offers(request: Request, chosen: Candidate) -> list[dict[str, Any]]:
     speed, source = (modelled, "modelled") if seen is None else (seen.speed, seen.source)
     if speed < WORTH_OFFERING or faster.fits == "no":
         return []
-    published = gain(request.card.gpu, num_params(setting.model)) if request.card.gpu else None
+    published = fp8_gain(request.card.gpu, num_params(setting.model)) if request.card.gpu else None
     beside = "" if published is None else f"; {published.source}: {published.speed:.2f} times"
     return [
         {

@@ -29,7 +29,6 @@ from deskside.plan.estimate import (
     Setting,
     StageSetting,
     check_shared,
-    estimate,
     fitted,
     of_config,
     pass_sizes,
@@ -110,8 +109,12 @@ def shapes(request: Request) -> list[Shape]:
         if request.overrides:
             layers = [*layers, dict(request.overrides)]
         try:
-            layers = [*layers, longer(request.sequence, merge.build(layers), own)]
-            found.append(Shape(preset, tuple(layers), merge.build(layers)))
+            config = merge.build(layers)
+            layer = longer(request.sequence, config, own)
+            layers = [*layers, layer]
+            if layer != {"batch": {"sequence_length": config.batch.sequence_length}}:
+                config = merge.build(layers)
+            found.append(Shape(preset, tuple(layers), config))
         except UsageError as error:
             refused = error
     if refused is not None and not found:
@@ -284,11 +287,7 @@ def fastest(request: Request, base: Setting, free: bool = True) -> Estimate:
     ways = _ladder(request, base) if free else [base]
     best: Estimate | None = None
     for way in ways:
-        found = estimate(
-            fitted(way, request.calibration, request.card.memory_bytes),
-            request.calibration,
-            request.card.memory_bytes,
-        )
+        found = fitted(way, request.calibration, request.card.memory_bytes)
         if best is None or _rank(found) < _rank(best):
             best = found
         enough = min(ENOUGH_PASS_TOKENS, pass_sizes(way)[0])
@@ -316,7 +315,7 @@ def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
             )
             way = replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
             yield way
-        if way.droppable and "weight_cache" not in request.overrides.get("precision", {}):
+        if way.has_optional_cache and "weight_cache" not in request.overrides.get("precision", {}):
             yield replace(way, copies="use")
 
 

@@ -14,7 +14,7 @@ from deskside.budget.formats import LowKind, Precision, quantized
 from deskside.budget.step_spec import StateFormat
 from deskside.config import merge
 from deskside.plan.candidates import LADDER, fastest
-from deskside.plan.estimate import Estimate, Setting, StageSetting, estimate, fitted, in_precision, pass_sizes
+from deskside.plan.estimate import Estimate, Setting, StageSetting, fitted, in_precision, pass_sizes
 from deskside.plan.request import Given, Request
 from deskside.utils.errors import UsageError
 
@@ -59,10 +59,9 @@ def least(request: Request, setting: Setting) -> Estimate:
         loss_chunk_tokens=min(chunk, setting.loss_chunk_tokens),
         sharded=setting.sharded or (setting.gpus > 1 and setting.shardable),
     )
-    if lean.droppable:
+    if lean.has_optional_cache:
         lean = replace(lean, copies="use")
-    capacity = request.card.memory_bytes
-    return estimate(fitted(lean, request.calibration, capacity), request.calibration, capacity)
+    return fitted(lean, request.calibration, request.card.memory_bytes)
 
 
 def leanest(request: Request, start: Setting, same_task: bool = False) -> Estimate:

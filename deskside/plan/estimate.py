@@ -7,22 +7,14 @@ measurement on this card, wide without one.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from deskside.budget.formats import LowKind, emulated, quantized
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
-from deskside.budget.step_spec import (
-    AdapterSpec,
-    Checkpointing,
-    CopiesKept,
-    OptimizerName,
-    Precision,
-    StateFormat,
-    StepSpec,
-)
+from deskside.budget.step_spec import Precision, StepOptions, StepSpec
 from deskside.config import recipes
 from deskside.config.fused_coverage import covers_model
 from deskside.config.model import ModelConfig
@@ -59,33 +51,19 @@ class StageSetting:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A model, and how one optimiser step of it is done. micro_tokens: of one pass on one GPU; native: formats below 16
-    bits that the card's tensor cores run; kept: shares of the blocks, front and back, that stay in BF16; kept_weights,
-    copies: as in `budget/step_spec.py`."""
+class Setting(StepOptions):
+    """A model, and how a run trains it. micro_tokens: of one pass on one GPU; kept: shares of the blocks, front and
+    back, that stay in BF16."""
 
     model: ModelConfig
     stages: tuple[StageSetting, ...]
     micro_tokens: int
-    gpus: int = 1
-    sharded: bool = False
-    optimizer: OptimizerName = "muon"
-    precision: Precision = "bf16"
-    native: frozenset[LowKind] = frozenset()
     kept: tuple[float, float] = (0.0, 0.0)
-    kept_weights: float = 0.0
-    fp8_head: bool = False
-    copies: CopiesKept = "pass"
-    activation_checkpointing: Checkpointing = "none"
-    compiled: bool = True
-    loss_chunk_tokens: int = 8192
-    states: StateFormat = "float32"
-    offload_optimizer: bool = False
-    adapter: AdapterSpec | None = None
+    native: frozenset[LowKind] = field(default=frozenset(), kw_only=True)
 
     @property
     def sequence_length(self) -> int:
-        """Of the longest stage."""
+        """Tokens per row of the longest stage."""
         return max(stage.sequence_length for stage in self.stages)
 
     @property
@@ -94,24 +72,24 @@ class Setting:
         return emulated(self.precision, self.native) or (self.fp8_head and "fp8" not in self.native)
 
     @property
-    def droppable(self) -> bool:
-        """Whether BF16 copies of the weights are kept that need not be."""
+    def has_optional_cache(self) -> bool:
+        """Whether BF16 copies of the weights are cached that could be converted at each use instead."""
         return self.copies == "step" and self.precision == "bf16" and not self.sharded
 
     @property
     def shardable(self) -> bool:
-        """Whether training takes it sharded over several GPUs."""
+        """Whether training can shard this setting over several GPUs."""
         light = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
         return not quantized(self.precision) and not light
 
     @property
     def tokens_per_step(self) -> float:
-        """The mean over the run."""
+        """Tokens per step, averaged over the run."""
         return sum(stage.share * stage.tokens for stage in self.stages)
 
     @property
     def flops_per_token(self) -> float:
-        """The mean over the run's tokens."""
+        """FLOPs per token, averaged over the run's tokens."""
         flops = sum(
             stage.share * stage.tokens * flops_per_token(shape, stage.sequence_length)
             for stage, shape, _ in self.step_specs()
@@ -119,40 +97,30 @@ class Setting:
         return flops / self.tokens_per_step
 
     def step_specs(self) -> Iterator[tuple[StageSetting, ModelConfig, StepSpec]]:
-        """Every stage with the shape it trains (its window set) and its optimiser step."""
+        """Yield every stage with the model it trains (its window set) and its optimizer step."""
         for stage in self.stages:
-            shape = self.model
-            if stage.window is not None:
-                shape = shape.model_copy(update={"sliding_window": stage.window})
-            rows = max(1, self.micro_tokens // stage.sequence_length)
-            per_gpu = stage.tokens // (stage.sequence_length * self.gpus)
-            while per_gpu % rows:
-                rows -= 1
-            layers = shape.num_hidden_layers
-            yield (
-                stage,
-                shape,
-                StepSpec(
-                    sequence_length=stage.sequence_length,
-                    tokens=stage.tokens,
-                    micro_tokens=rows * stage.sequence_length,
-                    gpus=self.gpus,
-                    sharded=self.sharded,
-                    optimizer=self.optimizer,
-                    precision=self.precision,
-                    native=self.native,
-                    kept_blocks=min(layers, sum(recipes.kept_blocks(share, layers) for share in self.kept)),
-                    kept_weights=self.kept_weights,
-                    fp8_head=self.fp8_head,
-                    copies="use" if self.sharded and self.copies == "step" else self.copies,
-                    activation_checkpointing=self.activation_checkpointing,
-                    compiled=self.compiled,
-                    loss_chunk_tokens=self.loss_chunk_tokens,
-                    states=self.states,
-                    offload_optimizer=self.offload_optimizer,
-                    adapter=self.adapter,
-                ),
-            )
+            yield stage, *self.step_spec(stage)
+
+    def step_spec(self, stage: StageSetting) -> tuple[ModelConfig, StepSpec]:
+        """Return the model and the optimizer step of one stage."""
+        shape = self.model
+        if stage.window is not None:
+            shape = shape.model_copy(update={"sliding_window": stage.window})
+        rows = max(1, self.micro_tokens // stage.sequence_length)
+        per_gpu = stage.tokens // (stage.sequence_length * self.gpus)
+        while per_gpu % rows:
+            rows -= 1
+        layers = shape.num_hidden_layers
+        options = self.options()
+        if self.sharded and self.copies == "step":  # gathered weights do not outlast a pass
+            options["copies"] = "use"
+        return shape, StepSpec(
+            sequence_length=stage.sequence_length,
+            tokens=stage.tokens,
+            micro_tokens=rows * stage.sequence_length,
+            kept_blocks=min(layers, sum(recipes.kept_blocks(share, layers) for share in self.kept)),
+            **options,
+        )
 
 
 @dataclass(frozen=True)
@@ -198,13 +166,15 @@ class Estimate:
     @property
     def accumulation(self) -> int:
         """Passes per step of the last stage."""
-        *_, (_, _, spec) = self.setting.step_specs()
-        return spec.accumulation
+        return self.setting.step_spec(self.setting.stages[-1])[1].accumulation
 
 
-def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estimate:
-    """Memory and speed of a setting. capacity: bytes that the card has for programs."""
-    memory = peak_memory(setting)
+def estimate(
+    setting: Setting, calibration: Calibration, capacity: int, memory: Memory | None = None
+) -> Estimate:
+    """Return the memory and speed of a setting. capacity: bytes that the card has for programs; memory: the peak, if
+    it is known already."""
+    memory = memory or peak_memory(setting)
     step = setting_seconds(setting, calibration.rates)
     speed = setting.tokens_per_step / sum(step.values())
     spread = speed_spread(setting, step, calibration)
@@ -219,6 +189,31 @@ def estimate(setting: Setting, calibration: Calibration, capacity: int) -> Estim
     )
 
 
+def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Estimate:
+    """Return the estimate of a setting with the most tokens per pass, up to its own micro_tokens, that fit.
+
+    If no pass fits at the high end of the memory range, the largest that is expected to fit is taken; if none is, a
+    single row.
+    """
+    sizes = [n for n in pass_sizes(setting) if n <= setting.micro_tokens] or pass_sizes(setting)[-1:]
+    chosen: tuple[Setting, Memory | None] | None = None
+    for size in sizes:
+        tried = replace(setting, micro_tokens=size)
+        memory = training_memory(*tried.step_spec(tried.stages[-1]))
+        # The last stage has the longest rows and usually decides. The others are only computed if it fits.
+        if memory_range(memory, calibration)[1] > capacity:
+            continue
+        memory = peak_memory(tried, last=memory)
+        _, expected, high = memory_range(memory, calibration)
+        if high <= capacity:
+            chosen = tried, memory
+            break
+        if chosen is None and expected <= capacity:
+            chosen = tried, memory
+    tried, known = chosen or (replace(setting, micro_tokens=sizes[-1]), None)
+    return estimate(tried, calibration, capacity, known)
+
+
 def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
     """Return the seconds of a mean step by item (`budget.speed.ITEMS`), over all stages."""
     step: dict[str, float] = {}
@@ -229,9 +224,11 @@ def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
 
 
 def speed_spread(setting: Setting, step: dict[str, float], calibration: Calibration) -> float:
-    """Half-width of the range of tokens/s, as a share. What is known of one GPU says nothing of the link between
-    several, nor of the host: their times may be off by half, which adds to the calibration's spread as independent
-    errors."""
+    """Return the half-width of the range of tokens/s, as a share.
+
+    A calibration of one GPU says nothing about the link between several or about the host. Their times may be off by
+    half, which adds to the calibration's spread as independent errors.
+    """
     spread = calibration.speed_spread
     if share := host_share(step, calibration):
         spread = math.hypot(spread, HOST_SPREAD[calibration.host_measured] * share)
@@ -253,16 +250,14 @@ def peak_stage(setting: Setting) -> tuple[ModelConfig, StepSpec]:
     return max(stages, key=lambda stage: training_memory(*stage).reserved)
 
 
-def peak_memory(setting: Setting) -> Memory:
-    """Return the memory of the stage that needs the most."""
-    return max(
-        (training_memory(shape, spec) for _, shape, spec in setting.step_specs()),
-        key=lambda memory: memory.reserved,
-    )
+def peak_memory(setting: Setting, last: Memory | None = None) -> Memory:
+    """Return the memory of the stage that needs the most. last: that of the last stage, if it is known already."""
+    found = [training_memory(*setting.step_spec(stage)) for stage in setting.stages[: -1 if last else None]]
+    return max([*found, last] if last else found, key=lambda memory: memory.reserved)
 
 
 def memory_range(memory: Memory, calibration: Calibration) -> Range:
-    """(low, expected, high) bytes in the card's memory: what the allocator reserves, and the context beside it."""
+    """Return (low, expected, high) bytes in the card's memory: the allocator's reserve and the CUDA context."""
     spread, beside = calibration.memory_spread, calibration.overhead_bytes
     return (
         memory.reserved * (1 - spread) + beside,
@@ -272,7 +267,7 @@ def memory_range(memory: Memory, calibration: Calibration) -> Range:
 
 
 def pass_sizes(setting: Setting) -> list[int]:
-    """Tokens per pass that divide every stage's step evenly, the most first, each at most half of the one before."""
+    """Return tokens per pass that divide every stage's step evenly, descending, each at most half of the one before."""
     longest = setting.sequence_length
     rows = math.gcd(*(stage.tokens // (longest * setting.gpus) for stage in setting.stages))
     small = [n for n in range(1, math.isqrt(max(1, rows)) + 1) if rows % n == 0]
@@ -284,32 +279,13 @@ def pass_sizes(setting: Setting) -> list[int]:
     return [n * longest for n in chosen]
 
 
-def widest(setting: Setting) -> Setting:
-    """The setting with each GPU's share of a step in one pass: what `fitted` starts from when nobody chose."""
+def with_largest_pass(setting: Setting) -> Setting:
+    """Return the setting with each GPU's share of a step in one pass, from which `fitted` starts."""
     return replace(setting, micro_tokens=pass_sizes(setting)[0])
 
 
-def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Setting:
-    """The setting with the most tokens per pass, up to its own micro_tokens, that fit at the high end of the range; if
-    none do, the most that are expected to fit; if none do either, a single row."""
-    sizes = [n for n in pass_sizes(setting) if n <= setting.micro_tokens] or pass_sizes(setting)[-1:]
-    tight = None
-    for size in sizes:
-        tried = replace(setting, micro_tokens=size)
-        *_, (_, shape, spec) = tried.step_specs()
-        # Most that does not fit is seen at the last stage already; only what is left is looked at in all of them.
-        if memory_range(training_memory(shape, spec), calibration)[1] > capacity:
-            continue
-        _, expected, high = memory_range(peak_memory(tried), calibration)
-        if high <= capacity:
-            return tried
-        if tight is None and expected <= capacity:
-            tight = tried
-    return tight or replace(setting, micro_tokens=sizes[-1])
-
-
 def check_shared(setting: Setting) -> None:
-    """Raises UsageError when a step's rows cannot be shared evenly by the GPUs, as training does."""
+    """Raise UsageError if the GPUs cannot share a step's rows evenly."""
     for stage in setting.stages:
         if stage.tokens % (stage.sequence_length * setting.gpus):
             raise UsageError(
@@ -321,7 +297,7 @@ def check_shared(setting: Setting) -> None:
 def in_precision(
     setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowKind]
 ) -> Setting:
-    """The setting in a precision, with the configuration's own options of it. native: of the card."""
+    """Return the setting in another precision, with the configuration's options for it. native: formats of the card."""
     covered = config.compute.compile in ("auto", "fused") and covers_model(
         config.model, adapters=config.adapter is not None
     )
@@ -344,8 +320,10 @@ def of_config(
     cpu: bool = False,
     native: frozenset[LowKind] = frozenset(),
 ) -> Setting:
-    """The setting that `deskside train` would run for a configuration, the micro-batch as large as the step. native:
-    formats below 16 bits that the card's tensor cores have."""
+    """Return the setting that `deskside train` would run, with the micro-batch as large as the step.
+
+    native: formats below 16 bits that the card's tensor cores have.
+    """
     start, stages = 0.0, []
     for stage in config.stages():
         stages.append(
@@ -370,7 +348,7 @@ def of_config(
 
 
 def optim_options(setting: Setting) -> dict[str, Any]:
-    """What differs from a run's defaults in the optimiser: its name, and where and how its states are kept."""
+    """Return the options of the optimizer that differ from the defaults: its name, the states' format and place."""
     result: dict[str, Any] = {}
     if setting.states != "float32":
         result["states"] = setting.states
@@ -382,8 +360,10 @@ def optim_options(setting: Setting) -> dict[str, Any]:
 
 
 def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
-    """The configuration that makes `deskside train` do this setting, but for the model. staged: a single stage is
-    written out too, because it stands in the place of stages that somebody gave."""
+    """Return the configuration that makes `deskside train` run this setting, without the model.
+
+    staged: also write a single stage, which replaces the stages of a preset.
+    """
     longest = setting.sequence_length
     result: dict[str, Any] = {
         "batch": {

@@ -16,9 +16,10 @@ recompute or offload in ways we cannot map, and sequences beyond 8,192.
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 from deskside.budget.speed import Rates, tokens_per_second
 from deskside.budget.step_spec import StepSpec
@@ -226,3 +227,65 @@ def architecture_factor(gpu: Gpu) -> tuple[float, str]:
         count = found.rows[gpu.architecture]
         return found.architectures[gpu.architecture], f"{count} published runs on {gpu.architecture}"
     return 1.0, unknown(gpu)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """speed: FP8 tokens per second relative to BF16; source: measured or published, and whose pairs of runs."""
+
+    speed: float
+    source: str
+
+
+def fp8_gain(gpu: Gpu, params: float) -> Gain | None:
+    """Return the published speed-up of FP8 at this model size: on this card, else on its architecture, else None.
+
+    It grows with the model, because products grow faster than the traffic around them. Between published sizes it is
+    interpolated over log(size), and beyond them it is that of the nearest.
+    """
+    if gpu.fp8_flops is None:
+        return None
+    pairs = _fp8_pairs()
+    own = [pair for pair in pairs if pair[0].card == gpu.name]
+    sheets = [(pair, pair[0].data_sheet()) for pair in pairs]
+    near = [pair for pair, sheet in sheets if sheet is not None and sheet.architecture == gpu.architecture]
+    found = own or near
+    if not found:
+        return None
+    by_size: dict[float, list[float]] = {}
+    for fp8, bf16 in found:
+        assert fp8.params and fp8.tokens_per_second and bf16.tokens_per_second
+        by_size.setdefault(fp8.params, []).append(fp8.tokens_per_second / bf16.tokens_per_second)
+    sizes = sorted(by_size)
+    speed = _interpolated(
+        math.log(params), [(math.log(size), statistics.median(by_size[size])) for size in sizes]
+    )
+    cards = ", ".join(dict.fromkeys(pair[0].card for pair in found))
+    trainers = ", ".join(dict.fromkeys(pair[0].framework for pair in found))
+    ends = [f"{size / 1e6:,.0f}M" for size in dict.fromkeys((sizes[0], sizes[-1]))]
+    return Gain(speed, f"published: {trainers} on {cards}, {' to '.join(ends)} parameters")
+
+
+def _interpolated(x: float, points: Sequence[tuple[float, float]]) -> float:
+    for (left, low), (right, high) in pairwise(points):
+        if left <= x <= right:
+            return (high - low) / (right - left) * (x - left) + low
+    return points[0][1] if x < points[0][0] else points[-1][1]
+
+
+@cache
+def _fp8_pairs() -> tuple[tuple[Measurement, Measurement], ...]:
+    """Return (FP8, BF16) runs on one GPU that differ in nothing else."""
+
+    def settings(row: Measurement) -> tuple[object, ...]:
+        return (row.card, row.framework, row.model, row.sequence_length, row.rows, row.workload, row.saving)
+
+    complete = [
+        row
+        for row in published()
+        if row.card and row.gpus == 1 and row.params and row.tokens_per_second and not row.rejected
+    ]
+    bf16 = {settings(row): row for row in complete if row.precision == "bf16"}
+    return tuple(
+        (row, bf16[settings(row)]) for row in complete if row.precision == "fp8" and settings(row) in bf16
+    )

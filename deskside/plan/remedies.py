@@ -24,11 +24,10 @@ from deskside.plan.estimate import (
     Estimate,
     Fits,
     Setting,
-    estimate,
     fitted,
     options,
     pass_sizes,
-    widest,
+    with_largest_pass,
 )
 from deskside.plan.request import DEEPEST, DRIVER_SHARE, Request
 from deskside.utils.format import count, gib
@@ -83,14 +82,14 @@ def remedies(request: Request, asked: Estimate) -> list[Remedy]:
 
 def _estimate(request: Request, setting: Setting) -> Estimate:
     capacity = request.card.memory_bytes
-    return estimate(fitted(setting, request.calibration, capacity), request.calibration, capacity)
+    return fitted(setting, request.calibration, capacity)
 
 
 def roomy(request: Request, setting: Setting) -> Setting:
     """The setting with the largest passes to start fitting from: what makes room may be used, and a run that was cut to
     one row because nothing fitted is not left at that. A pass that somebody asked for stays."""
     by_hand = request.given is not None and "batch.micro_tokens" in request.given.own
-    return setting if by_hand else widest(setting)
+    return setting if by_hand else with_largest_pass(setting)
 
 
 def _one_row(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
@@ -116,7 +115,7 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
                 "more and smaller products in the loss",
             )
             break
-    if asked.droppable:
+    if asked.has_optional_cache:
         yield (
             "weights converted at each use",
             replace(asked, copies="use"),

@@ -22,8 +22,8 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionName
 from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
-from deskside.plan.calibrate import Calibration, calibrate
-from deskside.plan.fp8 import Gain, measured_gain
+from deskside.plan.calibrate import Calibration, calibrate, measured_fp8_gain
+from deskside.plan.published import Gain
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
 
@@ -251,7 +251,7 @@ def ask(
         setup_seconds=max(_measured(rows, "setup_seconds"), default=None),
         pretrain_seconds=pretrain_seconds,
         measured_watts=max(_measured(rows, "watts"), default=None),
-        measured_fp8=measured_gain(rows),
+        measured_fp8=measured_fp8_gain(rows),
         notes=tuple(notes),
         refused=refused,
     )

@@ -84,7 +84,7 @@ def _asked(request: Request, shape: Shape) -> Estimate:
     def run(setting: Setting) -> Estimate:
         if "batch.micro_tokens" in own and setting.micro_tokens <= setting.tokens_per_step:
             return estimate(setting, request.calibration, capacity)
-        return estimate(fitted(setting, request.calibration, capacity), request.calibration, capacity)
+        return fitted(setting, request.calibration, capacity)
 
     by_stage = any(stage.batch_tokens for stage in shape.config.schedule.stages)
     if "batch.tokens" in own or by_stage or len(base.stages) > 1:

@@ -118,9 +118,8 @@ def _estimate(config: RunConfig, request: Request, memory_fraction: float) -> Es
     native = frozenset() if cpu else request.card.native
     setting = of_config(config, 1, precision, cpu, native)
     capacity = int(request.card.memory_bytes * memory_fraction)
-    if config.batch.micro_tokens == "auto":
-        setting = fitted(setting, request.calibration, capacity)
-    return estimate(setting, request.calibration, capacity)
+    estimator = fitted if config.batch.micro_tokens == "auto" else estimate
+    return estimator(setting, request.calibration, capacity)
 
 
 def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) -> float:

@@ -161,7 +161,9 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
         optimizer.set_progress(1.0, 0.0, 1)
         optimizer.create_state()
         states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-        tokens_BT = torch.zeros(spec.rows, spec.sequence_length, dtype=torch.int64)
+        tokens_BT = torch.zeros(
+            spec.micro_tokens // spec.sequence_length, spec.sequence_length, dtype=torch.int64
+        )
         rope = [t for t in (model.rope_cos, model.rope_sin) if t is not None]
         own = [*model.parameters(), *(b for b in model.buffers() if not any(b is t for t in rope)), *states]
         with Live(*own) as live:

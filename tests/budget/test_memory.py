@@ -219,7 +219,7 @@ def test_the_peak_moves_with_the_work() -> None:
 )
 def test_wrong_work_is_refused(sequence_length: int, tokens: int, micro_tokens: int, gpus: int) -> None:
     with pytest.raises(ValueError, match=r"tokens"):
-        StepSpec(sequence_length, tokens, micro_tokens, gpus)
+        StepSpec(sequence_length, tokens, micro_tokens, gpus=gpus)
 
 
 FP8 = frozenset({"fp8"})

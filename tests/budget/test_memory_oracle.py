@@ -61,7 +61,9 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
         optimizer.set_progress(1.0, 0.0, 1)
         optimizer.create_state()
         states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-        tokens_BT = torch.zeros(spec.rows, spec.sequence_length, dtype=torch.int64)
+        tokens_BT = torch.zeros(
+            spec.micro_tokens // spec.sequence_length, spec.sequence_length, dtype=torch.int64
+        )
         tracker = MemTracker()
         tracker.track_external(model, tokens_BT, *states)
         with tracker:

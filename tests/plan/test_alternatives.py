@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from deskside.config import merge
-from deskside.plan.fp8 import Gain, measured_gain
+from deskside.plan.calibrate import measured_fp8_gain
 from deskside.plan.planner import make_plan
+from deskside.plan.published import Gain
 from deskside.plan.render import show
 from tests.plan import made
 
@@ -137,9 +138,9 @@ def point(precision: str, seconds: float, tokens: int = 65536) -> dict[str, Any]
 
 def test_pairs_of_probe_points() -> None:
     rows = [point("bf16", 0.12), point("fp8-delayed", 0.08), point("bf16", 0.2, 131072), point("fp32", 0.9)]
-    found = measured_gain(rows)
+    found = measured_fp8_gain(rows)
     assert found is not None
     assert found.speed == pytest.approx(1.5) and found.source.startswith("measured: one pair of points")
-    assert measured_gain(rows[2:]) is None
+    assert measured_fp8_gain(rows[2:]) is None
     failed = {**point("fp8-delayed", 0.1, 131072), "status": "oom"}
-    assert measured_gain([rows[2], failed]) is None
+    assert measured_fp8_gain([rows[2], failed]) is None

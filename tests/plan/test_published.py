@@ -26,6 +26,7 @@ from deskside.plan.published import (
     attention_share,
     fit,
     fitted,
+    fp8_gain,
     matmul_rate,
     modelled,
     shape_of,
@@ -244,3 +245,30 @@ def test_formats_against_an_8b_model_on_a_b200(precision: Any, kept: int, publis
     )  # fmt: skip
     spec = StepSpec(8192, 8 * 8192, 8192, optimizer="adamw", precision=precision, kept_blocks=kept)
     assert tokens_per_second(shape, spec, sheet_rates(find("b200"))) == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("card", "params", "speed"),
+    [
+        ("rtx4090", 494e6, 47645 / 39845),  # llmq benchmarks/4090x1.md
+        ("rtx4090", 1543.6e6, 20333 / 14070),
+        ("rtx5090", 112.1e6, 191 / 165),  # yxanul_0.6B EXPERIMENTS_FP8.md
+    ],
+)
+def test_the_published_pairs(card: str, params: float, speed: float) -> None:
+    found = fp8_gain(find(card), params)
+    assert found is not None
+    assert found.speed == pytest.approx(speed, rel=0.01)
+    assert found.source.startswith("published")
+
+
+def test_between_sizes_it_grows_and_outside_it_stays() -> None:
+    card = find("rtx4090")
+    speeds = [fp8_gain(card, size).speed for size in (1e8, 4.94e8, 9e8, 1.5436e9)]  # type: ignore[union-attr]
+    assert speeds[0] == speeds[1] < speeds[2] < speeds[3]
+
+
+def test_a_card_without_fp8_has_none_and_a_relative_is_named() -> None:
+    assert fp8_gain(find("rtx3090"), 1e9) is None
+    relative = fp8_gain(find("rtx4080"), 1e9)
+    assert relative is not None and "4090" in relative.source
