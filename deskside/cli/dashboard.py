@@ -83,7 +83,7 @@ def _serve(root: Path, host: str, port: int) -> None:
     # Options on the command line override the user's own Streamlit configuration.
     from streamlit.web import cli
 
-    arguments = ["run", str(Path(str(deskside.dashboard.__file__)).with_name("app.py"))]
+    arguments = ["run", str(Path(str(deskside.dashboard.__file__)).with_name("page.py"))]
     for name, value in settings(host, port).items():
         arguments += [f"--{name}", value]
     os.environ.setdefault("STREAMLIT_SERVER_SHOW_EMAIL_PROMPT", "false")
@@ -100,10 +100,10 @@ def _preload(root: Path, host: str, port: int) -> None:
     """
     while not _is_listening(host, port):
         time.sleep(WAIT_SECONDS)
-    from deskside.dashboard import cache
+    from deskside.dashboard import file_cache
     from deskside.dashboard.tabs import tab_overview  # noqa: F401
 
-    cache.preload(root)
+    file_cache.preload(root)
 
 
 def _is_listening(host: str, port: int) -> bool:

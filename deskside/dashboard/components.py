@@ -2,9 +2,9 @@
 
 import streamlit as st
 
-from deskside.dashboard import cache, charts
+from deskside.dashboard import file_cache, plotly_charts
 from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context, Selection, all_groups_key, group_key
+from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key
 from deskside.report import study_text
 from deskside.run.record import number
 
@@ -13,11 +13,11 @@ deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four s
 deskside train 124m --data.path DIR        # one run"""
 
 
-def chart(figure: charts.go.Figure, key: str, alt: str) -> None:
+def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
     """Draw a chart. `alt` is read by screen readers; the mode bar saves the chart as PNG under the name `key`."""
     image = {"format": "png", "scale": 2, "filename": key}
     st.plotly_chart(
-        figure, key=f"chart-{key}", config={**charts.MODE_BAR, "toImageButtonOptions": image}, alt=alt
+        figure, key=f"chart-{key}", config={**plotly_charts.MODE_BAR, "toImageButtonOptions": image}, alt=alt
     )
 
 
@@ -31,7 +31,7 @@ def empty_state(context: Context) -> None:
     st.caption("This page finds new runs while they train. For another directory: deskside dashboard DIR")
 
 
-def usable(context: Context, groups: bool = False) -> Selection | None:
+def usable(context: Context, groups: bool = False) -> StudySelection | None:
     """Draw a tab's heading and return the selection to show, or say why there is none and return None.
 
     Groups of a study have different budgets, batches and baselines, so a tab shows one group at a time. The picker is
@@ -58,7 +58,7 @@ def usable(context: Context, groups: bool = False) -> Selection | None:
     return one
 
 
-def _heading(selection: Selection) -> None:
+def _heading(selection: StudySelection) -> None:
     """Draw the study's name, machine, budget and state."""
     results = selection.results
     parts = [f"**{literal(results.name)}** on {literal(selection.card)}"]
@@ -73,7 +73,7 @@ def _heading(selection: Selection) -> None:
     st.caption(" · ".join(parts))
 
 
-def _baseline(selection: Selection) -> str | None:
+def _baseline(selection: StudySelection) -> str | None:
     """Return the factor levels of an arm that is labelled only "baseline"."""
     groups, arms = selection.whole.groups, selection.whole.arms
     base = next((arm for arm in arms if arm.label == "baseline"), None)
@@ -87,23 +87,23 @@ def problems(context: Context) -> list[dict[str, str]]:
     """Return a table row for every directory that could not be read completely."""
     rows = [(str(path), reason) for path, reason in context.found.problems]
     for path in context.found.studies:
-        study = cache.study(path)
+        study = file_cache.study(path)
         if study is not None and study.problem:
             rows.append((str(path), study.problem))
     for run in context.found.own_runs:
-        if reasons := cache.brief(run.path).missing:
+        if reasons := file_cache.brief(run.path).missing:
             rows.append((str(run.path), "; ".join(reasons)))
     return [{"directory": path.removeprefix(f"{context.root}/"), "why": reason} for path, reason in rows]
 
 
-def memory_limit(selection: Selection) -> tuple[float, str] | None:
+def memory_limit(selection: StudySelection) -> tuple[float, str] | None:
     """Return the card's memory in GiB with its label, if the study recorded it."""
     gpu = selection.results.machine.get("gpu")
     size = number(gpu.get("memory_gib")) if isinstance(gpu, dict) else None
     return None if size is None else (size, f"the card: {size:.0f} GiB")
 
 
-def seeds_note(selection: Selection, key: str) -> str:
+def seeds_note(selection: StudySelection, key: str) -> str:
     """Return a sentence about how many seeds the intervals of a chart rest on."""
     if selection.folder is None:
         return "One run each, so no interval."

@@ -1,23 +1,23 @@
-"""Drawings of what the techniques do. They explain; none of their numbers is a measurement."""
+"""Drawings that explain techniques. None of their numbers is a measurement."""
 
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from deskside.dashboard.charts import BLUE, EDGE, GREY, ORANGE, SKY, VERMILION, apply_layout
+from deskside.dashboard.plotly_charts import BLUE, EDGE, GREY, ORANGE, SKY, VERMILION, apply_layout
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, FP4
-# As many as share one scale in NVFP4, once drawn at random. Drawing them here would take an import of numpy.
+# Sixteen values share one scale in NVFP4. Drawn at random once, because drawing them here would import numpy.
 VALUES = (
     -0.652, -0.175, 1.664, 0.659, -1.641, -0.005, -0.623, 0.149,
     -1.608, 0.242, 0.235, 1.576, 0.317, 0.511, -1.493, 2.253,
 )  # fmt: skip
-BLOCKS = 8  # of the drawn network
-INPUT = 0.12  # what a block's input takes beside all that it keeps, as drawn
+BLOCKS = 8  # transformer blocks in the drawing
+INPUT = 0.12  # size of a block's input relative to all its activations, in the drawing
 
 
 def heads(queries: int, keys: int) -> go.Figure:
-    """Query heads above, the key-value heads that they read below, joined by lines."""
+    """Draw query heads above, joined by lines to the key-value heads that they share."""
     figure = go.Figure()
     share = queries // keys
     centres = [share * k + (share - 1) / 2 for k in range(keys)]
@@ -48,14 +48,14 @@ def heads(queries: int, keys: int) -> go.Figure:
 
 
 def fp4() -> go.Figure:
-    """A block of sixteen values and what is left of them in NVFP4: eight sizes, a sign, one scale."""
+    """Draw a block of sixteen values before and after rounding to NVFP4: eight magnitudes, a sign and one scale."""
     scale = max(abs(value) for value in VALUES) / E2M1[-1]
     grid = sorted({sign * size * scale for size in E2M1 for sign in (-1, 1)})
     kept = [_nearest(grid, value) for value in VALUES]
     figure = go.Figure()
     dotted = {"color": GREY, "width": 0.8, "dash": "dot"}
     across = {"type": "line", "xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "line": dotted}
-    # At once: add_hline looks through all that is there each time, a tenth of a second for these fifteen.
+    # All shapes at once: fifteen calls of add_hline take a tenth of a second.
     figure.update_layout(shapes=[{**across, "y0": level, "y1": level} for level in grid])
     at = list(range(1, len(VALUES) + 1))
     x: list[float | None] = []
@@ -85,7 +85,7 @@ def _nearest(levels: Sequence[float], value: float) -> float:
 
 
 def recomputation() -> go.Figure:
-    """Activations in memory through one forward and backward pass, kept and recomputed."""
+    """Draw the activations in memory through one forward and backward pass, kept and recomputed."""
     steps = list(range(2 * BLOCKS + 1))
     kept = [float(min(s, 2 * BLOCKS - s)) for s in steps]
     again = [INPUT * min(s, 2 * BLOCKS - s) + (1.0 if s >= BLOCKS and s < 2 * BLOCKS else 0.0) for s in steps]
@@ -111,7 +111,7 @@ def recomputation() -> go.Figure:
 
 
 def micro_batches(rows: int, micro: int) -> go.Figure:
-    """One optimizer step: the rows of the batch in passes of a micro-batch, and then the update."""
+    """Draw one optimizer step: the batch in passes of one micro-batch each, then the update."""
     passes = rows // micro
     figure = go.Figure()
     for place in range(passes):

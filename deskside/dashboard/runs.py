@@ -1,4 +1,4 @@
-"""Progress of live runs, and predictions of finished runs against their measurements."""
+"""RunProgress of live runs, and predictions of finished runs against their measurements."""
 
 import itertools
 import time
@@ -22,7 +22,7 @@ DRY_STEP = (("tokens", "tokens", "tokens"), ("memory_gib", "peak_memory_gib", "p
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run is; None is unknown.
 
     Attributes:
@@ -43,7 +43,7 @@ class Progress:
         return None if self.step is None or not self.total else min(1.0, self.step / self.total)
 
 
-def progress(record: RunRecord, log: MetricsLog, now: float | None = None) -> Progress:
+def progress(record: RunRecord, log: MetricsLog, now: float | None = None) -> RunProgress:
     """Return the progress of a run from the newest rows of its metrics."""
     now = time.time() if now is None else now
     values: dict[str, float] = {}
@@ -58,7 +58,7 @@ def progress(record: RunRecord, log: MetricsLog, now: float | None = None) -> Pr
     step = int(values["step"]) if "step" in values else None
     total, pace = record.total_steps, _pace(log)
     left = None if step is None or total is None or pace is None else max(0, total - step) * pace
-    return Progress(step, total, left, now - log.modified if log.modified else None, values)
+    return RunProgress(step, total, left, now - log.modified if log.modified else None, values)
 
 
 def _pace(log: MetricsLog) -> float | None:
@@ -73,7 +73,7 @@ def _pace(log: MetricsLog) -> float | None:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Prediction:
     """One predicted quantity of one run or arm. `low` and `high` are None if the prediction has no range."""
 
     name: str
@@ -90,9 +90,9 @@ class Forecast:
         return self.measured / self.predicted
 
 
-def run_forecasts(runs: Iterable[tuple[RunRecord, Mapping[str, Any]]]) -> list[Forecast]:
+def run_predictions(runs: Iterable[tuple[RunRecord, Mapping[str, Any]]]) -> list[Prediction]:
     """Return the predictions of `deskside go` and of the dry step for finished runs, given with their plan.json."""
-    found: list[Forecast | None] = []
+    found: list[Prediction | None] = []
     for record, plan in runs:
         if not record.finished:
             continue
@@ -101,31 +101,31 @@ def run_forecasts(runs: Iterable[tuple[RunRecord, Mapping[str, Any]]]) -> list[F
             one = mapping(predicted.get(key))
             ends = one.get("plan")
             planned = [number(v) for v in ends] if isinstance(ends, list) and len(ends) == 3 else UNPLANNED
-            found.append(_forecast(record.name, quantity, planned, one.get("measured"), "plan (modelled)"))
+            found.append(_prediction(record.name, quantity, planned, one.get("measured"), "plan (modelled)"))
         initial = mapping(plan.get("initial"))
         for key, measured, quantity in DRY_STEP:
             planned = [None, number(initial.get(key)), None]
             actual = record.summary.get(measured)
-            found.append(_forecast(record.name, quantity, planned, actual, "first step (measured)"))
+            found.append(_prediction(record.name, quantity, planned, actual, "first step (measured)"))
     return [one for one in found if one is not None]
 
 
-def trial_forecasts(results: Results) -> list[Forecast]:
+def trial_predictions(results: Results) -> list[Prediction]:
     """Return the predicted time of each arm's trials."""
     found = []
     for arm in results.arms:
         total = arm.estimates.get("total_seconds")
         planned = [None, arm.forecast_seconds, None]
         measured = None if total is None else total.mean
-        found.append(_forecast(arm.label, "time of a trial, s", planned, measured, "plan (modelled)"))
+        found.append(_prediction(arm.label, "time of a trial, s", planned, measured, "plan (modelled)"))
     return [one for one in found if one is not None]
 
 
-def _forecast(
+def _prediction(
     name: str, quantity: str, planned: list[float | None], measured: object, source: str
-) -> Forecast | None:
+) -> Prediction | None:
     low, expected, high = planned
     actual = number(measured)
     if expected is None or expected <= 0 or actual is None or actual <= 0:
         return None
-    return Forecast(name, quantity, expected, low, high, actual, source)
+    return Prediction(name, quantity, expected, low, high, actual, source)

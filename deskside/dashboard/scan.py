@@ -1,11 +1,11 @@
-"""Which studies and runs there are below a directory. Nothing is opened here: listing must stay fast with 1,000 runs.
+"""Search for studies and runs below a directory. No file is opened, so that listing stays fast with 1,000 runs.
 
-A directory is known by the names of what it holds:
+A directory is recognized by the names in it:
 
     study   results.json or study.json; its runs are in runs/ below it
-    run     run.json, metrics.jsonl or summary.json; nothing below it is looked at
+    run     run.json, metrics.jsonl or summary.json; nothing below it is searched
 
-Links are followed, each directory is visited once. What cannot be listed is told, not raised.
+Links are followed, and each directory is visited once. A directory that cannot be listed is a problem, not an error.
 """
 
 import os
@@ -13,19 +13,18 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-DEPTH = 5  # studies/NAME/runs/ARM is four below where a person stands
-MOST = 20_000  # directories that are listed before the search is given up
+MAX_DEPTH = 5  # studies/NAME/runs/ARM is four levels below the root
+MAX_DIRECTORIES = 20_000
 STUDY = frozenset(("results.json", "study.json"))
 RUN = frozenset(("run.json", "metrics.jsonl", "summary.json"))
-PASSED_OVER = frozenset(("checkpoints", "model", "plots", "__pycache__", "node_modules", "site-packages"))
-Stamp = tuple[
-    tuple[int, int] | None, ...
-]  # (modified in nanoseconds, bytes) of some files; None for one not there
+SKIPPED = frozenset(("checkpoints", "model", "plots", "__pycache__", "node_modules", "site-packages"))
+# (modified in nanoseconds, bytes) of some files; None for a missing file
+Stamp = tuple[tuple[int, int] | None, ...]
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run's directory. study: the study that it belongs to, None for a run of its own."""
+    """A run's directory, and the study that it belongs to, if any."""
 
     path: Path
     study: Path | None
@@ -33,7 +32,7 @@ class FoundRun:
 
 @dataclass(frozen=True)
 class Found:
-    """What lies below a directory. problems: (path, reason) of what could not be listed."""
+    """Studies and runs below a directory. `problems` are (path, reason) of directories that could not be listed."""
 
     studies: tuple[Path, ...]
     runs: tuple[FoundRun, ...]
@@ -41,12 +40,12 @@ class Found:
 
     @property
     def own_runs(self) -> tuple[FoundRun, ...]:
-        """The runs that are no part of a study."""
+        """The runs that belong to no study."""
         return tuple(run for run in self.runs if run.study is None)
 
 
-def scan(root: Path, depth: int = DEPTH) -> Found:
-    """Studies and runs in `root` and up to `depth` levels below it, in the order of their paths."""
+def scan(root: Path, depth: int = MAX_DEPTH) -> Found:
+    """Return the studies and runs in `root` and up to `depth` levels below it, ordered by path."""
     studies: list[Path] = []
     runs: list[FoundRun] = []
     problems: list[tuple[Path, str]] = []
@@ -54,8 +53,13 @@ def scan(root: Path, depth: int = DEPTH) -> Found:
     waiting: deque[tuple[Path, int, Path | None]] = deque([(root, 0, None)])
     while waiting:
         path, level, study = waiting.popleft()
-        if len(visited) >= MOST:
-            problems.append((path, f"more than {MOST:,} directories: the rest was not searched; give a DIR"))
+        if len(visited) >= MAX_DIRECTORIES:
+            problems.append(
+                (
+                    path,
+                    f"more than {MAX_DIRECTORIES:,} directories: the rest was not searched; give a smaller DIR",
+                )
+            )
             break
         try:
             status = path.stat()
@@ -83,15 +87,15 @@ def _list(path: Path) -> tuple[set[str], list[Path]]:
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.name in STUDY or entry.name in RUN:
-                if entry.is_file():  # a pipe of that name would hold up whoever reads it
+                if entry.is_file():  # reading a named pipe would block
                     names.add(entry.name)
-            elif not entry.name.startswith(".") and entry.name not in PASSED_OVER and entry.is_dir():
+            elif not entry.name.startswith(".") and entry.name not in SKIPPED and entry.is_dir():
                 folders.append(Path(entry.path))
     return names, folders
 
 
 def stamp(folder: Path, *names: str) -> Stamp:
-    """What changes when one of these files does: the key under which what was read of them is kept."""
+    """Return a key that changes when one of these files does."""
     return tuple(_stamp(folder / name) for name in names)
 
 

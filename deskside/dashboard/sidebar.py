@@ -6,7 +6,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard import cache
+from deskside.dashboard import file_cache
 from deskside.dashboard.literal import literal
 from deskside.dashboard.scan import Found
 from deskside.dashboard.studies import Study, card_name
@@ -29,7 +29,7 @@ class Filters:
 
 
 @dataclass(frozen=True)
-class Selection:
+class StudySelection:
     """The study that the tabs show.
 
     Attributes:
@@ -51,7 +51,7 @@ class Selection:
         """Number of arms that the filters hide."""
         return len(self.whole.arms) - len(self.results.arms)
 
-    def of_group(self, group: str) -> "Selection":
+    def of_group(self, group: str) -> "StudySelection":
         """Return the selection as if the study had only this group."""
         one = Filters(groups=frozenset({group}))
         return replace(self, results=select(self.results, one), whole=select(self.whole, one))
@@ -63,15 +63,15 @@ class Context:
 
     root: Path
     found: Found
-    selection: Selection | None
+    selection: StudySelection | None
 
 
-def show(root: Path, found: Found) -> Selection | None:
+def show(root: Path, found: Found) -> StudySelection | None:
     """Draw the sidebar and return what it selects, or None if there is nothing to select."""
     with st.sidebar:
         st.title("deskside")
         st.caption(f"studies and runs below `{root.name or root}`", help=str(root))
-        studies = [study for path in found.studies if (study := cache.study(path)) and study.results]
+        studies = [study for path in found.studies if (study := file_cache.study(path)) and study.results]
         choices: list[Study | None] = sorted(studies, key=_updated, reverse=True)
         if found.own_runs:
             choices.append(None)
@@ -85,7 +85,7 @@ def show(root: Path, found: Found) -> Selection | None:
         if chosen is not None and chosen.results is not None:
             whole, folder = chosen.results, chosen.path
         else:
-            whole, folder = cache.runs(found.own_runs, cache.live_runs(found.own_runs), root), None
+            whole, folder = file_cache.runs(found.own_runs, file_cache.live_runs(found.own_runs), root), None
         _keep_group(whole, name)
         results = _selected(name, whole, _filters(whole, name))
         groups = f", in {len(whole.groups)} groups" if len(whole.groups) > 1 else ""
@@ -94,7 +94,7 @@ def show(root: Path, found: Found) -> Selection | None:
         )
         st.button("Read again")
     card = card_name(whole.machine) if folder else ", ".join(sorted({a.levels["card"] for a in whole.arms}))
-    return Selection(name, folder, results, whole, card)
+    return StudySelection(name, folder, results, whole, card)
 
 
 def group_key(study: str) -> str:
@@ -188,7 +188,7 @@ def _selected(name: str, whole: Results, filters: Filters) -> Results:
         filters.seeds,
         filters.search,
     )
-    return cache.selected(name, key, lambda: select(whole, filters))
+    return file_cache.selected(name, key, lambda: select(whole, filters))
 
 
 def statuses(arm: Arm) -> set[str]:

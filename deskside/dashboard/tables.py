@@ -1,6 +1,7 @@
-"""The study as tables: what the Results tab shows, and what its CSV files hold.
+"""Tables of a study: those of the Results tab, and its CSV files.
 
-The CSV files carry the stored numbers in full, under the keys of study/metrics.py. What was not measured is empty.
+The CSV files have the stored numbers with all digits, under the keys of study/stats/metrics.py. A number that was not
+measured is empty.
 """
 
 from typing import Any
@@ -11,14 +12,11 @@ from deskside.report import study_text
 from deskside.study.results import Arm, Results
 from deskside.study.stats.metrics import METRICS
 
-NOT_MEASURED = study_text.NOT_MEASURED
-ORDER = sorted(
-    METRICS, key=lambda metric: metric.key not in study_text.PRIMARY
-)  # the three that matter most come first
+ORDER = sorted(METRICS, key=lambda metric: metric.key not in study_text.PRIMARY)  # the primary metrics first
 
 
 def trials(results: Results) -> pd.DataFrame:
-    """One row per trial; the same columns as results.parquet names them: metrics by key, stored unit."""
+    """Return one row per trial with the column names of results.parquet."""
     factors = factor_names(results)
     rows: list[dict[str, Any]] = []
     for arm in results.arms:
@@ -42,7 +40,7 @@ def trials(results: Results) -> pd.DataFrame:
 
 
 def arms(results: Results) -> pd.DataFrame:
-    """One row per arm: means with their intervals, and relative differences against its baseline."""
+    """Return one row per arm: means with their intervals, and relative differences from its baseline."""
     factors = factor_names(results)
     rows: list[dict[str, Any]] = []
     for arm in results.arms:
@@ -72,7 +70,7 @@ def arms(results: Results) -> pd.DataFrame:
 
 
 def shown_arms(results: Results) -> pd.DataFrame:
-    """The arms for the eye: a column per measured metric in its shown unit, one per factor. Numbers sort as such."""
+    """Return the arms for display: one column per measured metric in its shown unit, and one per factor."""
     labels = {factor.name: factor.label for group in results.groups for factor in group.factors}
     measured = [metric for metric in ORDER if study_text.measured_arms(results.arms, metric.key)]
     rows = []
@@ -88,7 +86,7 @@ def shown_arms(results: Results) -> pd.DataFrame:
 
 
 def shown_trials(results: Results) -> pd.DataFrame:
-    """The trials for the eye."""
+    """Return the trials for display."""
     measured = [
         metric for metric in ORDER if any(metric.key in t.metrics for a in results.arms for t in a.trials)
     ]
@@ -110,18 +108,18 @@ def shown_trials(results: Results) -> pd.DataFrame:
 
 
 def _group(results: Results, arm: Arm) -> dict[str, str]:
-    """The column of groups, where there are several."""
+    """Return the group column, if there are several groups."""
     titles = {group.name: study_text.group_title(group) for group in results.groups}
     return {"group": titles.get(arm.group, arm.group)} if len(titles) > 1 else {}
 
 
 def formats() -> dict[str, str]:
-    """Column heading -> how its numbers are written."""
+    """Return the number format of each column."""
     return {study_text.heading(metric): f"{{:,.{metric.digits}f}}" for metric in METRICS}
 
 
 def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
-    """Arms against their baselines in words, for a few metrics; empty where nothing was compared."""
+    """Return the differences of arms from their baselines in a few metrics; empty if nothing was compared."""
     rows = []
     for arm in results.arms:
         if any(study_text.comparison_of(arm, key) for key in keys):
@@ -138,15 +136,15 @@ def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
 
 
 def factor_names(results: Results) -> list[str]:
-    """Every factor of the study, in its order."""
+    """Return the factors of a study in their order."""
     return list(dict.fromkeys(factor.name for group in results.groups for factor in group.factors))
 
 
 def not_measured(arms_: list[Arm], key: str) -> str:
-    """Which arms lack a metric and why, as a sentence; empty when all have it."""
+    """Return a sentence on the arms that lack a metric, and why; empty if all have it."""
     without = [arm for arm in arms_ if study_text.estimate_of(arm, key) is None]
     if not without:
         return ""
-    told = [f"{arm.label} ({study_text.trials(arm)})" for arm in without[:6]]
+    named = [f"{arm.label} ({study_text.trials(arm)})" for arm in without[:6]]
     more = f" and {len(without) - 6} more" if len(without) > 6 else ""
-    return f"Not measured: {'; '.join(told)}{more}."
+    return f"Not measured: {'; '.join(named)}{more}."

@@ -25,9 +25,8 @@ from deskside.report.study_text import (
     metric_named,
 )
 from deskside.run.record import number
-from deskside.study.narrative.findings import PACE
 from deskside.study.results import Arm, Comparison, Estimate, Front, Results
-from deskside.study.stats.metrics import Metric
+from deskside.study.stats.metrics import PACE, Metric
 from deskside.utils.format import percent, percent_digits
 
 REACH = 0.5  # an axis follows intervals beyond the means by this part of the means' span, or by their median width
@@ -137,7 +136,7 @@ def most_different(arms: Sequence[Arm], key: str, most: int | None) -> list[Arm]
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     """One arm in a bar chart or a forest plot.
 
     Attributes:
@@ -167,7 +166,7 @@ class RowChart:
 
     metric: Metric
     axis: Axis
-    rows: list[Row]
+    rows: list[ChartRow]
     total: int
     limit: tuple[float, str] | None = None
     linear_to: float | None = None
@@ -201,7 +200,7 @@ def bar_chart(
     for arm in kept:
         found = estimate_of(arm, key)
         rows.append(
-            Row(
+            ChartRow(
                 arm,
                 None if found is None else interval(found, window, metric.scale),
                 study_text.reason_missing(arm) if found is None else study_text.value(metric, found.mean),
@@ -248,13 +247,13 @@ def forest_chart(results: Results, arms: Sequence[Arm], key: str, most: int | No
         for arm in sorted(members, key=_by_quality):
             emulated, one = arm.emulated and key in PACE, found.get(arm.id)
             if one is None:
-                rows.append(Row(arm, None, study_text.reason_missing(arm), emulated, under=under))
+                rows.append(ChartRow(arm, None, study_text.reason_missing(arm), emulated, under=under))
                 continue
             shown = interval(
                 Estimate(one.relative, one.relative_low, one.relative_high, one.n), (-limit, limit), 100
             )
             text = percent(one.relative, digits, signed=True)
-            rows.append(Row(arm, shown, text, emulated, kind=_kind(one), under=under))
+            rows.append(ChartRow(arm, shown, text, emulated, kind=_kind(one), under=under))
     axis = Axis(f"difference in {metric.label} (%)", (-limit, limit), better=metric.better)
     return RowChart(metric, axis, rows, len(compared), linear_to=2 * typical if outlier else None)
 
@@ -278,7 +277,7 @@ def _kind(found: Comparison) -> str:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScatterPoint:
     """One arm in a scatter chart. `number` is its place in the list of arms; `size` is relative to the largest."""
 
     arm: Arm
@@ -300,7 +299,7 @@ class ScatterChart:
 
     x: Axis
     y: Axis
-    points: list[Point]
+    points: list[ScatterPoint]
     staircase: list[tuple[float, float]]
     total: int
 
@@ -341,7 +340,7 @@ def scatter_chart(
     largest = max(sizes.values()) or 1.0
     x, y = _metric_axis(kept, across), _metric_axis(kept, up)
     points = [
-        Point(
+        ScatterPoint(
             arm,
             numbers[arm.id],
             interval(arm.estimates[across], x.range, metric_named(across).scale),

@@ -48,7 +48,7 @@ class Bullets:
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeBlock:
     """Preformatted text: commands, logs, JSON."""
 
     kind: ClassVar = "code"
@@ -83,7 +83,7 @@ class Details:
     blocks: Sequence["Block"]
 
 
-Block = Paragraph | Table | Bullets | Code | Sample | Image | Details
+Block = Paragraph | Table | Bullets | CodeBlock | Sample | Image | Details
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Document:
+class ReportDocument:
     """A whole report. `verdict` is its result in one line."""
 
     title: str
@@ -103,12 +103,12 @@ class Document:
     sections: Sequence[Section]
 
 
-def render_html(document: Document) -> str:
+def render_html(document: ReportDocument) -> str:
     """Return one HTML page without scripts, external links or other files. Raises OSError if an image is missing."""
     return _environment().get_template("report.html.jinja").render(document=document)
 
 
-def render_markdown(document: Document, folder: Path) -> str:
+def render_markdown(document: ReportDocument, folder: Path) -> str:
     """Return Markdown (CommonMark with tables) whose images are linked relative to `folder`."""
     return _environment().get_template("report.md.jinja").render(document=document, folder=folder)
 

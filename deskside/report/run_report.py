@@ -10,11 +10,11 @@ from deskside.config.run import RunConfig
 from deskside.report.document import (
     Block,
     Bullets,
-    Code,
+    CodeBlock,
     Details,
-    Document,
     Image,
     Paragraph,
+    ReportDocument,
     Sample,
     Section,
     Table,
@@ -40,10 +40,10 @@ NOTABLE = (
 OPTIONAL_PARTS = ("align", "adapter")  # parts of the configuration that a plain run does not have
 
 
-def compose(record: RunRecord, images: Sequence[Image], absent: Sequence[str]) -> Document:
+def compose(record: RunRecord, images: Sequence[Image], absent: Sequence[str]) -> ReportDocument:
     """Return the report of a run. `images` are drawn already; `absent` has a sentence for each missing plot."""
     curves = (*images, *((Bullets(absent),) if absent else ()))
-    return Document(
+    return ReportDocument(
         title=f"Training run {record.name}",
         verdict=verdict(record),
         sections=(
@@ -54,7 +54,7 @@ def compose(record: RunRecord, images: Sequence[Image], absent: Sequence[str]) -
             Section("Events", _events(record)),
             Section("Configuration", _configuration(record)),
             Section("Machine", _machine(record)),
-            Section("Next commands", (Code("\n".join(commands(record))),)),
+            Section("Next commands", (CodeBlock("\n".join(commands(record))),)),
         ),
     )
 
@@ -161,7 +161,7 @@ def _glance(record: RunRecord) -> list[Block]:
     if isinstance(command, list):
         command = shlex.join(str(word) for word in command)
     if text(command):
-        blocks.append(Code(str(command)))
+        blocks.append(CodeBlock(str(command)))
     if record.missing:
         blocks += [Paragraph("Missing from this report:"), Bullets(record.missing)]
     return blocks
@@ -176,7 +176,9 @@ def _samples(record: RunRecord) -> list[Block]:
         blocks.append(Sample(text(sample.get("prompt")), text(sample.get("text"))))
         others = [(name, text(sample.get(name))) for name in ("before", "reference")]
         if said := [f"{name}: {answer}" for name, answer in others if answer]:
-            blocks.append(Details("Answer before training, and reference answer", [Code("\n\n".join(said))]))
+            blocks.append(
+                Details("Answer before training, and reference answer", [CodeBlock("\n\n".join(said))])
+            )
     return blocks
 
 
@@ -194,10 +196,10 @@ def _events(record: RunRecord) -> list[Block]:
         "(measured)."
     )
     if len(record.events) <= MAX_EVENTS:
-        return [opening, Code("\n".join(record.events))]
+        return [opening, CodeBlock("\n".join(record.events))]
     shown = (matching(*NOTABLE) or record.events)[-MAX_EVENTS:]
-    whole = Details(f"All {len(record.events)} lines", [Code("\n".join(record.events))])
-    return [opening, Code("\n".join(shown)), whole]
+    whole = Details(f"All {len(record.events)} lines", [CodeBlock("\n".join(record.events))])
+    return [opening, CodeBlock("\n".join(shown)), whole]
 
 
 def _machine(record: RunRecord) -> list[Block]:

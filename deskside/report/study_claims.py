@@ -1,4 +1,4 @@
-"""Published claims beside what was measured here: a section of the report, and a document of its own."""
+"""Published claims and their measurements: a section of the report, and a separate document."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -8,8 +8,8 @@ from deskside.report.document import (
     Block,
     Bullets,
     Details,
-    Document,
     Paragraph,
+    ReportDocument,
     Section,
     Table,
     render_markdown,
@@ -21,7 +21,7 @@ from deskside.study.claims.claim_results import judge
 from deskside.study.results import ClaimResult, Results
 from deskside.utils.format import plural
 
-# In the order in which a person wants to know them: verdict -> (how several are said to have it, what it means).
+# Most important first: verdict -> (its plural form, its definition).
 VERDICTS = {
     "contradicted": (
         "contradicted",
@@ -58,7 +58,7 @@ HEAD = ("claim", "source", "claimed", "measured or computed here", "seeds", "sca
 
 
 def claims_section(results: Results) -> Section:
-    """Counts, the table of all claims, and an explanation of each that is contradicted."""
+    """Return the counts, the table of claims, and an explanation of each contradicted claim."""
     explained = [_explained(claim) for claim in results.claims if claim.verdict == "contradicted"]
     judged = [claim for claim in results.claims if claim.verdict != "not measured"]
     blocks: list[Block] = [Paragraph(verdict_counts(results))]
@@ -76,7 +76,7 @@ def claims_section(results: Results) -> Section:
 
 
 def with_others(results: Results, others: Sequence[Results]) -> Results:
-    """Return a study with every claim judged anew, by its own trials and those of more studies, which it names."""
+    """Return a study whose claims are judged again by its own trials and those of other studies, which it names."""
     notes = [
         f"Also: study {other.name} of {other.created[:10]} on {_card(other)}: "
         + "; ".join(f"{group_title(g)} ({g.budget or 'no budget recorded'})" for g in other.groups)
@@ -87,12 +87,12 @@ def with_others(results: Results, others: Sequence[Results]) -> Results:
 
 
 def claims_markdown(results: Results) -> str:
-    """The claims as a Markdown document for docs/: by verdict, with method and machine, and without plots."""
+    """Return the claims as Markdown: by verdict, with method and machine, without plots."""
     return render_markdown(claims_document(results), Path("."))
 
 
-def claims_document(results: Results) -> Document:
-    """The same as blocks."""
+def claims_document(results: Results) -> ReportDocument:
+    """Return the document of `claims_markdown`."""
     sections = []
     order = [*VERDICTS, *dict.fromkeys(c.verdict for c in results.claims if c.verdict not in VERDICTS)]
     for verdict in order:
@@ -131,11 +131,11 @@ def claims_document(results: Results) -> Document:
             (Table(("what", "value", "source"), tuple(provenance_rows(results.machine, "measured"))),),
         ),
     ]
-    return Document("Claims, measured", verdict_counts(results), tuple(sections))
+    return ReportDocument("Claims, measured", verdict_counts(results), tuple(sections))
 
 
 def verdict_counts(results: Results) -> str:
-    """Of 32 claims: 3 contradicted, 10 hold, ... on which card."""
+    """Return a sentence like "32 claims: 3 contradicted, 10 hold. Measured on NVIDIA H100."."""
     found = {verdict: sum(c.verdict == verdict for c in results.claims) for verdict in VERDICTS}
     told = ", ".join(
         f"{count} {verdict if count == 1 else VERDICTS[verdict][0]}"
@@ -153,7 +153,7 @@ def _card(results: Results) -> str:
 
 
 def measured(claim: ClaimResult) -> str:
-    """+4.1 % (+3.2 to +4.9), 1.84 times, $5.31; or that it was not measured."""
+    """Return the measured value with its unit and interval: `+4.1 % (+3.2 to +4.9)`, `$5.31`, `not measured`."""
     middle, low, high = number(claim.measured), number(claim.low), number(claim.high)
     if middle is None:
         return "not measured"
@@ -190,5 +190,5 @@ def _with_unit(value: float, unit: str) -> str:
 
 
 def _short(value: float, sign: str = "") -> str:
-    """Three figures that say something: 0.0123, 1.23, 12.3, 1,234."""
+    """Return three significant digits: 0.0123, 1.23, 12.3, 1,234."""
     return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"

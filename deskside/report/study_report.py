@@ -5,7 +5,17 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from deskside.report.document import Block, Bullets, Code, Details, Document, Image, Paragraph, Section, Table
+from deskside.report.document import (
+    Block,
+    Bullets,
+    CodeBlock,
+    Details,
+    Image,
+    Paragraph,
+    ReportDocument,
+    Section,
+    Table,
+)
 from deskside.report.run_plan import provenance_rows
 from deskside.report.study_claims import claims_section, verdict_counts
 from deskside.report.study_tables import (
@@ -51,7 +61,7 @@ METHODS = {
 
 def compose(
     results: Results, folder: Path, images: dict[str, list[Image]], absent: dict[str, list[str]]
-) -> Document:
+) -> ReportDocument:
     """Return the report of the study in `folder`. `images` and `absent` hold the plots by group, drawn already."""
     one_group = len(results.groups) == 1
     groups = [
@@ -72,9 +82,9 @@ def compose(
         Section("What was not measured", missing_numbers(results)),
         Section("How arms were compared", _method(results)),
         Section("Machine", _machine(results)),
-        Section("Commands", [Code("\n".join(commands(results, folder)))]),
+        Section("Commands", [CodeBlock("\n".join(commands(results, folder)))]),
     ]
-    return Document(f"Study {results.name}", verdict(results), sections)
+    return ReportDocument(f"Study {results.name}", verdict(results), sections)
 
 
 def verdict(results: Results) -> str:

@@ -6,8 +6,7 @@ Nothing is computed here except units. Full sentences are in `study.narrative`.
 from collections.abc import Iterable, Sequence
 
 from deskside.run.record import number
-from deskside.study.narrative.findings import own_parts
-from deskside.study.results import Arm, Comparison, Estimate, Group, Results
+from deskside.study.results import Arm, Comparison, Estimate, Group, Results, own_parts
 from deskside.study.stats.metrics import BY_KEY, Metric
 from deskside.utils.format import percent, percent_digits, percent_range, printable
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deskside.report import run_figures, run_report
-from deskside.report.document import Document, render_html, render_markdown
+from deskside.report.document import ReportDocument, render_html, render_markdown
 from deskside.run.record import read_run
 from deskside.study import results as studies
 from deskside.study.liveness import as_it_is
@@ -61,7 +61,7 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     return page, [sentence for sentences in absent.values() for sentence in sentences]
 
 
-def _write(document: Document, folder: Path) -> Path:
+def _write(document: ReportDocument, folder: Path) -> Path:
     page = folder / "report.html"
     write_atomically(page.with_suffix(".md"), render_markdown(document, folder))
     write_atomically(page, render_html(document))

@@ -109,6 +109,12 @@ class Arm:
         return [trial for trial in self.trials if trial.status == "finished"]
 
 
+def own_parts(arm: Arm, other: Arm) -> list[str]:
+    """Return the parts of an arm's label that the other arm's label lacks."""
+    common = other.label.split(", ")
+    return [part for part in arm.label.split(", ") if part not in common]
+
+
 @dataclass(frozen=True)
 class Factor:
     """A varied factor, with its levels in display order."""

@@ -10,7 +10,7 @@ import pytest
 
 from deskside.cli import dashboard as dashboard_command
 from deskside.cli.main import main
-from deskside.dashboard import cached
+from deskside.dashboard import file_cache
 from deskside.utils.errors import UsageError
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_read_ahead_before_the_server_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(cached, "ahead", read.append)
+    monkeypatch.setattr(file_cache, "preload", read.append)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -122,7 +122,7 @@ def test_neither_the_command_nor_any_tab_imports_torch() -> None:
 
 
 def test_the_page_starts_without_what_only_tabs_need() -> None:
-    code = "import sys, deskside.dashboard.app; print(*[m for m in ('scipy', 'pandas', 'torch') if m in sys.modules])"
+    code = "import sys, deskside.dashboard.page; print(*[m for m in ('scipy', 'pandas', 'torch') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )

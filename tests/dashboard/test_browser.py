@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from deskside.dashboard import tables
-from deskside.dashboard.app import TABS
+from deskside.dashboard.page import TABS
 from deskside.study import results as study_results
 from tests.dashboard import made_up
 
@@ -31,7 +31,7 @@ FIRST_WORDS = {
     "Results": "Arms as CSV",
     "Insights": "What the data says",
     "Live": "1 run training now",
-    "Planner": "To carry it out",
+    "Planner": "Command",
 }
 
 

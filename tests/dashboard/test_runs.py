@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.dashboard.runs import progress, run_forecasts, trial_forecasts
+from deskside.dashboard.runs import progress, run_predictions, trial_predictions
 from deskside.dashboard.studies import read_plan
 from deskside.run.record import MetricsLog, read_brief, read_metrics
 from deskside.study.stats.compare import compare
@@ -41,7 +41,7 @@ def test_predictions_stand_beside_what_came(tmp_path: Path) -> None:
     made_up.run(tmp_path / "done")
     made_up.run(tmp_path / "open", finished=False)
     runs = [(read_brief(path), read_plan(path)) for path in (tmp_path / "done", tmp_path / "open")]
-    rows = {row.quantity: row for row in run_forecasts(runs)}
+    rows = {row.quantity: row for row in run_predictions(runs)}
     assert {row.name for row in rows.values()} == {"done"}
     speed = rows["speed, tokens/s"]
     assert (speed.predicted, speed.low, speed.high) == (120000, 90000, 150000)
@@ -54,6 +54,6 @@ def test_a_study_has_the_time_of_its_trials() -> None:
 
     whole = compare(made.results())
     arms = [replace(arm, forecast_seconds=300.0) for arm in whole.arms]
-    rows = trial_forecasts(replace(whole, arms=arms))
+    rows = trial_predictions(replace(whole, arms=arms))
     assert len(rows) == 8 and rows[0].ratio == pytest.approx(270 / 300)
-    assert trial_forecasts(whole) == []  # nothing was predicted
+    assert trial_predictions(whole) == []  # nothing was predicted

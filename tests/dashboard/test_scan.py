@@ -47,7 +47,7 @@ def test_a_link_is_followed_and_a_ring_of_links_ends(tmp_path: Path) -> None:
 
 
 def test_a_search_that_is_too_large_says_so(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(scanning, "MOST", 3)
+    monkeypatch.setattr(scanning, "MAX_DIRECTORIES", 3)
     for number in range(6):
         (tmp_path / str(number)).mkdir()
     assert "more than 3 directories" in scan(tmp_path).problems[0][1]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.dashboard.sidebar import Filters, Selection, select
+from deskside.dashboard.sidebar import Filters, StudySelection, select
 from deskside.study.results import Group
 from deskside.study.stats.compare import compare
 from tests.study import made
@@ -77,7 +77,7 @@ def test_a_group_is_shown_as_if_there_were_no_other() -> None:
     groups = [*WHOLE.groups, replace(WHOLE.groups[0], name="b", title="A second")]
     both = compare(replace(made.results(), groups=groups, arms=[*made.results().arms, *second]))
     narrowed = select(both, Filters(levels={"size": frozenset({"small"})}))
-    one = Selection("s", None, narrowed, both, "a card").of_group("b")
+    one = StudySelection("s", None, narrowed, both, "a card").of_group("b")
     assert {arm.group for arm in one.results.arms} == {"b"} and len(one.results.arms) == 4
     assert one.hidden == 4  # of its own arms, not of those of other groups
     assert [group.name for group in one.results.groups] == ["b"]

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from deskside.dashboard import charts
+from deskside.dashboard import plotly_charts
 from deskside.dashboard.components import chart, seeds_note, usable
 from deskside.dashboard.literal import literal
 from deskside.dashboard.sidebar import Context
@@ -28,7 +28,7 @@ def show(context: Context) -> None:
         "axes", list(AXES), horizontal=True, key="efficiency-axes", label_visibility="collapsed"
     )
     across, up = AXES[choice]
-    figure = charts.bubbles(results, across, up)
+    figure = plotly_charts.bubbles(results, across, up)
     if figure is None:
         missing = [
             study_text.metric_named(key).label
@@ -48,7 +48,7 @@ def show(context: Context) -> None:
         for column, part in zip(st.columns(2), (names[:half], names[half:]), strict=True):
             column.markdown("\n".join(part))
     _fronts(results)
-    figure = charts.bars(results.arms, "joules_per_token")
+    figure = plotly_charts.bars(results.arms, "joules_per_token")
     if figure is not None:
         st.header("Energy")
         chart(figure, "energy", "energy per token of each arm")
@@ -64,7 +64,7 @@ def _size_note(results: Results) -> str:
 
 def _rim_note(results: Results, across: str, up: str) -> str:
     """Return what a thick rim means."""
-    fronts = charts.fronts_in(results, across, up)
+    fronts = plotly_charts.fronts_in(results, across, up)
     if not fronts:
         return ""
     return f"A thick rim: no other arm of its group beats it in {_listed(fronts[0].metrics)}."

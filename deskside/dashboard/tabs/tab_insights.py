@@ -1,8 +1,8 @@
-"""Insights: what the data says for the card and the goal picked, in sentences that carry their interval."""
+"""Insights tab: findings for the selected card and goal, in sentences with their intervals."""
 
 import streamlit as st
 
-from deskside.dashboard import cache
+from deskside.dashboard import file_cache
 from deskside.dashboard.components import empty_state
 from deskside.dashboard.literal import literal
 from deskside.dashboard.sidebar import Context
@@ -14,15 +14,15 @@ from deskside.utils.format import plural
 
 
 def show(context: Context) -> None:
-    """The tab."""
+    """Draw the tab."""
     if context.selection is None:
         empty_state(context)
         return
-    studies = [s for path in context.found.studies if (s := cache.study(path)) is not None and s.results]
+    studies = [s for path in context.found.studies if (s := file_cache.study(path)) is not None and s.results]
     st.header("What the data says")
     if not studies:
         st.info(
-            "Runs of their own show what they did, not what made the difference. A study compares: "
+            "Single runs do not show which option made a difference. A study compares: "
             "`deskside study matrix16-quick` takes three minutes on a CPU."
         )
         return
@@ -40,30 +40,30 @@ def show(context: Context) -> None:
             continue
         if study.path == selected:
             results = context.selection.results
-        _one(results, study.path == selected and context.selection.hidden > 0, goal)
+        _study(results, study.path == selected and context.selection.hidden > 0, goal)
     st.caption(
-        "Only what the intervals allow is said. Another card, scale or budget may answer differently: each study "
-        "speaks of the card and sizes that it ran on."
+        "Only statements that the intervals support. Each study holds for the card, model sizes and budget that it ran "
+        "with; others may differ."
     )
 
 
-def _one(results: Results, filtered: bool, goal: str) -> None:
+def _study(results: Results, filtered: bool, goal: str) -> None:
     st.subheader(literal(results.name))
     st.caption(
-        literal(results.question) + (" The filters of the sidebar leave some arms out." if filtered else "")
+        literal(results.question) + (" The filters in the sidebar hide some arms." if filtered else "")
     )
-    told = by_group(results, goal)
-    for group, sentences in told:
-        if len(told) > 1:
+    findings = by_group(results, goal)
+    for group, sentences in findings:
+        if len(findings) > 1:
             st.markdown(f"#### {literal(study_text.group_title(group))}")
         st.markdown("\n".join(f"- {literal(line)}" for line in sentences))
-    if told:
+    if findings:
         for line in unfinished(results):
             st.caption(literal(line))
     else:
         waiting = sum(trial.status in OPEN for arm in results.arms for trial in arm.trials)
         more = f"; {plural(waiting, 'trial')} to come" if waiting else ""
-        st.write(f"Nothing can be said yet: no two arms have finished trials of the same seed{more}.")
+        st.write(f"Nothing to compare yet: no two arms have finished trials of the same seed{more}.")
 
 
 def _results(study: Study) -> Results:

@@ -2,10 +2,10 @@
 
 import streamlit as st
 
-from deskside.dashboard import cache, charts
+from deskside.dashboard import file_cache, plotly_charts
 from deskside.dashboard.components import COMMANDS, chart
 from deskside.dashboard.literal import literal
-from deskside.dashboard.runs import Progress, progress
+from deskside.dashboard.runs import RunProgress, progress
 from deskside.dashboard.sidebar import Context
 from deskside.dashboard.studies import card_name
 from deskside.report import study_text
@@ -30,15 +30,15 @@ def show(context: Context) -> None:
 
 
 def _live(root: str) -> None:
-    found = cache.found(root)
-    live = sorted(cache.live_runs(found.runs))
+    found = file_cache.found(root)
+    live = sorted(file_cache.live_runs(found.runs))
     _studies(root)
     st.header(f"{plural(len(live), 'run')} training now")
     if not live:
         st.info("No run is training below this directory. This page refreshes by itself.")
         st.code(COMMANDS, language="bash")
     for path in live[:MAX_RUNS]:
-        _run(cache.brief(path), cache.newest_metrics(path), str(path).removeprefix(f"{root}/"))
+        _run(file_cache.brief(path), file_cache.newest_metrics(path), str(path).removeprefix(f"{root}/"))
     if len(live) > MAX_RUNS:
         st.caption(f"and {len(live) - MAX_RUNS} more")
     st.caption(
@@ -47,8 +47,8 @@ def _live(root: str) -> None:
 
 
 def _studies(root: str) -> None:
-    for path in cache.found(root).studies:
-        study = cache.study(path)
+    for path in file_cache.found(root).studies:
+        study = file_cache.study(path)
         if study is None or study.results is None or study.results.complete:
             continue
         trials = [trial for arm in study.results.arms for trial in arm.trials]
@@ -83,12 +83,12 @@ def _run(record: RunRecord, log: MetricsLog, shown: str) -> None:
         _charts(record, log)
 
 
-def _measure(now: Progress) -> tuple[str, str, str]:
+def _measure(now: RunProgress) -> tuple[str, str, str]:
     """Return label, key and format of the objective's own measure; bits per byte before the first measurement."""
     return next((measure for measure in MEASURES if measure[1] in now.values), MEASURES[0])
 
 
-def _numbers(now: Progress) -> None:
+def _numbers(now: RunProgress) -> None:
     shown = (
         ("loss, nats per token", "loss", "{:.4f}"),
         _measure(now),
@@ -110,7 +110,7 @@ def _charts(record: RunRecord, log: MetricsLog) -> None:
     ):
         steps, values = series(log.rows, key, "step")
         if steps:
-            figure = charts.line(steps, values, "step", title)
+            figure = plotly_charts.line(steps, values, "step", title)
             with column:
                 name = f"live-{record.path.name}-{key}-{abs(hash(str(record.path)))}"
                 chart(figure, name, f"{title} of {record.name}")

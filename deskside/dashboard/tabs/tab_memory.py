@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from deskside.dashboard import charts, tables
+from deskside.dashboard import plotly_charts, tables
 from deskside.dashboard.components import chart, memory_limit, seeds_note, sentence, usable
 from deskside.dashboard.sidebar import Context
 from deskside.report import study_text
@@ -24,7 +24,7 @@ def show(context: Context) -> None:
     key = CHOICES[choice]
     metric = study_text.metric_named(key)
     limit = memory_limit(selection)
-    figure = charts.bars(results.arms, key, limit)
+    figure = plotly_charts.bars(results.arms, key, limit)
     if figure is None:
         st.info(f"{metric.label}: {study_text.NOT_MEASURED}. {sentence(metric.about)}")
     else:
@@ -34,7 +34,7 @@ def show(context: Context) -> None:
             f"Where the micro-batch is fitted to the memory, a smaller model may use as much as a larger one. "
             f"{tables.not_measured(results.arms, key)}"
         )
-    figure = charts.forest(results, key)
+    figure = plotly_charts.forest(results, key)
     if figure is not None:
         st.header("Against the baseline")
         chart(
@@ -60,6 +60,6 @@ def _micro_batches(results: Results) -> None:
         size = study_text.value(study_text.metric_named("micro_tokens"), known.pop())
         st.write(f"{size} tokens per forward pass in every arm.")
         return
-    figure = charts.bars(results.arms, "micro_tokens")
+    figure = plotly_charts.bars(results.arms, "micro_tokens")
     if figure is not None:
         chart(figure, "micro-batch", "tokens per forward pass of each arm")

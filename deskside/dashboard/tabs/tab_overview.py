@@ -1,11 +1,11 @@
-"""Overview: what is here, and what each technique does, drawn."""
+"""Overview tab: the study at a glance, and drawings of what each technique does."""
 
 import streamlit as st
 
-from deskside.dashboard import cache, illustrations
+from deskside.dashboard import file_cache, illustrations
 from deskside.dashboard.components import chart, empty_state, problems, sentence
 from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context, Selection
+from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.study.results import Group
 from deskside.utils.format import plural
@@ -14,14 +14,14 @@ QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
 
 
 def show(context: Context) -> None:
-    """The tab."""
+    """Draw the tab."""
     if context.selection is None:
         empty_state(context)
     else:
-        _here(context, context.selection)
+        _summary(context, context.selection)
     _problems(context)
     st.header("What each technique does")
-    st.caption("Drawings: none of their numbers was measured. What was measured here is in the other tabs.")
+    st.caption("Drawings, not measurements. The other tabs show what was measured.")
     first, second = st.columns(2)
     with first:
         _heads()
@@ -31,9 +31,9 @@ def show(context: Context) -> None:
         _micro_batches()
 
 
-def _here(context: Context, selection: Selection) -> None:
-    live = cache.live_runs(context.found.runs)
-    studies = [path for path in context.found.studies if cache.study(path) is not None]
+def _summary(context: Context, selection: StudySelection) -> None:
+    live = file_cache.live_runs(context.found.runs)
+    studies = [path for path in context.found.studies if file_cache.study(path) is not None]
     with st.container(horizontal=True):
         for label, count in (
             ("studies", len(studies)),
@@ -51,20 +51,20 @@ def _here(context: Context, selection: Selection) -> None:
         status: sum(t.status == status for t in trials) for status in dict.fromkeys(t.status for t in trials)
     }
     ended = ", ".join(f"{count} {study_text.status(status)}" for status, count in counts.items())
-    told = [
+    notes = [
         f"On {selection.card}; {plural(len(results.arms), 'arm')}, "
         f"{plural(len(results.seeds), 'seed')}; trials: {ended or 'none yet'}.",
         *(_group(group, len(results.groups)) for group in results.groups),
         *results.notes,
     ]
     if not results.complete:
-        told.append(f"It is not complete; it goes on with: deskside study --resume --out {selection.folder}")
-    st.markdown("\n".join(f"- {literal(line)}" for line in told))
+        notes.append(f"It is not complete. Continue it: deskside study --resume --out {selection.folder}")
+    st.markdown("\n".join(f"- {literal(line)}" for line in notes))
 
 
 def _group(group: Group, of: int) -> str:
-    told = f"{group.budget} per trial, based on {group.base}."
-    return f"{study_text.group_title(group)}: {told}" if of > 1 else sentence(told.removesuffix("."))
+    text = f"{group.budget} per trial, based on {group.base}."
+    return f"{study_text.group_title(group)}: {text}" if of > 1 else sentence(text.removesuffix("."))
 
 
 def _problems(context: Context) -> None:
@@ -78,8 +78,8 @@ def _problems(context: Context) -> None:
 def _heads() -> None:
     st.subheader("Grouped-query attention")
     st.write(
-        "Several query heads share one key-value head. Fewer keys and values are computed, and kept while text is "
-        "generated; too few cost quality. MHA: one each. MQA: one for all."
+        "Several query heads share one key-value head. Fewer keys and values are computed, and cached during "
+        "generation; too few cost quality. MHA: one each. MQA: one for all."
     )
     keys = st.select_slider("key-value heads", [16, 8, 4, 2, 1], value=4, key="overview-heads")
     chart(
@@ -98,7 +98,7 @@ def _recomputation() -> None:
     st.subheader("Recomputation")
     st.write(
         "The backward pass needs what the forward pass computed. Instead of keeping all of it, each block keeps its "
-        "input and is computed once more when its turn comes: less memory for about a third more arithmetic."
+        "input and is computed again in the backward pass: less memory for about a third more arithmetic."
     )
     chart(
         illustrations.recomputation(),
@@ -112,7 +112,7 @@ def _fp4() -> None:
     st.write(
         "A number is a sign and one of eight sizes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Sixteen neighbours share one FP8 "
         "scale, and a tensor one more. Products in it are fast on cards that have them; elsewhere they are emulated, "
-        "which shows what they do to quality and nothing of their speed."
+        "which shows their effect on quality but not their speed."
     )
     chart(
         illustrations.fp4(),

@@ -1,20 +1,20 @@
-"""Performance: speed and quality of every arm, and the curves."""
+"""Performance tab: speed and quality of every arm, and the loss curves."""
 
 from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard import cache, charts, tables
+from deskside.dashboard import file_cache, plotly_charts, tables
 from deskside.dashboard.components import chart, seeds_note, sentence, usable
 from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context, Selection
+from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.run.record import number
 from deskside.study.results import Arm, Trial
 from deskside.study.stats.metrics import METRICS
 from deskside.utils.errors import UsageError
 
-MOST_CURVES = 6
+MAX_CURVES = 6
 KEYS = (
     "tokens_per_second", "val_bpb", "val_bpb_equal_tokens", "train_loss", "perplexity", "mfu", "watts",
     "joules_per_token", "seconds",
@@ -22,7 +22,7 @@ KEYS = (
 
 
 def show(context: Context) -> None:
-    """The tab."""
+    """Draw the tab."""
     selection = usable(context)
     if selection is None:
         return
@@ -35,18 +35,17 @@ def show(context: Context) -> None:
     }
     known = dict(sorted(known.items(), key=lambda pair: KEYS.index(pair[1])))
     if not known:
-        st.info("No trial has come to its end yet; the Live tab shows those that are running.")
+        st.info("No trial has finished yet; the Live tab shows those that are running.")
     else:
         label = st.selectbox("what is shown", list(known), key="performance-metric")
         key = known[label]
-        figure = charts.bars(results.arms, key)
+        metric = study_text.metric_named(key)
+        figure = plotly_charts.bars(results.arms, key)
         if figure is not None:
-            chart(
-                figure, key, f"{study_text.heading(study_text.metric_named(key))} of {len(results.arms)} arms"
-            )
-        about = study_text.metric_named(key).about
-        st.caption(f"{seeds_note(selection, key)} {sentence(about)} {tables.not_measured(results.arms, key)}")
-        figure = charts.forest(results, key)
+            chart(figure, key, f"{study_text.heading(metric)} of {len(results.arms)} arms")
+        missing = tables.not_measured(results.arms, key)
+        st.caption(f"{seeds_note(selection, key)} {sentence(metric.about)} {missing}")
+        figure = plotly_charts.forest(results, key)
         if figure is not None:
             st.header("Against the baseline")
             chart(figure, f"{key}-difference", f"relative differences in {label}, with intervals")
@@ -54,7 +53,7 @@ def show(context: Context) -> None:
     _curves(selection)
 
 
-def _curves(selection: Selection) -> None:
+def _curves(selection: StudySelection) -> None:
     st.header("Curves")
     labels = {arm.id: arm.label for arm in selection.results.arms}
     able = [
@@ -63,9 +62,9 @@ def _curves(selection: Selection) -> None:
         if selection.folder is None or any(t.curve for t in arm.trials)
     ]
     chosen = st.multiselect(
-        f"arms (at first {MOST_CURVES})",
+        f"arms (at first {MAX_CURVES})",
         able,
-        default=able[:MOST_CURVES],
+        default=able[:MAX_CURVES],
         format_func=lambda name: labels[name],
         key=f"curves {selection.folder} {' '.join(group.name for group in selection.results.groups)}",
     )
@@ -73,7 +72,7 @@ def _curves(selection: Selection) -> None:
     key = first.radio("of", _kinds(selection), horizontal=True, key="curves-of")
     across = second.radio("against", ["time", "tokens"], horizontal=True, key="curves-against")
     arms = [arm for arm in selection.results.arms if arm.id in chosen]
-    figure = charts.curves(
+    figure = plotly_charts.curves(
         {arm.label: [_points(selection, arm, trial) for trial in arm.trials] for arm in arms},
         {"time": "seconds", "tokens": "tokens"}[across],
         {"validation loss": "val_bpb", "training loss": "loss"}[key],
@@ -83,11 +82,11 @@ def _curves(selection: Selection) -> None:
         st.info(f"No {key} was logged for these.")
     else:
         chart(figure, "curves", f"{key} against {across} of {len(arms)} arms")
-        st.caption("Measured. One line per trial; the trials of an arm share dashes, marker and colour.")
+        st.caption("Measured. One line per trial; the trials of an arm share dashes, marker and color.")
 
 
-def _kinds(selection: Selection) -> list[str]:
-    """What curves there are; a study whose trials were evaluated only at their end has one of the training alone."""
+def _kinds(selection: StudySelection) -> list[str]:
+    """Return the kinds of curves: without evaluations during training there is only the training loss."""
     trials = [trial for arm in selection.results.arms for trial in arm.trials]
     validated = any(number(row.get("val_bpb")) is not None for trial in trials for row in trial.curve[:-1])
     return (
@@ -95,14 +94,14 @@ def _kinds(selection: Selection) -> list[str]:
     )
 
 
-def _points(selection: Selection, arm: Arm, trial: Trial) -> list[dict[str, float | None]]:
-    """A study brings its curves; those of other runs are read when they are asked for."""
+def _points(selection: StudySelection, arm: Arm, trial: Trial) -> list[dict[str, float | None]]:
+    """Return the curve of a trial; that of a single run is read from its directory."""
     if selection.folder is not None or trial.curve:
         return trial.curve
     try:
-        rows, missing = cache.curve(Path(trial.run))
+        rows, missing = file_cache.curve(Path(trial.run))
     except UsageError:
-        return []  # it was deleted since it was found
-    for told in missing:
-        st.caption(literal(f"{arm.label}: {told}"))
+        return []  # deleted since the scan
+    for sentence_ in missing:
+        st.caption(literal(f"{arm.label}: {sentence_}"))
     return rows

@@ -1,4 +1,4 @@
-"""Planner: `deskside plan` with controls, and how its predictions came out."""
+"""Planner tab: `deskside plan` with controls, and its predictions against the measurements."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +7,9 @@ import streamlit as st
 
 from deskside.config import presets
 from deskside.config.recipes import RECIPES
-from deskside.dashboard import cache, charts
+from deskside.dashboard import file_cache, plotly_charts
 from deskside.dashboard.components import chart
-from deskside.dashboard.runs import run_forecasts, trial_forecasts
+from deskside.dashboard.runs import run_predictions, trial_predictions
 from deskside.dashboard.sidebar import Context
 from deskside.facts.gpus import gpus
 from deskside.plan.planner import make_plan
@@ -20,13 +20,13 @@ from deskside.utils.format import count, dollars, duration, gib, plural
 HERE = "this machine"
 SEARCH = "the best for the budget"
 BUDGETS = {"hours": 24.0, "billion tokens": 3.0, "bits per byte to reach": 0.9}
-MOST_RUNS = 200
-MOST_ROWS = 30
+MAX_RUNS = 200
+MAX_DRAWN = 30
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the controls say."""
+class PlannerInput:
+    """Values of the controls."""
 
     card: str
     kind: str
@@ -39,7 +39,7 @@ class Asked:
 
 
 def show(context: Context) -> None:
-    """The tab."""
+    """Draw the tab."""
     st.header("What can be trained")
     with st.form("planner"):
         asked = _controls()
@@ -50,10 +50,10 @@ def show(context: Context) -> None:
         st.error(str(error))
     else:
         _answer(plan)
-    _came_out(context)
+    _accuracy(context)
 
 
-def _controls() -> Asked:
+def _controls() -> PlannerInput:
     first, second, third = st.columns(3)
     card = first.selectbox("card", [*(gpu.name for gpu in gpus()), HERE], index=_usual(), key="plan-card")
     kind = second.selectbox("budget in", list(BUDGETS), key="plan-kind")
@@ -65,11 +65,11 @@ def _controls() -> Asked:
         "tokens per row", [0, 512, 1024, 2048, 4096, 8192], format_func=_sequence, key="plan-rows"
     )
     price = second.number_input("price of electricity, $ per kWh", 0.0, 10.0, 0.30, 0.01, key="plan-price")
-    return Asked(card, kind, amount, model, int(cards), precision, sequence, price)
+    return PlannerInput(card, kind, amount, model, int(cards), precision, sequence, price)
 
 
 def _sequence(tokens: int) -> str:
-    return f"{tokens:,}" if tokens else "as the preset has it"
+    return f"{tokens:,}" if tokens else "as in the preset"
 
 
 def _usual() -> int:
@@ -77,7 +77,7 @@ def _usual() -> int:
 
 
 @st.cache_data(ttl=60, max_entries=32, show_spinner="planning")
-def _plan(asked: Asked, probes: str) -> dict[str, Any]:
+def _plan(asked: PlannerInput, probes: str) -> dict[str, Any]:
     request = ask(
         gpu=None if asked.card == HERE else asked.card,
         here=asked.card == HERE,
@@ -108,21 +108,21 @@ def _answer(plan: dict[str, Any]) -> None:
             st.subheader("Memory (modelled)")
             parts = {name: size / 2**30 for name, size in memory["items"].items()}
             chart(
-                charts.breakdown(parts, "memory, GiB"),
+                plotly_charts.breakdown(parts, "memory, GiB"),
                 "plan-memory",
                 f"memory of the plan by item; {gib(memory['needed']['expected'])} needed",
             )
             needed = memory["needed"]
             st.caption(
-                f"Needed on the card, with fragmentation and context: {gib(needed['expected'])} "
-                f"({gib(needed['low'])} to {gib(needed['high'])}); there are {gib(memory['capacity'])}. The items are "
-                f"not all there at the same moment."
+                f"Needed on the card, including fragmentation and context: {gib(needed['expected'])} "
+                f"({gib(needed['low'])} to {gib(needed['high'])}); it has {gib(memory['capacity'])}. The items do "
+                f"not all exist at the same time."
             )
     if speed:
         with second:
             st.subheader("A step (modelled" + (", emulated)" if speed["emulated"] else ")"))
             chart(
-                charts.breakdown(speed["items"], "time of a step, s"),
+                plotly_charts.breakdown(speed["items"], "time of a step, s"),
                 "plan-step",
                 "time of a step of the plan by item",
             )
@@ -132,7 +132,7 @@ def _answer(plan: dict[str, Any]) -> None:
             )
     best = next((band for band in plan["bands"] if band["recommended"]), None)
     if best is not None:
-        st.subheader("To carry it out")
+        st.subheader("Command")
         st.code(best["command"], language="bash", wrap_lines=True)
         st.caption("DIR: what `deskside data prepare` wrote.")
     if plan["remedies"]:
@@ -176,20 +176,20 @@ def _band(band: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _came_out(context: Context) -> None:
+def _accuracy(context: Context) -> None:
     st.header("Predicted and measured")
-    runs = context.found.own_runs[-MOST_RUNS:]
-    rows = run_forecasts((cache.brief(run.path), cache.plan(run.path)) for run in runs)
+    runs = context.found.own_runs[-MAX_RUNS:]
+    rows = run_predictions((file_cache.brief(run.path), file_cache.plan(run.path)) for run in runs)
     if context.selection is not None and context.selection.folder is not None:
-        rows = trial_forecasts(context.selection.results) + rows
+        rows = trial_predictions(context.selection.results) + rows
     if not rows:
-        st.caption("No run here has both a prediction and a measurement yet. `deskside go` leaves both.")
+        st.caption("No run here has both a prediction and a measurement yet. `deskside go` records both.")
         return
-    figure = charts.ratios(rows[:MOST_ROWS])
-    chart(figure, "predicted", "measured over predicted of each run; 1 is a prediction that came true")
+    figure = plotly_charts.ratios(rows[:MAX_DRAWN])
+    chart(figure, "predicted", "measured over predicted of each run; 1 is an exact prediction")
     st.caption(
-        f"1 is a prediction that came true; intervals are the prediction's range. "
-        f"{plural(len(rows), 'prediction')}" + (f", {MOST_ROWS} drawn." if len(rows) > MOST_ROWS else ".")
+        f"1 is an exact prediction; intervals are the range of the prediction. "
+        f"{plural(len(rows), 'prediction')}" + (f", {MAX_DRAWN} drawn." if len(rows) > MAX_DRAWN else ".")
     )
     table = [
         {

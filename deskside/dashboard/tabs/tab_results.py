@@ -1,32 +1,32 @@
-"""Results: everything as tables that can be sorted, filtered and taken away as CSV."""
+"""Results tab: tables that can be sorted, filtered and downloaded as CSV."""
 
 import streamlit as st
 
 from deskside.dashboard import tables
 from deskside.dashboard.components import problems, usable
-from deskside.dashboard.sidebar import Context, Selection
+from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.report.study_claims import measured
 from deskside.utils.format import plural
 
-MOST_COLUMNS_STYLED = 200_000  # cells; a larger table is shown without its number formats
+MAX_STYLED_CELLS = 200_000  # a larger table is shown without number formats
 
 
 def show(context: Context) -> None:
-    """The tab."""
+    """Draw the tab."""
     selection = usable(context, groups=True)
     if selection is not None:
         _tables(selection)
         _interactions(selection)
         _claims(selection)
-        _illustrations(selection)
+        _report_plots(selection)
     found = problems(context)
     if found:
-        st.header("Not read, or not whole")
+        st.header("Directories that could not be read completely")
         st.dataframe(found, hide_index=True, width="stretch")
 
 
-def _tables(selection: Selection) -> None:
+def _tables(selection: StudySelection) -> None:
     results = selection.results
     st.header("Results")
     kind = st.radio(
@@ -34,7 +34,7 @@ def _tables(selection: Selection) -> None:
     )
     frame = tables.shown_arms(results) if kind == "arms" else tables.shown_trials(results)
     formats = {column: form for column, form in tables.formats().items() if column in frame.columns}
-    shown = frame.style.format(formats) if frame.size <= MOST_COLUMNS_STYLED else frame
+    shown = frame.style.format(formats) if frame.size <= MAX_STYLED_CELLS else frame
     wide = {name: st.column_config.TextColumn(width="medium") for name in ("arm", "status") if name in frame}
     height = min(640, 40 + 35 * max(1, len(frame)))
     st.dataframe(
@@ -46,8 +46,8 @@ def _tables(selection: Selection) -> None:
         placeholder=study_text.NOT_MEASURED,
     )
     st.caption(
-        "A click on a heading sorts. Means over the finished trials; measured, and an emulated arm's speed is not its "
-        "format's. The sidebar filters; the files hold what is shown, with all digits and every interval."
+        "Click on a heading to sort. Means over the finished trials, measured; the speed of an emulated arm is not "
+        "that of hardware with its format. The files hold the arms shown here, with all digits and every interval."
     )
     stem = selection.folder.resolve().name if selection.folder else "runs"
     first, second = st.columns(2)
@@ -67,7 +67,7 @@ def _tables(selection: Selection) -> None:
     )
 
 
-def _interactions(selection: Selection) -> None:
+def _interactions(selection: StudySelection) -> None:
     if not selection.results.interactions:
         return
     st.header("Do the options act independently?")
@@ -83,7 +83,7 @@ def _interactions(selection: Selection) -> None:
                     for name in (found.first, found.second)
                 ),
                 "in": study_text.metric_named(found.metric).label,
-                "together, beyond what each does alone": study_text.relative(
+                "effect of both beyond the sum of each": study_text.relative(
                     found.effect, found.low, found.high, found.verdict
                 ),
                 "seeds": found.n,
@@ -92,7 +92,7 @@ def _interactions(selection: Selection) -> None:
     st.dataframe(rows, hide_index=True, width="stretch")
 
 
-def _claims(selection: Selection) -> None:
+def _claims(selection: StudySelection) -> None:
     if not selection.results.claims:
         return
     st.header("Claims")
@@ -113,19 +113,20 @@ def _claims(selection: Selection) -> None:
     st.dataframe(rows, hide_index=True, width="stretch")
 
 
-def _illustrations(selection: Selection) -> None:
-    """The report's plots, which are drawn for print: black and white."""
+def _report_plots(selection: StudySelection) -> None:
+    """Show the plots of the report, which are drawn in black and white for print."""
     if selection.folder is None:
         return
     plots = sorted((selection.folder / "plots").glob("*.png"))
-    st.header("Pictures")
+    st.header("Plots")
     if not plots:
         st.caption(
-            f"The camera above a chart saves it as PNG. Pictures for print: deskside report {selection.folder}"
+            f"The camera above a chart saves it as PNG. For plots in black and white: "
+            f"deskside report {selection.folder}"
         )
         return
-    st.caption("The camera above a chart saves it as PNG. These are the report's, for print.")
-    with st.expander(f"{plural(len(plots), 'picture')} of the report"):
+    st.caption("The camera above a chart saves it as PNG. These are the plots of the report, for print.")
+    with st.expander(f"{plural(len(plots), 'plot')} of the report"):
         for plot in plots:
             st.image(str(plot), width="content")
             st.download_button(

@@ -8,9 +8,9 @@ measured are reported as such.
 
 from collections.abc import Iterator
 
-from deskside.study.results import Arm, Comparison, Group, Interaction, Results
+from deskside.study.results import Arm, Comparison, Group, Interaction, Results, own_parts
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
-from deskside.study.stats.metrics import BY_KEY, Metric
+from deskside.study.stats.metrics import BY_KEY, PACE, Metric
 from deskside.study.stats.statistics import log_ratio, pairs
 from deskside.utils.format import percent, percent_digits, percent_range
 
@@ -43,7 +43,6 @@ DIRECTIONS = {
     "seconds": ("more training time", "less training time"),
     "total_seconds": ("more time for the whole trial", "less time for the whole trial"),
 }
-PACE = ("tokens_per_second", "mfu", "watts", "joules_per_token", "seconds", "total_seconds")
 LEARNED = ("val_bpb", "val_loss", "perplexity", "train_loss")
 EMULATED_PACE = "; emulated here, so this is not the speed of hardware that has the format"
 EMULATED_LOSS = (
@@ -301,12 +300,6 @@ def other_name(arm: Arm, baseline: Arm | None, otherwise: str) -> str:
         return otherwise
     parts = own_parts(baseline, arm)
     return "the baseline" if not parts or parts == ["baseline"] else ", ".join(parts)
-
-
-def own_parts(arm: Arm, other: Arm) -> list[str]:
-    """Return the parts of an arm's label that the other arm's label lacks."""
-    common = other.label.split(", ")
-    return [part for part in arm.label.split(", ") if part not in common]
 
 
 def in_time(group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""The page that `deskside dashboard` serves: streamlit runs this file anew at every click. DIR is its only argument."""
+"""The page of `deskside dashboard`. Streamlit runs this file again at every click; its only argument is DIR."""
 
 import sys
 from importlib import import_module
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard import cache, sidebar
+from deskside.dashboard import file_cache, sidebar
 from deskside.dashboard.sidebar import Context
 
-# Each is tab_<name>.py beside this file, imported when it is first opened: pandas, plotly and the planner take seconds.
+# Each tab is tabs/tab_<name>.py, imported when it is first opened: pandas, plotly and the planner take seconds.
 TABS = ("Overview", "Memory", "Performance", "Efficiency", "Results", "Insights", "Live", "Planner")
 STYLE = """<style>
 [data-testid="stMainBlockContainer"] {padding: 2.5rem 1.5rem 3rem 1.5rem}
@@ -18,11 +18,11 @@ STYLE = """<style>
 
 
 def main(root: Path) -> None:
-    """Draw the page. Only the open tab is computed; which one that is stands in the address."""
-    # No icon of streamlit's: the browser would fetch it from elsewhere.
+    """Draw the page. Only the open tab is computed; the address says which one that is."""
+    # Without an icon, because the browser would fetch Streamlit's from the network.
     st.set_page_config(page_title="deskside", layout="wide")
     st.html(STYLE)
-    found = cache.found(str(root))
+    found = file_cache.found(str(root))
     context = Context(root, found, sidebar.show(root, found))
     for name, tab in zip(TABS, st.tabs(TABS, key="tab", on_change="rerun", bind="query-params"), strict=True):
         if tab.open:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.dashboard import charts, illustrations
-from deskside.dashboard.runs import Forecast
+from deskside.dashboard import illustrations, plotly_charts
+from deskside.dashboard.runs import Prediction
 from deskside.report import study_text
 from deskside.study.results import Results
 from deskside.study.stats.compare import compare
@@ -16,7 +16,7 @@ WHOLE = compare(made.results())
 
 
 def test_bars_carry_means_intervals_and_units() -> None:
-    figure = charts.bars(WHOLE.arms, "joules_per_token")
+    figure = plotly_charts.bars(WHOLE.arms, "joules_per_token")
     assert figure is not None
     native = next(bar for bar in figure.data if bar.name == "native")
     arms = [arm for arm in WHOLE.arms if not arm.emulated]
@@ -28,30 +28,30 @@ def test_bars_carry_means_intervals_and_units() -> None:
 
 
 def test_emulated_bars_are_hatched_and_named_so() -> None:
-    figure = charts.bars(WHOLE.arms, "tokens_per_second")
+    figure = plotly_charts.bars(WHOLE.arms, "tokens_per_second")
     assert figure is not None
     patterns = {bar.name: bar.marker.pattern.shape for bar in figure.data if bar.type == "bar"}
-    assert patterns == {"native": "", charts.EMULATED: "/"}
+    assert patterns == {"native": "", plotly_charts.EMULATED: "/"}
     assert figure.layout.showlegend
 
 
 def test_one_seed_draws_no_interval() -> None:
-    figure = charts.bars(compare(made.results(seeds=1)).arms, "val_bpb")
+    figure = plotly_charts.bars(compare(made.results(seeds=1)).arms, "val_bpb")
     assert figure is not None and figure.data[0].error_x.visible is False
 
 
 def test_nothing_measured_draws_nothing() -> None:
     bare = replace(WHOLE, arms=[replace(arm, estimates={}, comparisons=[], trials=[]) for arm in WHOLE.arms])
-    assert charts.bars(bare.arms, "val_bpb") is None
-    assert charts.forest(bare, "val_bpb") is None
-    assert charts.bubbles(bare, "peak_memory_gib", "tokens_per_second") is None
-    assert charts.curves({}, "seconds", "loss") is None
+    assert plotly_charts.bars(bare.arms, "val_bpb") is None
+    assert plotly_charts.forest(bare, "val_bpb") is None
+    assert plotly_charts.bubbles(bare, "peak_memory_gib", "tokens_per_second") is None
+    assert plotly_charts.curves({}, "seconds", "loss") is None
 
 
 def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> None:
-    figure = charts.forest(WHOLE, "val_bpb")
+    figure = plotly_charts.forest(WHOLE, "val_bpb")
     assert figure is not None
-    marks = {trace.marker.symbol: trace for trace in figure.data if trace.name != charts.CLIPPED}
+    marks = {trace.marker.symbol: trace for trace in figure.data if trace.name != plotly_charts.CLIPPED}
     drawn = sum(len(trace.x) for trace in marks.values())
     compared = [c for arm in WHOLE.arms if (c := study_text.comparison_of(arm, "val_bpb"))]
     assert drawn == len(compared)
@@ -63,7 +63,7 @@ def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> 
 
 def test_bubbles_are_numbered_as_their_list_and_the_front_has_a_rim() -> None:
     across, up = "peak_memory_gib", "tokens_per_second"
-    figure = charts.bubbles(WHOLE, across, up)
+    figure = plotly_charts.bubbles(WHOLE, across, up)
     assert figure is not None
     arms = WHOLE.arms
     by_number = {
@@ -72,7 +72,7 @@ def test_bubbles_are_numbered_as_their_list_and_the_front_has_a_rim() -> None:
         if trace.text
         for text, x, y, rim in zip(trace.text, trace.x, trace.y, trace.marker.line.width, strict=True)
     }
-    front = {name for found in charts.fronts_in(WHOLE, across, up) for name in found.arms}
+    front = {name for found in plotly_charts.fronts_in(WHOLE, across, up) for name in found.arms}
     assert front
     for number, arm in enumerate(arms, 1):
         x, y, rim = by_number[f"<b>{number}</b>"]
@@ -91,28 +91,28 @@ def with_one_wide_interval(key: str) -> Results:
 
 def test_an_interval_far_beyond_the_means_is_cut_and_marked_in_the_bubbles() -> None:
     across, up = "tokens_per_second", "val_bpb"
-    figure = charts.bubbles(with_one_wide_interval(up), across, up)
+    figure = plotly_charts.bubbles(with_one_wide_interval(up), across, up)
     assert figure is not None
     start, stop = figure.layout.yaxis.range
     means = [arm.estimates[up].mean for arm in WHOLE.arms]
     assert start < min(means) and stop > max(means) and stop - start < 3 * (max(means) - min(means))
-    marks = next(trace for trace in figure.data if trace.name == charts.CLIPPED)
+    marks = next(trace for trace in figure.data if trace.name == plotly_charts.CLIPPED)
     assert list(marks.marker.symbol[:2]) == ["triangle-down", "triangle-up"]
     assert list(marks.y[:2]) == pytest.approx([start, stop])
     assert list(marks.x[:2]) == [WHOLE.arms[0].estimates[across].mean] * 2
     assert f"0 to {10 * means[0]:,.4g}" in marks.hovertext[0]  # the whole of it can be read
     for trace in figure.data:
-        if trace.name != charts.CLIPPED:
+        if trace.name != plotly_charts.CLIPPED:
             ends = zip(trace.y, trace.error_y.array, trace.error_y.arrayminus, strict=True)
             assert all(y + up_ <= stop + 1e-9 and y - down >= start - 1e-9 for y, up_, down in ends)
 
 
 def test_bars_keep_their_scale_beside_a_wide_interval() -> None:
-    figure = charts.bars(with_one_wide_interval("joules_per_token").arms, "joules_per_token")
+    figure = plotly_charts.bars(with_one_wide_interval("joules_per_token").arms, "joules_per_token")
     assert figure is not None
     longest = 1000 * max(arm.estimates["joules_per_token"].mean for arm in WHOLE.arms)
     assert longest < figure.layout.xaxis.range[1] < 2.5 * longest
-    marks = next(trace for trace in figure.data if trace.name == charts.CLIPPED)
+    marks = next(trace for trace in figure.data if trace.name == plotly_charts.CLIPPED)
     assert list(marks.marker.symbol) == ["triangle-right"] and figure.layout.showlegend
 
 
@@ -129,7 +129,7 @@ def test_means_far_apart_get_a_logarithmic_axis() -> None:
         )
         for place, arm in enumerate(WHOLE.arms)
     ]
-    figure = charts.bubbles(replace(WHOLE, arms=arms), "peak_memory_gib", "tokens_per_second")
+    figure = plotly_charts.bubbles(replace(WHOLE, arms=arms), "peak_memory_gib", "tokens_per_second")
     assert figure is not None and figure.layout.yaxis.type == "log" and figure.layout.xaxis.type != "log"
     start, stop = figure.layout.yaxis.range
     assert -2 < start < 0 and 7 < stop < 9
@@ -137,22 +137,22 @@ def test_means_far_apart_get_a_logarithmic_axis() -> None:
 
 def test_the_memory_of_the_card_is_a_line_only_where_it_is_near() -> None:
     most = max(arm.estimates["peak_memory_gib"].mean for arm in WHOLE.arms)
-    near = charts.bars(WHOLE.arms, "peak_memory_gib", (1.5 * most, "the card"))
-    far = charts.bars(WHOLE.arms, "peak_memory_gib", (20 * most, "the card"))
+    near = plotly_charts.bars(WHOLE.arms, "peak_memory_gib", (1.5 * most, "the card"))
+    far = plotly_charts.bars(WHOLE.arms, "peak_memory_gib", (20 * most, "the card"))
     assert near is not None and len(near.layout.shapes) == 1 and near.layout.xaxis.range[1] > 1.5 * most
     assert far is not None and len(far.layout.shapes) == 0 and far.layout.xaxis.range[1] < 2 * most
 
 
 def test_long_labels_get_higher_rows() -> None:
-    short = charts.bars(WHOLE.arms, "val_bpb")
+    short = plotly_charts.bars(WHOLE.arms, "val_bpb")
     arms = [replace(arm, label=f"{arm.label}, " + "with many words more " * 4) for arm in WHOLE.arms]
-    long = charts.bars(arms, "val_bpb")
+    long = plotly_charts.bars(arms, "val_bpb")
     assert short is not None and long is not None and long.layout.height > 1.5 * short.layout.height
 
 
 def test_curves_differ_by_dash_and_marker() -> None:
     lines = {arm.label: [trial.curve for trial in arm.trials] for arm in WHOLE.arms[:3]}
-    figure = charts.curves(lines, "tokens", "val_bpb", frozenset({WHOLE.arms[1].label}))
+    figure = plotly_charts.curves(lines, "tokens", "val_bpb", frozenset({WHOLE.arms[1].label}))
     assert figure is not None
     looks = {trace.legendgroup: (trace.line.dash, trace.marker.symbol) for trace in figure.data}
     assert len(set(looks.values())) == 3
@@ -163,25 +163,25 @@ def test_curves_differ_by_dash_and_marker() -> None:
 
 def test_markup_in_a_name_is_text() -> None:
     arm = replace(WHOLE.arms[0], label="<img src=x onerror=alert(1)> & more")
-    figure = charts.bars([arm], "val_bpb")
+    figure = plotly_charts.bars([arm], "val_bpb")
     assert figure is not None
     assert "<img" not in figure.to_json().replace("\\u003c", "<")
 
 
 def test_arms_of_one_label_stay_apart() -> None:
     twins = [replace(arm, label="same") for arm in WHOLE.arms[:2]]
-    assert len(set(charts.row_labels(twins).values())) == 2
+    assert len(set(plotly_charts.row_labels(twins).values())) == 2
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
 def test_every_axis_has_its_unit(metric) -> None:  # type: ignore[no-untyped-def]
-    figure = charts.bars(WHOLE.arms, metric.key)
+    figure = plotly_charts.bars(WHOLE.arms, metric.key)
     if figure is not None:
         assert metric.unit in figure.layout.xaxis.title.text
 
 
 def test_ratios_carry_the_range_of_the_prediction() -> None:
-    figure = charts.ratios([Forecast("r", "speed", 100.0, 80.0, 125.0, 110.0, "plan")])
+    figure = plotly_charts.ratios([Prediction("r", "speed", 100.0, 80.0, 125.0, 110.0, "plan")])
     mark = figure.data[0]
     assert mark.x[0] == pytest.approx(1.1)
     assert mark.x[0] + mark.error_x.array[0] == pytest.approx(110 / 80)

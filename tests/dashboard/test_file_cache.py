@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.dashboard import cache, studies
+from deskside.dashboard import file_cache, studies
 from deskside.run import record
 from deskside.study.results import INTERRUPTED
 from tests.dashboard import made_up
@@ -21,7 +21,7 @@ def test_two_who_ask_at_once_have_it_read_once() -> None:
         time.sleep(0.05)
         return "thing"
 
-    kept = cache.Cache(8, threading.RLock())
+    kept = file_cache.Cache(8, threading.RLock())
     together = threading.Barrier(4)
     got: list[str] = []
 
@@ -42,48 +42,48 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     made_up.study(tmp_path / "studies/made")
     made_up.broken(tmp_path)
     made_up.run(tmp_path / "runs/ended")
-    cache.preload(tmp_path)
+    file_cache.preload(tmp_path)
 
     def read_again(path: Path) -> None:
         raise AssertionError(path)
 
     monkeypatch.setattr(record, "read_brief", read_again)
     monkeypatch.setattr(studies, "read_study", read_again)
-    monkeypatch.setattr(cache, "scan", read_again)
-    found = cache.found(str(tmp_path))
-    known = [study for path in found.studies if (study := cache.study(path)) is not None]
+    monkeypatch.setattr(file_cache, "scan", read_again)
+    found = file_cache.found(str(tmp_path))
+    known = [study for path in found.studies if (study := file_cache.study(path)) is not None]
     assert [(study.path.name, study.results is not None) for study in known] == [
         ("begun", False),
         ("broken", False),
         ("made", True),
         ("odd", False),
     ]
-    arms = cache.runs(found.own_runs, cache.live_runs(found.own_runs), tmp_path).arms
+    arms = file_cache.runs(found.own_runs, file_cache.live_runs(found.own_runs), tmp_path).arms
     assert [arm.label for arm in arms] == ["ended", "garbage", "half"]
 
 
 def test_what_changes_after_it_was_read_ahead_is_read_again(tmp_path: Path) -> None:
     with made_up.running(tmp_path / "runs/now"):
-        cache.preload(tmp_path)
-        own = cache.found(str(tmp_path)).own_runs
+        file_cache.preload(tmp_path)
+        own = file_cache.found(str(tmp_path)).own_runs
         assert _status(own, tmp_path) == "running"
     made_up.old(tmp_path / "runs/now")
     assert _status(own, tmp_path) == INTERRUPTED
     (tmp_path / "runs/now/summary.json").write_text(json.dumps({"status": "finished", "val_bpb": 1.5}))
     assert _status(own, tmp_path) == "finished"
-    assert studies.summary_metrics(cache.brief(tmp_path / "runs/now")) == {"val_bpb": 1.5}
+    assert studies.summary_metrics(file_cache.brief(tmp_path / "runs/now")) == {"val_bpb": 1.5}
 
 
 def test_a_directory_is_listed_anew_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up.run(tmp_path / "a")
-    assert len(cache.found(str(tmp_path)).runs) == 1
+    assert len(file_cache.found(str(tmp_path)).runs) == 1
     made_up.run(tmp_path / "b")
-    assert len(cache.found(str(tmp_path)).runs) == 1
+    assert len(file_cache.found(str(tmp_path)).runs) == 1
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + cache.SCAN_SECONDS)
-    assert len(cache.found(str(tmp_path)).runs) == 2
+    monkeypatch.setattr(time, "monotonic", lambda: now + file_cache.SCAN_SECONDS)
+    assert len(file_cache.found(str(tmp_path)).runs) == 2
 
 
-def _status(own: tuple[cache.FoundRun, ...], root: Path) -> str:
-    (arm,) = cache.runs(own, cache.live_runs(own), root).arms
+def _status(own: tuple[file_cache.FoundRun, ...], root: Path) -> str:
+    (arm,) = file_cache.runs(own, file_cache.live_runs(own), root).arms
     return arm.trials[0].status

@@ -8,11 +8,11 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import deskside.dashboard
-from deskside.dashboard.app import TABS
 from deskside.dashboard.literal import literal
+from deskside.dashboard.page import TABS
 from tests.dashboard import made_up
 
-APP = Path(deskside.dashboard.__file__).with_name("app.py")
+APP = Path(deskside.dashboard.__file__).with_name("page.py")
 Draw = Callable[..., AppTest]
 
 

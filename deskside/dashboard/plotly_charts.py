@@ -11,15 +11,15 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from deskside.dashboard.runs import Forecast
+from deskside.dashboard.runs import Prediction
 from deskside.report import study_text
 from deskside.report.chart_data import (
     CURVE_TITLES,
     Axis,
+    ChartRow,
     Interval,
-    Point,
-    Row,
     RowChart,
+    ScatterPoint,
     bar_chart,
     curve,
     forest_chart,
@@ -190,7 +190,7 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
     return figure
 
 
-def _measured(data: RowChart) -> list[tuple[Row, Interval]]:
+def _measured(data: RowChart) -> list[tuple[ChartRow, Interval]]:
     return [(row, row.interval) for row in data.rows if row.interval is not None]
 
 
@@ -260,7 +260,9 @@ def bubbles(results: Results, across: str, up: str) -> go.Figure | None:
     return figure
 
 
-def _add_bubbles(figure: go.Figure, points: list[Point], emulated: bool, keys: tuple[str, str]) -> None:
+def _add_bubbles(
+    figure: go.Figure, points: list[ScatterPoint], emulated: bool, keys: tuple[str, str]
+) -> None:
     figure.add_scatter(
         x=[point.x.mean for point in points],
         y=[point.y.mean for point in points],
@@ -358,13 +360,13 @@ def breakdown(values: Mapping[str, float], title: str) -> go.Figure:
     return figure
 
 
-def ratios(forecasts: Sequence[Forecast]) -> go.Figure:
+def ratios(predictions: Sequence[Prediction]) -> go.Figure:
     """Draw measured over predicted for each prediction, with the prediction's range."""
     figure = go.Figure()
     figure.add_vline(x=1.0, line={"color": GREY, "width": 2})
-    labels = [fold(f"{one.name}: {one.quantity}", 34) for one in forecasts]
-    for place, source in enumerate(dict.fromkeys(one.source for one in forecasts)):
-        part = [(name, one) for name, one in zip(labels, forecasts, strict=True) if one.source == source]
+    labels = [fold(f"{one.name}: {one.quantity}", 34) for one in predictions]
+    for place, source in enumerate(dict.fromkeys(one.source for one in predictions)):
+        part = [(name, one) for name, one in zip(labels, predictions, strict=True) if one.source == source]
         ranges = [
             interval(
                 Estimate(
