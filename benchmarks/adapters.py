@@ -31,7 +31,7 @@ from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.precision.lora import trained_parameters
-from deskside.train.prepare.activation_checkpointing import recompute
+from deskside.train.prepare.setup import recompute
 from deskside.weights import frozen_base
 
 SHAPES: dict[str, dict[str, Any]] = {

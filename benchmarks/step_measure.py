@@ -31,7 +31,7 @@ from deskside.probe.point import (
 )
 from deskside.train import environment_record
 from deskside.train.objective import NextToken
-from deskside.train.prepare.dry_step import Fit
+from deskside.train.prepare.dry_step import MicroBatch
 
 PROFILED_STEPS = 3
 HOT_STEPS = 5  # at least, however slow
@@ -105,7 +105,7 @@ def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[Ready, Tim
 
 
 def _real_batches(
-    path: str, config: RunConfig, fit: Fit, step_rows: int, device: torch.device
+    path: str, config: RunConfig, fit: MicroBatch, step_rows: int, device: torch.device
 ) -> list[Batch]:
     """The first micro-batches of a run on a prepared dataset; they are used in turn. Raises UsageError."""
     dataset = NextToken().open(config, Path(path), "train", config.batch.sequence_length)
@@ -196,7 +196,7 @@ def _profile(ready: Ready, timer: Timer, step_ms: float) -> dict[str, Any]:
         ready.config,
         ready.recipe,
         ready.native,
-        stepper.attention,
+        stepper.context.attention,
         micro_tokens,
         stepper.model.activation_dtype,
         device,

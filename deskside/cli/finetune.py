@@ -162,7 +162,7 @@ class FinetuneRun:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
         from deskside.align.registry import objective_of
         from deskside.train import training_run
-        from deskside.train.loop.callback import ReportFollows
+        from deskside.train.loop.callbacks import ReportFollows
         from deskside.train.state.init_weights import InitialWeights
 
         return training_run.start(
@@ -194,7 +194,7 @@ class FinetuneRun:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         from deskside.align.registry import objective_of
         from deskside.train import training_run
-        from deskside.train.loop.callback import ReportFollows
+        from deskside.train.loop.callbacks import ReportFollows
 
         outcome = training_run.resume(Path(options.resume), ReportFollows(), objective_of(config))
         return finish(outcome, made_by, options.json)

@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
 
     from deskside.train import training_run
-    from deskside.train.loop.callback import ReportFollows
+    from deskside.train.loop.callbacks import ReportFollows
     from deskside.train.state.init_weights import InitialWeights
 
     if options.resume is not None:

@@ -23,7 +23,7 @@ from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
-from deskside.train.loop.guard import Guard
+from deskside.train.context import TrainContext
 from deskside.train.loop.step import Stepper
 from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
@@ -105,18 +105,14 @@ def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper,
     applied = convert(model, precision)
     optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 0)
-    stepper = Stepper(
-        model,
-        optimizer,
-        Guard(config.guard),
-        World(device),
-        config.compute,
-        AttentionBackends("sdpa"),
-        config.optim.grad_clip,
-        list(model.parameters()),
-        applied,
-        config.precision,
+    context = TrainContext(
+        config=config,
+        world=World(device),
+        model=model,
+        attention=AttentionBackends("sdpa"),
+        precision=applied,
     )
+    stepper = Stepper(context, optimizer)
     return stepper, _batch(size, config.model.vocab_size, device)
 
 

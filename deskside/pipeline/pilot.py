@@ -19,8 +19,7 @@ from deskside.config.run import RunConfig
 from deskside.data.reading.rows import PackedDataset
 from deskside.pipeline.pipeline_state import PipelineState, damaged
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callback import Callback
-from deskside.train.loop.step_hooks import Terminal
+from deskside.train.loop.callbacks import Callback, Terminal
 from deskside.train.loop.stop import StopSignal
 from deskside.train.objective import RowDataset
 

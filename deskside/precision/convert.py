@@ -77,7 +77,7 @@ class QuantizedModel:
 
     def end_step(self) -> None:
         """The step is over, and weights have changed. A BF16 step leaves the history of delayed scales as it is. What
-        dry steps saw stays in it until `forget`."""
+        dry steps saw stays in it until `reset_scales`."""
         self.shared.scales.end_step(keep=self.active)
         self.shared.round += 1
 
@@ -116,8 +116,8 @@ class QuantizedModel:
         """Whether this half is computed by hand-written gradients, in some steps at least."""
         return any(half is module and (self.fused or plan is not None) for half, plan, _ in self._halves)
 
-    def forget(self) -> None:
-        """Forget what delayed scales have seen."""
+    def reset_scales(self) -> None:
+        """Reset the amax history of delayed scaling."""
         self.shared.scales.reset()
 
     def forget_weights(self) -> None:

@@ -25,12 +25,12 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
 from deskside.train import environment_record, parallel
+from deskside.train.context import TrainContext
 from deskside.train.loop.device_timer import DeviceEvent
-from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import StepMetrics, Stepper
-from deskside.train.prepare import setup
+from deskside.train.prepare import attention_backends, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
-from deskside.train.prepare.dry_step import Fit, rows_per_rank
+from deskside.train.prepare.dry_step import MicroBatch, rows_per_rank
 from deskside.train.prepare.step_planning import modelled_memory_gib
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
@@ -97,7 +97,7 @@ class Ready:
     config: RunConfig
     recipe: str
     stepper: Stepper
-    fit: Fit
+    fit: MicroBatch
     attention: dict[str, Any]
     native: bool
     mode: str
@@ -128,7 +128,9 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
     mark("recipe checked")
     model = setup.build_model(config, world, recipe)
     mark("model built")
-    attention, facts = setup.choose_attention(config, model, world, config.batch.sequence_length, None)
+    attention, facts = attention_backends.choose_attention(
+        config, model, world, config.batch.sequence_length, None
+    )
     mark("attention chosen")
     native = bool(precision["native"])
     execution = setup.prepare_execution(config, model, world, recipe, precision)
@@ -136,18 +138,10 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
     )
-    stepper = Stepper(
-        model,
-        build(model, config.optim, scaling),
-        Guard(config.guard),
-        world,
-        config.compute,
-        attention,
-        config.optim.grad_clip,
-        list(model.parameters()),
-        execution.precision,
-        config.precision,
+    context = TrainContext(
+        config=config, world=world, model=model, attention=attention, precision=execution.precision
     )
+    stepper = Stepper(context, build(model, config.optim, scaling))
     finder = BatchSizeFinder(
         config,
         stepper,

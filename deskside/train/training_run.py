@@ -1,4 +1,4 @@
-"""A run, whatever its objective: set up, settle the micro-batch, plan, train, measure, export."""
+"""A training run from start to summary: set up, find the batch size, plan, train, evaluate, export."""
 
 import shutil
 import signal
@@ -15,22 +15,21 @@ from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
 from deskside.run.directory import RunDirectory
 from deskside.train import environment_record, parallel
-from deskside.train.loop.callback import Callback
+from deskside.train.context import TrainContext
+from deskside.train.loop.callbacks import Callback, MetricsFile, RunLog, Terminal, check_trackers, trackers
 from deskside.train.loop.clock import Clock, StepPlan
-from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
-from deskside.train.loop.step_hooks import MetricsFile, Terminal, check_trackers, trackers
 from deskside.train.loop.stop import StopSignal
-from deskside.train.loop.trainer import StageWork, StepLogger, Trainer, TrainProgress
+from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
 from deskside.train.objective import Evaluation, NextToken, Objective, Session
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
+from deskside.train.prepare.attention_backends import choose_attention
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
-from deskside.train.prepare.dry_step import Fit
+from deskside.train.prepare.dry_step import MicroBatch
 from deskside.train.prepare.preflight import check_start
 from deskside.train.prepare.step_planning import (
     final_evaluation,
@@ -51,7 +50,7 @@ from deskside.utils.errors import RunError, UsageError
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What became of a run: `status` is "finished", or the signal that stopped it."""
+    """Result of a run. `status` is "finished", or the name of the signal that stopped it."""
 
     run: RunDirectory
     status: str
@@ -60,7 +59,7 @@ class RunOutcome:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a command that did nothing but this run."""
+        """Exit code of a command that does nothing but this run."""
         return 0 if self.status == "finished" else signals.exit_code(self.status)
 
 
@@ -75,9 +74,9 @@ def start(
     into: RunDirectory | None = None,
     objective: Objective | None = None,
 ) -> RunOutcome:
-    """Begin a new run, in a directory of its own or in one that was made for it (`into`).
+    """Start a new run, in a new directory or in an existing one (`into`).
 
-    objective: None is pretraining; for others the one that `config.align` names.
+    objective: None is pretraining; otherwise it has to be the one that `config.align` names.
     """
     check_start(config)
     objective = _checked(objective, config, "start it with that command")
@@ -106,9 +105,9 @@ def start(
         run = RunDirectory(Path(path[0]))
         try:
             with run.held(world.first):
-                return _Run(run, config, world, objective, initial, False, watch or Callback()).train()
+                return _Run(run, config, world, objective, initial, False, watch or Callback()).execute()
         except BaseException:
-            # What failed or was interrupted before it had a plan left nothing worth keeping.
+            # A run that failed or was interrupted before it had a plan has nothing worth keeping.
             if world.first and into is None and not (run.path / "plan.json").exists():
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
@@ -117,10 +116,10 @@ def start(
 
 
 def resume(path: Path, watch: Callback | None = None, objective: Objective | None = None) -> RunOutcome:
-    """Continue a run from its newest good checkpoint, exactly.
+    """Resume a run from its newest valid checkpoint; it repeats the uninterrupted run to the last bit.
 
-    A run that was stopped before its first checkpoint starts over, from the weights that it was started from. Raises
-    UsageError when the run is finished already. objective: as in `start`.
+    A run that was stopped before its first checkpoint starts over from its initial weights. Raises UsageError if the
+    run is finished already. objective: as in `start`.
     """
     run = RunDirectory.open(path)
     config = run.config()
@@ -130,7 +129,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
             f"{path} is finished; start another run from its weights with: deskside train --init {path}"
         )
     check_start(config)
-    # Replicas may come back in another number, one included; shards may not.
+    # Replicas may resume with another number of processes, including one; shards may not.
     mode = "shard" if config.parallel.mode == "shard" else "auto"
     world = parallel.join(config.compute.device, mode)
     try:
@@ -140,13 +139,13 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
             if not begun and world.first:
                 run.event("there is no checkpoint: starting from the beginning")
                 Terminal.say("there is no checkpoint: starting from the beginning")
-            return _Run(run, config, world, objective, initial, begun, watch or Callback()).train()
+            return _Run(run, config, world, objective, initial, begun, watch or Callback()).execute()
     finally:
         parallel.leave(world)
 
 
 def _checked(objective: Objective | None, config: RunConfig, remedy: str) -> Objective:
-    """Raises UsageError unless the objective is the configuration's."""
+    """Return the objective. Raises UsageError unless it is the one that the configuration names."""
     chosen, wanted = objective or NextToken(), config.align.name if config.align else NextToken.name
     if chosen.name != wanted:
         raise UsageError(f"align: this is a run of deskside {wanted}; {remedy}")
@@ -154,7 +153,7 @@ def _checked(objective: Objective | None, config: RunConfig, remedy: str) -> Obj
 
 
 class _Run:
-    """One process's part in a run."""
+    """One process of a run."""
 
     def __init__(
         self,
@@ -164,200 +163,329 @@ class _Run:
         objective: Objective,
         initial: InitialWeights | None,
         resumed: bool,
-        watch: Callback,
+        callback: Callback,
     ):
-        self.run, self.config, self.world, self.resumed, self.watch = run, config, world, resumed, watch
-        self.objective = objective
+        self.run, self.config, self.world, self.objective = run, config, world, objective
+        self.initial, self.resumed, self.callback = initial, resumed, callback
+        self.log = RunLog(run, world.first)
         self.recorded: dict[str, Any] = {}
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
-        assert config.schedule.length is not None  # `start` has seen to it
+        assert config.schedule.length is not None  # checked by `preflight.check_start`
         self.length = config.schedule.length
-        self.clock = Clock(config.schedule.clock, deskside.STARTED, watch.spent)
+        self.clock = Clock(config.schedule.clock, deskside.STARTED, callback.spent)
+
+    def execute(self) -> RunOutcome:
+        """Run all phases. Every rank calls this."""
+        self.set_up()
+        stages = self.find_batch_sizes()
+        self.begin_objective(stages)
+        plan = self.plan_steps(stages)
+        self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(stages))
+        checkpointer = Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log)
+        restored = self.restore(checkpointer) if self.resumed else None
+        self.write_environment()
+        self.write_plan(plan)
+        progress = restored or self.save_first(checkpointer, plan)
+        restored_step = restored.step if restored else None
+
+        length = RunLength(
+            plan,
+            self.clock,
+            limit_seconds=self.length.value if self.length.unit == "seconds" else None,
+            reserve=self.reserve,
+            decided_until=self.decided_until,
+            journal=self.write_plan,
+        )
+        self.open_loggers(progress, plan)
+        trainer = Trainer(
+            self.stepper,
+            stages,
+            length,
+            progress,
+            checkpointer,
+            self.log,
+            evaluate=lambda: self.evaluate(self.config.evaluate.tokens).row,
+            complete_row=self.meter.complete,
+        )
+        status = self.train(trainer)
+        if status != "finished":
+            return self.stopped(status, trainer)
+        if (
+            trainer.progress.step != restored_step
+        ):  # else it was stopped after its last step and has that checkpoint
+            checkpointer.save(trainer.progress, self.clock.seconds())
+        # The evaluated and exported model has the configuration's window and precision, not the last stage's.
+        self.stepper.set_window(None)
+        self.context.precision.use(False)
+        return RunOutcome(self.run, status, self.finish(trainer), self.world.first)
+
+    # Set-up
+
+    def set_up(self) -> None:
+        """Check what can fail early, open the data, and build the model: `self.context` and `self.stepper`."""
+        config, world, recorded = self.config, self.world, self.recorded
         setup.be_deterministic(config)
         torch.manual_seed(config.seed)
         check_trackers(config.track)
-        # Before data is prepared, which may take hours: what this machine cannot do is refused at once.
-        self.recipe, self.precision_facts = world.shared(
-            lambda: setup.choose_recipe(config, world.device, self.say, self.recorded.get("precision"))
+        # Before data is prepared, which may take hours, refuse what this machine does not support.
+        recipe, self.precision_facts = world.shared(
+            lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"))
         )
-        setup.check_execution(config, world, self.recipe)
-        data = setup.ensure_data(config, world, self.say)
-        self.stage_plans = setup.open_stages(config, data, objective)
-        self.validation = objective.open(config, data, "val", config.batch.sequence_length)
-        self.check_data(data, initial)
-        start = setup.Start(initial, run.path, resumed, self.say)
-        self.model: Transformer = setup.build_model(config, world, self.recipe, start)
-        self.attention, self.attention_facts = world.shared(
-            lambda: setup.choose_attention(
-                config, self.model, world, config.batch.sequence_length, self.recorded.get("attention")
+        setup.check_execution(config, world, recipe)
+        data = setup.ensure_data(config, world, self.log.say)
+        self.stage_plans = setup.open_stages(config, data, self.objective)
+        self.validation = self.objective.open(config, data, "val", config.batch.sequence_length)
+        self.check_data(data)
+        start = setup.Start(self.initial, self.run.path, self.resumed, self.log.say)
+        model = setup.build_model(config, world, recipe, start)
+        attention, self.attention_facts = world.shared(
+            lambda: choose_attention(
+                config, model, world, config.batch.sequence_length, recorded.get("attention")
             )
         )
-        self.execution = setup.prepare_execution(config, self.model, world, self.recipe, self.precision_facts)
-        self.precision = self.execution.precision
-        self.guard = Guard(config.guard)
-        peak_flops = measure_matmul_peak(world.device, self.model.activation_dtype)
+        execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts)
+        self.recipe, self.execution_mode = recipe, execution.mode
+        self.context = TrainContext(
+            config=config,
+            world=world,
+            model=model,
+            attention=attention,
+            precision=execution.precision,
+            objective=self.objective,
+        )
+        peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
         self.meter = environment_record.Meter(world.device, world.size, peak_flops)
+        # The rates do not matter yet: this optimizer takes part in the dry steps only.
+        optimizer = self.build_optimizer(config.batch.tokens, config.batch.tokens)
+        self.stepper = Stepper(self.context, optimizer)
+        # A resumed run is never refused for lack of time; it ends late instead.
+        self.budget = TimeBudget(None if self.resumed else self.wall_limit(), self.clock.seconds)
         self.decided_until = 0
+        self.save_seconds = float(recorded.get("save_seconds", 0.0))
 
-    def say(self, text: str) -> None:
-        """Tell the person and the events file."""
-        if self.world.first:
-            self.run.event(text)
-            Terminal.say(text)
-
-    def check_data(self, data: Path, initial: InitialWeights | None) -> None:
-        """Refuse weights of another tokenizer, and to go on with other data. Keeps the tokenizer in the run."""
+    def check_data(self, data: Path) -> None:
+        """Refuse weights with another tokenizer and, on resume, other data. Copies the tokenizer into the run."""
         self.fingerprint = self.validation.fingerprint
         if self.recorded.get("data", self.fingerprint) != self.fingerprint:
             raise UsageError(
                 f"data.path: {data} is not the data that {self.run.path} was trained on; put that back, or start "
                 f"another run from its weights with: deskside train --init {self.run.path} --data.path {data}"
             )
-        if initial is not None:
-            initial.check_tokenizer(data)
+        if self.initial is not None:
+            self.initial.check_tokenizer(data)
         if self.world.first and not self.run.tokenizer.exists():
             keep_tokenizer(data, self.run)
 
-    # The run
+    def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
+        """Return the optimizer, with its rates scaled to the run's length and batch size."""
+        hidden = self.config.model.hidden_size
+        scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
+        return build(self.context.model, self.config.optim, scaling)
 
-    def train(self) -> RunOutcome:
-        self.stepper = Stepper(
-            self.model,
-            self.build_optimizer(self.config.batch.tokens, self.config.batch.tokens),
-            self.guard,
-            self.world,
-            self.config.compute,
-            self.attention,
-            self.config.optim.grad_clip,
-            [p for p in self.model.parameters() if p.requires_grad],
-            self.precision,
-            self.config.precision,
-            self.objective,
-        )
-        # A resumed run is refused nothing: it ends late rather than not at all.
-        budget = TimeBudget(None if self.resumed else self.wall_limit(), self.clock.seconds)
-        finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.say, budget)
-        fits, dry_seconds = finder.find(self.stage_plans, self.recorded.get("fit"))
-        stages = [
+    def find_batch_sizes(self) -> list[StageWork]:
+        """Find the micro-batch of every stage by dry steps, which also measure its step time."""
+        finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
+        self.micro_batches: list[MicroBatch]
+        self.micro_batches, seconds = finder.find(self.stage_plans, self.recorded.get("fit"))
+        return [
             StageWork(
                 until=plan.stage.until,
                 sequence_length=plan.stage.sequence_length,
                 tokens_per_step=plan.tokens_per_step,
-                micro_rows=fitted.micro_rows,
+                micro_rows=micro_batch.micro_rows,
                 window=plan.stage.window,
                 dataset=plan.dataset,
-                dry_seconds=seconds,
+                dry_seconds=dry,
                 flops_per_token=flops_per_token(self.config.model, plan.stage.sequence_length),
             )
-            for plan, fitted, seconds in zip(self.stage_plans, fits, dry_seconds, strict=True)
+            for plan, micro_batch, dry in zip(self.stage_plans, self.micro_batches, seconds, strict=True)
         ]
+
+    def begin_objective(self, stages: list[StageWork]) -> None:
+        """Start the objective, add its time per step to the stages, and measure how long an evaluation takes."""
+        last = stages[-1]
         self.session = Session(
             self.run,
             self.config,
             self.world,
-            self.model,
-            self.attention,
-            self.precision,
+            self.context.model,
+            self.context.attention,
+            self.context.precision,
             self.validation,
-            fits[-1].micro_rows,
+            last.micro_rows,
             self.resumed,
-            self.say,
-            budget,
-            dry_seconds[-1] * stages[-1].sequence_length / stages[-1].tokens_per_step,
+            self.log.say,
+            self.budget,
+            last.dry_seconds * last.sequence_length / last.tokens_per_step,
         )
         self.objective.begin(self.session)
         for stage in stages:
             stage.dry_seconds += self.world.agreed([self.objective.seconds_beside_step()])[0]
-        self.rehearse_measure(fits[-1].micro_rows * self.config.batch.sequence_length * self.world.size)
+        self.rehearse_evaluation(last.micro_rows * self.config.batch.sequence_length * self.world.size)
+        self.before = self.evaluate_before()
 
-        self.save_seconds = float(self.recorded.get("save_seconds", 0.0))
-        self.before = self.measure_before()
-        plan = self.first_plan(stages)
-        facts = self.facts(plan, fits, stages)
-        self.stepper.optimizer = self.build_optimizer(facts["scaling_tokens"], mean_tokens(stages))
-        keeper = Checkpointer(
-            self.run,
-            self.config,
-            self.world,
-            self.model,
-            self.stepper.optimizer,
-            self.precision,
-            self.guard,
-            self.clock,
-            self.event,
-            self.say,
+    # Plan
+
+    def plan_steps(self, stages: list[StageWork]) -> StepPlan:
+        """Return the plan of steps, and set `self.facts`, the rest of plan.json. A resumed run has both recorded."""
+        if self.recorded.get("revisions"):
+            plan = StepPlan.from_json(self.recorded["revisions"])
+        else:
+            dry = [stage.dry_seconds for stage in stages]
+            elapsed, reserve, *dry = self.world.agreed([self.clock.seconds(), self.reserve(), *dry])
+            plan = first_plan(self.length, stages, elapsed, reserve, dry)
+        micro_batches = [found.to_json() for found in self.micro_batches]
+        if self.recorded:
+            self.facts = {**self.recorded, "fit": micro_batches}
+            return plan
+        tokens = max(stage.micro_rows * stage.sequence_length for stage in stages)
+        # The resident set of a process on a CPU is not modelled.
+        memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
+        self.facts = first_facts(self.config, plan, stages, self.reserve(), memory) | {
+            "data": self.fingerprint,
+            "fit": micro_batches,
+            "attention": self.attention_facts,
+            "precision": self.precision_facts,
+            "compile": self.execution_mode,
+        }
+        self.facts |= {"before": self.before} if self.before else {}
+        self.facts |= (
+            {"adapter": adapter_facts(self.context.model, self.config)} if self.config.adapter else {}
         )
-        progress = self.restore(keeper)
-        restored = progress.step if progress else None
+        return plan
 
-        def write_plan(plan: StepPlan) -> None:
-            if self.world.first:
-                self.run.write_json("plan.json", {**facts, "revisions": plan.to_json()})
+    def write_plan(self, plan: StepPlan) -> None:
+        if self.world.first:
+            self.run.write_json("plan.json", {**self.facts, "revisions": plan.to_json()})
 
+    def write_environment(self) -> None:
         if self.world.first:
             environment = environment_record.describe(self.world.device, self.run.path)
             peak = round(self.meter.peak_flops / 1e12, 2)
             environment["matmul_peak_tflops"] = {"value": peak, "source": "measured"}
             self.run.write_json("environment.json", environment)
-        write_plan(plan)
-        if progress is None:
-            # Proves at once that the disk takes a checkpoint, and shows how long that is.
-            progress = TrainProgress()
-            began = time.perf_counter()
-            keeper.save(progress, self.clock.seconds())
-            facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
-            write_plan(plan)
 
-        hooks: list[StepLogger] = []
+    def modelled_memory(self, micro_tokens: int) -> float:
+        """Return the predicted peak memory of a step in GiB."""
+        native, world = bool(self.precision_facts["native"]), self.world
+        return modelled_memory_gib(
+            self.config, micro_tokens, self.recipe, self.execution_mode, native, world.size, world.sharded
+        )
+
+    def reserve(self) -> float:
+        """Return the seconds to keep for what follows the last step: evaluation, checkpoint, samples, report."""
+        if self.clock.kind != "wall":
+            return 0.0
+        follows = self.objective.samples_seconds() + self.callback.reserve(self.wall_limit())
+        return self.final_evaluation()[0] + 2 * self.save_seconds + follows
+
+    def wall_limit(self) -> float | None:
+        """Return the length in wall-clock seconds, or None for any other kind of length."""
+        return self.length.value if self.length.unit == "seconds" and self.clock.kind == "wall" else None
+
+    # Checkpoints
+
+    def restore(self, checkpointer: Checkpointer) -> TrainProgress:
+        """Restore the newest checkpoint and cut the metrics back to it."""
+        progress = checkpointer.load_newest()
+        if progress is None:
+            raise RunError(
+                f"{self.run.checkpoints}: the checkpoints were deleted while the run was being resumed"
+            )
+        step = progress.step
+        dropped = self.run.cut_metrics(step) if self.world.first else 0
+        self.decided_until = step + dropped
+        self.world.barrier()
+        self.log.say(f"resumed at step {step}" + (f"; {dropped} later steps are repeated" if dropped else ""))
+        return progress
+
+    def save_first(self, checkpointer: Checkpointer, plan: StepPlan) -> TrainProgress:
+        """Write the checkpoint of step 0, which shows at once whether the disk can hold one and how long that takes."""
+        progress, began = TrainProgress(), time.perf_counter()
+        checkpointer.save(progress, self.clock.seconds())
+        self.facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
+        self.write_plan(plan)
+        return progress
+
+    # Training
+
+    def open_loggers(self, progress: TrainProgress, plan: StepPlan) -> None:
+        """Open the run's loggers on rank 0."""
         if self.world.first:
             resolved = self.config.model_dump(mode="json")
-            hooks = [MetricsFile(self.run), Terminal(progress.step, plan.total_steps(progress.step))]
-            hooks += [*trackers(self.config.track, self.run, resolved), self.watch]
-        trainer = Trainer(
-            self.config,
-            self.stepper,
-            plan,
-            self.clock,
-            progress,
-            stages,
-            keeper,
-            hooks,
-            evaluate=lambda: self.measure(self.config.evaluate.tokens).row,
-            measure=self.meter.complete,
-            event=self.event,
-            journal=write_plan,
-            limit_seconds=self.length.value if self.length.unit == "seconds" else None,
-            reserve=self.reserve,
-            decided_until=self.decided_until,
-        )
+            terminal = Terminal(progress.step, plan.total_steps(progress.step))
+            self.log.loggers = [
+                MetricsFile(self.run),
+                terminal,
+                *trackers(self.config.track, self.run, resolved),
+                self.callback,
+            ]
+
+    def train(self, trainer: Trainer) -> str:
+        """Run the training loop. Return "finished" or the name of the signal that stopped it."""
         environment_record.reset_peak_memory(self.world.device)
         try:
             with StopSignal() as stop:
-                self.watch.begin(self.run, stop, self.validation)
-                status = trainer.run(stop)
+                self.callback.begin(self.run, stop, self.validation)
+                return trainer.run(stop)
         finally:
-            for hook in hooks:
-                hook.close()
-        if status != "finished":
-            if self.world.size > 1:
-                # The launcher sends SIGTERM to all processes as soon as one has exited; this one has work left.
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            go_on = self.watch.go_on or f"{self.objective.command} --resume"
-            self.say(f"{status}: saved at step {trainer.progress.step}; go on with: {go_on} {self.run.path}")
-            return RunOutcome(self.run, status, {}, self.world.first)
-        if trainer.progress.step != restored:  # else it was stopped while finishing: that checkpoint is there
-            keeper.save(trainer.progress, self.clock.seconds())
-        # What is evaluated and exported is the configuration's model, not a stage's.
-        self.stepper.set_window(None)
-        self.precision.use(False)
-        return RunOutcome(self.run, status, self.finish(trainer), self.world.first)
+            self.log.close()
+
+    def stopped(self, status: str, trainer: Trainer) -> RunOutcome:
+        if self.world.size > 1:
+            # torchrun sends SIGTERM to all processes as soon as one has exited; this one still has to clean up.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        resume_command = self.callback.go_on or f"{self.objective.command} --resume"
+        self.log.say(
+            f"{status}: saved at step {trainer.progress.step}; resume with: {resume_command} {self.run.path}"
+        )
+        return RunOutcome(self.run, status, {}, self.world.first)
+
+    # Evaluation
+
+    def final_evaluation(self) -> tuple[float, int | None]:
+        """Return the seconds of the final evaluation, and its tokens if the run is too short for all of them."""
+        tokens = self.validation.num_tokens
+        return final_evaluation(self.length, self.clock.kind, self.evaluation_seconds, tokens)
+
+    def evaluate_before(self) -> dict[str, Any] | None:
+        """Evaluate the initial weights if the objective asks for it. A resumed run has the result recorded."""
+        if "before" in self.recorded or not self.objective.measured_first:
+            return self.recorded.get("before")
+        evaluation = self.evaluate(self.final_evaluation()[1])
+        self.log.say(f"before the first step: {evaluation.said}")
+        return evaluation.summary
+
+    def rehearse_evaluation(self, tokens: int) -> None:
+        """Evaluate twice on a slice: the first time compiles, the second predicts the time of the final evaluation.
+
+        Nothing compiles on a CPU, where a run whose length is given in time may skip the second.
+        """
+        began = self.clock.seconds()
+        self.evaluate(tokens)
+        took = self.world.agreed([self.clock.seconds() - began])[0]
+        if self.world.device.type != "cpu" or took <= self.budget.share(MEASURE_SHARE / 5):
+            self.evaluate(tokens)
+
+    def evaluate(self, max_tokens: int | None) -> Evaluation:
+        """Return the objective's evaluation on the validation split, computed in high precision."""
+        began = time.perf_counter()
+        with self.context.precision.high_precision():
+            evaluation = self.objective.measure(self.session, max_tokens)
+        if self.world.sharded:
+            parallel.reshard(self.context.model)
+        # Predict the final evaluation from the newest one, because the machine may have become slower.
+        share = max(1.0, self.validation.num_tokens / max(1, evaluation.tokens))
+        # All ranks use rank 0's time: it decides how many batches the final evaluation runs.
+        self.evaluation_seconds = self.world.agreed([(time.perf_counter() - began) * share])[0]
+        return evaluation
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
-        """Evaluate on everything, sample, export, and write the summary. Every rank calls this."""
-        measured = self.measure(self.final_evaluation()[1])
-        self.event(
-            f"final evaluation: {measured.tokens:,} of {self.validation.num_tokens:,} validation tokens"
+        """Evaluate, sample, export, and write the summary. Every rank calls this."""
+        evaluation = self.evaluate(self.final_evaluation()[1])
+        self.log.event(
+            f"final evaluation: {evaluation.tokens:,} of {self.validation.num_tokens:,} validation tokens"
         )
         speed, flops = trainer.tokens_per_second(), trainer.flops_per_second()
         totals = finalize.Totals(
@@ -369,125 +497,16 @@ class _Run:
             peak_memory_gib=environment_record.peak_memory_gib(self.world.device),
             peak_reserved_gib=environment_record.peak_reserved_gib(self.world.device),
         )
-        model = finalize.whole_model(self.model, self.world)
+        model = finalize.whole_model(self.context.model, self.world)
         if not self.world.first:
             return {}
-        if measured.baselines is not None:
-            measured.summary.update(measured.baselines())
-        summary = finalize.summarise(self.config, model, totals, measured.summary, self.precision_facts)
+        if evaluation.baselines is not None:
+            evaluation.summary.update(evaluation.baselines())
+        summary = finalize.summarise(self.config, model, totals, evaluation.summary, self.precision_facts)
         summary |= {"before": self.before} if self.before else {}
         summary["samples"] = self.objective.samples(self.session, model)
-        self.event(finalize.export(self.run, model))
-        summary |= self.watch.outcome(summary)
+        self.log.event(finalize.export(self.run, model))
+        summary |= self.callback.outcome(summary)
         self.run.write_json("summary.json", summary)
-        self.event(f"finished: {measured.said}")
+        self.log.event(f"finished: {evaluation.said}")
         return summary
-
-    def event(self, text: str) -> None:
-        if self.world.first:
-            self.run.event(text)
-
-    def restore(self, keeper: Checkpointer) -> TrainProgress | None:
-        if not self.resumed:
-            return None
-        progress = keeper.load_newest()
-        if progress is None:
-            raise RunError(
-                f"{self.run.checkpoints}: the checkpoints have gone while the run was being resumed"
-            )
-        step = progress.step
-        dropped = self.run.cut_metrics(step) if self.world.first else 0
-        self.decided_until = step + dropped
-        self.world.barrier()
-        self.say(f"resumed at step {step}" + (f"; {dropped} later steps are repeated" if dropped else ""))
-        return progress
-
-    # Batch and time
-
-    def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
-        """The optimizer with its rates scaled to the run's length and batch."""
-        hidden = self.config.model.hidden_size
-        scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
-        return build(self.model, self.config.optim, scaling)
-
-    def reserve(self) -> float:
-        """Return the seconds to keep for what follows the last step: evaluation, checkpoint, samples, report."""
-        if self.clock.kind != "wall":
-            return 0.0
-        follows = self.objective.samples_seconds() + self.watch.reserve(self.wall_limit())
-        return self.final_evaluation()[0] + 2 * self.save_seconds + follows
-
-    def wall_limit(self) -> float | None:
-        """Return the length in wall-clock seconds, None for any other length."""
-        return self.length.value if self.length.unit == "seconds" and self.clock.kind == "wall" else None
-
-    def final_evaluation(self) -> tuple[float, int | None]:
-        """Its seconds, and its tokens where the run is too short for all of them."""
-        tokens = self.validation.num_tokens
-        return final_evaluation(self.length, self.clock.kind, self.evaluation_seconds, tokens)
-
-    def first_plan(self, stages: list[StageWork]) -> StepPlan:
-        """The recorded plan of a resumed run, else the first estimate, the same on every process."""
-        if self.recorded.get("revisions"):
-            return StepPlan.from_json(self.recorded["revisions"])
-        dry = [stage.dry_seconds for stage in stages]
-        elapsed, reserve, *dry = self.world.agreed([self.clock.seconds(), self.reserve(), *dry])
-        return first_plan(self.length, stages, elapsed, reserve, dry)
-
-    def facts(self, plan: StepPlan, fits: list[Fit], stages: list[StageWork]) -> dict[str, Any]:
-        """plan.json but for the revisions: what was settled when the run began, kept when it resumes."""
-        if self.recorded:
-            return {**self.recorded, "fit": [f.to_json() for f in fits]}
-        tokens = max(f.micro_rows * stage.sequence_length for f, stage in zip(fits, stages, strict=True))
-        # A CPU's resident set is not modelled.
-        memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
-        settled = {
-            "data": self.fingerprint,
-            "fit": [f.to_json() for f in fits],
-            "attention": self.attention_facts,
-            "precision": self.precision_facts,
-            "compile": self.execution.mode,
-        }
-        settled |= {"before": self.before} if self.before else {}
-        settled |= {"adapter": adapter_facts(self.model, self.config)} if self.config.adapter else {}
-        return first_facts(self.config, plan, stages, self.reserve(), memory) | settled
-
-    def modelled_memory(self, micro_tokens: int) -> float:
-        native, world = bool(self.precision_facts["native"]), self.world
-        return modelled_memory_gib(
-            self.config, micro_tokens, self.recipe, self.execution.mode, native, world.size, world.sharded
-        )
-
-    # Measures
-
-    def measure_before(self) -> dict[str, Any] | None:
-        """What the weights that the run starts from come to, where the objective asks for it."""
-        if "before" in self.recorded or not self.objective.measured_first:
-            return self.recorded.get("before")
-        measured = self.measure(self.final_evaluation()[1])
-        self.say(f"before the first step: {measured.said}")
-        return measured.summary
-
-    def rehearse_measure(self, tokens: int) -> None:
-        """Measure twice on a slice: the first one compiles, the second shows what the final one will take.
-
-        On a CPU nothing compiles, and a run of limited length may save the second.
-        """
-        began = self.clock.seconds()
-        self.measure(tokens)
-        took = self.world.agreed([self.clock.seconds() - began])[0]
-        if self.world.device.type != "cpu" or took <= self.session.budget.share(MEASURE_SHARE / 5):
-            self.measure(tokens)
-
-    def measure(self, max_tokens: int | None) -> Evaluation:
-        """The objective's own measure on the validation split."""
-        began = time.perf_counter()
-        with self.precision.high_precision():
-            measured = self.objective.measure(self.session, max_tokens)
-        if self.world.sharded:
-            parallel.reshard(self.model)
-        # What the final one will take, by the newest that there was: the machine may have become slower since.
-        share = max(1.0, self.validation.num_tokens / max(1, measured.tokens))
-        # One stopwatch for all: it decides how much the final one reads, and every process must run the model as often.
-        self.evaluation_seconds = self.world.agreed([(time.perf_counter() - began) * share])[0]
-        return measured

@@ -33,7 +33,7 @@ from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.precision.frozen import stored_bytes
 from deskside.precision.lora import Adapter, attach, trained_parameters
-from deskside.train.prepare.activation_checkpointing import recompute
+from deskside.train.prepare.setup import recompute
 from tests.budget.test_memory_oracle import SMALL
 
 FORMATS: list[Any] = ["bf16", "int8", "nf4"]

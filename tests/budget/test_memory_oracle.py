@@ -26,7 +26,7 @@ from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
-from deskside.train.prepare.activation_checkpointing import recompute
+from deskside.train.prepare.setup import recompute
 
 SMALL = {
     "vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,

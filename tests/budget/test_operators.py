@@ -14,7 +14,7 @@ from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.optim.newton_schulz import coefficients, orthogonalize
-from deskside.train.prepare.activation_checkpointing import recompute
+from deskside.train.prepare.setup import recompute
 
 SMALL = {
     "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8,

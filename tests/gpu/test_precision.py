@@ -251,7 +251,7 @@ def test_what_is_recomputed_is_the_same(name: str) -> None:
     made = []
     for rung in ("none", "block"):
         applied.recompute(rung)
-        applied.forget()
+        applied.reset_scales()
         for step in range(1, OWN_STEPS + 2):
             applied.begin_step(step)
             made.append(backward(model, AttentionContext(backend="reference"))[1])

@@ -24,7 +24,7 @@ from deskside.ops.linear import Linear
 from deskside.optim.build import build
 from deskside.precision.convert import convert, refused, restore
 from deskside.precision.selfcheck import check
-from deskside.train.loop.guard import Guard
+from deskside.train.context import TrainContext
 from deskside.train.loop.step import Stepper
 from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
@@ -237,10 +237,9 @@ def stepper(model: Transformer, **precision: Any) -> Stepper:
     )
     applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False)
     optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0), fused=False)
-    return Stepper(
-        model, optimizer, Guard(config.guard), World(torch.device("cpu")), config.compute,
-        AttentionBackends("reference"), 1.0, list(model.parameters()), applied, config.precision,
-    )  # fmt: skip
+    attention, world = AttentionBackends("reference"), World(torch.device("cpu"))
+    context = TrainContext(config=config, world=world, model=model, attention=attention, precision=applied)
+    return Stepper(context, optimizer)
 
 
 @pytest.mark.parametrize(

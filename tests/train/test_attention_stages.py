@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deskside.kernels.attention import BACKENDS, AttentionContext, Requirements
 from deskside.kernels.attention.choose import BackendChoice
-from deskside.train.prepare import setup
+from deskside.train.prepare import attention_backends
 from deskside.train.state import finalize
 from tests.train import tiny_run
 
@@ -29,7 +29,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked: list[tuple[int, int | None]] = []
         self.used: Counter[tuple[str, int, int | None]] = Counter()
-        monkeypatch.setattr(setup, "choose", self.choose)
+        monkeypatch.setattr(attention_backends, "choose", self.choose)
         monkeypatch.setattr(finalize, "samples", lambda *given: [])  # the engine attends in its own ways
         for name in ("chunked", "reference", "sdpa"):
             object.__setattr__(BACKENDS[name], "function", self.counting(name, BACKENDS[name].function))
@@ -79,7 +79,7 @@ def test_what_was_recorded_is_read_back(old: bool, data: Path, watched: Watched)
         recorded["stages"] = [{"sequence_length": 16, "window": 4, **names}]
     recorded = json.loads(json.dumps(recorded))
     nothing: Any = None  # neither the model nor the processes are asked
-    attention, facts = setup.choose_attention(config, nothing, nothing, 32, recorded)
+    attention, facts = attention_backends.choose_attention(config, nothing, nothing, 32, recorded)
     assert facts == recorded and not watched.asked
     assert attention.at(32, None) == ("sdpa", "chunked")
     assert attention.at(16, 4) == (("sdpa", "chunked") if old else ("chunked", "reference"))

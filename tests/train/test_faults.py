@@ -134,7 +134,7 @@ def broken_off(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("broken")
     config = tiny_run.config(data, schedule={"length": "30 steps"})
     tiny_run.train(folder, config, "straight")
-    original = tiny_run.pretrain.MetricsFile.on_step
+    original = tiny_run.training_run.MetricsFile.on_step
 
     def on_step(self: object, row: dict[str, object], total: int) -> None:
         original(self, row, total)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def broken_off(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             raise Stopped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_run.pretrain.MetricsFile, "on_step", on_step)
+        patch.setattr(tiny_run.training_run.MetricsFile, "on_step", on_step)
         with pytest.raises(Stopped):
             tiny_run.train(folder, config, "run")
     assert tiny_run.checkpoints(folder / "run") == ["step-000000010", "step-000000020"]

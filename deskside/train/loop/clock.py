@@ -1,15 +1,17 @@
-"""Ending on time: how many steps the run will have, decided at journalled moments.
+"""The run's clock, its plan of steps, and events that are due at intervals.
 
-The learning rate is a function of *progress*, the share of the run that is done, from 0 to 1. With a length in steps,
-progress is step / steps. With a length in time, the number of steps is an estimate; when throughput turns out
-different, the estimate is revised. A revision keeps the progress reached so far and spreads what is left of it over
-the newly estimated steps:
+The learning rate is a function of *progress*, the completed fraction of the run, from 0 to 1. If the length is given in
+steps, progress is step / steps. If it is given in time, the number of steps is an estimate, which is revised when the
+throughput changes. A revision keeps the progress reached so far and spreads the rest over the new estimate:
 
     progress(step) = p0 + (1 - p0) * (step - s0) / remaining        from the latest revision (s0, p0, remaining)
 
-So progress never jumps, the learning rate stays continuous, and the decay is complete at the last step, whatever the
-throughput did. Revisions are written to plan.json before they take effect: a step that is repeated after a crash finds
-the same revisions and so the same learning rate.
+Progress is therefore continuous, so the learning rate is too, and the decay is complete at the last step whatever the
+throughput does. Example: after 400 of 1,000 planned steps (progress 0.4) the GPU throttles and only 300 more steps fit.
+Each of them then advances progress by 0.6 / 300 = 0.002 instead of 0.001.
+
+A revision is written to plan.json before it takes effect. Steps that are repeated after a crash find the same revisions
+and so use the same learning rates.
 """
 
 import math
@@ -18,14 +20,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-OVERRUN = 0.02  # share of the limit by which a run may end late so that its learning rate can decay
-DECAYED = 0.98  # progress from which on the learning rate is as good as decayed
-TOLERANCE = 0.02  # a plan that is off by more than this share of what is left is revised
+from deskside.config.duration import Duration
+
+OVERRUN = 0.02  # fraction of the time limit by which a run may end late so that its learning rate can decay
+DECAYED = 0.98  # progress beyond which the learning rate counts as decayed
+TOLERANCE = 0.02  # a plan is revised if it is off by more than this fraction of the remaining steps
 
 
 @dataclass(frozen=True)
 class Revision:
-    """From `step` on (steps done), `remaining` more steps lead from `progress` to 1."""
+    """From `step` completed steps on, `remaining` more steps lead from `progress` to 1."""
 
     step: int
     progress: float
@@ -36,7 +40,7 @@ class Revision:
 
 
 class StepPlan:
-    """The journal of revisions, and progress as a function of the step."""
+    """The revisions of a run, and progress as a function of the step."""
 
     def __init__(self, revisions: Sequence[Revision]):
         self.revisions = list(revisions)
@@ -52,14 +56,14 @@ class StepPlan:
         return next(r for r in reversed(self.revisions) if r.step <= step)
 
     def progress(self, step: float) -> float:
-        """Share of the run done after `step` steps (a half step is its middle), in [0, 1]."""
+        """Return the completed fraction of the run after `step` steps, in [0, 1]. `step` may be fractional."""
         r = self._valid_at(step)
         if step - r.step >= r.remaining:
             return 1.0
         return r.progress + (1.0 - r.progress) * (step - r.step) / r.remaining
 
     def total_steps(self, step: int) -> int:
-        """Planned steps of the whole run, as known at `step`."""
+        """Return the planned number of steps of the whole run, as known at `step`."""
         r = self._valid_at(step)
         return r.step + r.remaining
 
@@ -68,11 +72,11 @@ class StepPlan:
 
     @property
     def journalled_until(self) -> int:
-        """Steps up to this one have their revisions already; a repeated step decides nothing anew."""
+        """The step of the latest revision. Steps up to it are never planned again, even if they are repeated."""
         return self.revisions[-1].step
 
     def revise(self, step: int, remaining: int, elapsed: float, step_seconds: float, reason: str) -> Revision:
-        """Spread what is left over `remaining` steps from `step` on."""
+        """Spread the rest of the run over `remaining` steps from `step` on."""
         revision = Revision(step, self.progress(step), max(0, remaining), elapsed, step_seconds, reason)
         self.revisions.append(revision)
         return revision
@@ -81,9 +85,10 @@ class StepPlan:
 def remaining_steps(
     seconds_left: float, progress: float, stage_ends: Sequence[float], stage_seconds: Sequence[float]
 ) -> int:
-    """Steps that fit into `seconds_left`, when stage i takes `stage_seconds[i]` per step and ends at `stage_ends[i]`.
+    """Return the number of steps that fit into `seconds_left`.
 
-    Steps are spread evenly over progress, so a stage gets steps in proportion to its share of the progress left.
+    Stage i takes `stage_seconds[i]` per step and ends at progress `stage_ends[i]`. Steps are spread evenly over
+    progress, so each stage gets steps in proportion to its share of the remaining progress.
     """
     if progress >= 1.0 or seconds_left <= 0:
         return 0
@@ -98,29 +103,29 @@ def remaining_steps(
 def should_revise(
     planned_remaining: int, estimated_remaining: int, seconds_since_last: float, limit_seconds: float
 ) -> bool:
-    """Whether a plan is off by more than one step and more than the tolerance.
+    """Return whether a plan is off by more than one step and more than the tolerance.
 
-    At most once in every two-hundredth of the run, so that a machine whose speed wavers does not fill the journal.
+    True at most once per 1/200 of the run, so that a machine of varying speed does not fill plan.json with revisions.
     """
     off = abs(planned_remaining - estimated_remaining)
     return off > max(1.0, TOLERANCE * planned_remaining) and seconds_since_last >= limit_seconds / 200
 
 
 def decay_steps(step: int, progress: float) -> int:
-    """The fewest steps that may be left after `step` steps for the learning rate to decay: 8, or a fiftieth of them.
+    """Return the minimum number of further steps that the decay needs after `step` steps: 8, or 2 % of `step`.
 
-    None where the run is as good as done. It matters only when time is lost all at once, as by a slow resume: the run
-    then ends late by these steps rather than with a learning rate that never fell.
+    Returns 0 once the learning rate has decayed. The minimum matters only if much time is lost at once, for example by
+    a slow resume: the run then ends late by these steps instead of with a learning rate that never decayed.
     """
     return 0 if progress >= DECAYED else min(step, max(8, math.ceil(step / 50)))
 
 
 class Clock:
-    """Seconds of the run, over all its processes one after another.
+    """Elapsed seconds of a run, accumulated over all of its processes.
 
-    kind "wall" counts everything since the first process started, but for the time from the checkpoint that a run was
-    resumed from to its resume. `spent`: seconds that earlier processes are known to have taken.
-    kind "training" counts only what lies between `start_step` and `end_step`: no compile, evaluation or checkpoint.
+    kind "wall" counts everything since the process started, plus the time up to the checkpoint that it resumed from.
+    `spent`: seconds that earlier processes are known to have taken.
+    kind "training" counts only the time between `start` and `stop`, so not compilation, evaluation or checkpoints.
     """
 
     def __init__(self, kind: str, process_started: float, spent: float = 0.0):
@@ -131,23 +136,23 @@ class Clock:
         self._since: float | None = None
 
     def restore(self, seconds: float) -> None:
-        """Begin from a checkpoint's clock."""
+        """Continue from the clock of a checkpoint."""
         if self.kind == "wall":
             self._before = max(seconds, self._spent)
         else:
             self._training = seconds
 
     def restore_running(self, seconds: float) -> None:
-        """Go on from `seconds`, which this process has counted itself: time spent on lost steps is spent."""
+        """Continue from `seconds` within this process. A rollback undoes steps but not the time that they took."""
         self._started, self._training = time.perf_counter(), seconds
         self._before = seconds
 
     def start(self) -> None:
-        """Training steps begin (again)."""
+        """Start or resume counting training time."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Training steps pause for something else."""
+        """Pause counting training time."""
         if self._since is not None:
             self._training += time.perf_counter() - self._since
             self._since = None
@@ -157,3 +162,36 @@ class Clock:
             return self._before + time.perf_counter() - self._started
         running = time.perf_counter() - self._since if self._since is not None else 0.0
         return self._training + running
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position in a run, in the three units of a duration."""
+
+    step: int
+    tokens: int
+    seconds: float
+
+
+class Every:
+    """Trigger that is due once per `every`. In steps and tokens, a resumed run triggers at the same positions."""
+
+    def __init__(self, every: Duration | None, start: Position):
+        self.every = every
+        self._last = start
+
+    def due(self, now: Position) -> bool:
+        """Return whether a boundary was crossed since the last time this returned True."""
+        if self.every is None:
+            return False
+        amount = {"steps": now.step, "tokens": now.tokens, "seconds": now.seconds}[self.every.unit]
+        before = {"steps": self._last.step, "tokens": self._last.tokens, "seconds": self._last.seconds}[
+            self.every.unit
+        ]
+        if self.every.unit == "seconds":
+            reached = amount - before >= self.every.value
+        else:
+            reached = amount // self.every.value > before // self.every.value
+        if reached:
+            self._last = now
+        return reached

@@ -1,7 +1,7 @@
-"""When the device reached a place in its own order of work.
+"""Device-side timing of training steps.
 
-The host learns late what a device did: it launches steps ahead, and launching or reading one may itself take long, so
-what a stopwatch says when the host reads a step's numbers is no time of that step. Two moments of the device are.
+The host runs ahead of the GPU, so a host timer measures when results are read, not when work ran. These events are
+recorded in stream order, and the time between two of them is GPU time.
 """
 
 import time
@@ -10,7 +10,7 @@ import torch
 
 
 class DeviceEvent:
-    """The end of all work launched so far: an event of the present CUDA stream, or the time by a CPU's clock."""
+    """A timestamp in stream order: a CUDA event on a GPU, ``time.perf_counter()`` on a CPU."""
 
     def __init__(self, device: torch.device):
         self._event: torch.cuda.Event | None = None
@@ -18,18 +18,18 @@ class DeviceEvent:
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
-        else:  # done when the call returns
+        else:  # CPU work has finished when the call that did it returns
             self._host = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Until the device is there."""
+        """Block until all work recorded before this event has finished."""
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: "DeviceEvent") -> float:
-        """Between two moments of one device; waits for this one."""
+    def seconds_since(self, start: "DeviceEvent") -> float:
+        """Return the seconds between `start` and this event. Blocks until this event has completed."""
         if self._event is None:
-            return self._host - earlier._host
-        assert earlier._event is not None
+            return self._host - start._host
+        assert start._event is not None
         self._event.synchronize()
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
+        return float(start._event.elapsed_time(self._event)) / 1e3

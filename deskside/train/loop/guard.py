@@ -1,9 +1,9 @@
-"""The finite and spike guard: a bad step is skipped, counted, and after too many the run goes back or stops.
+"""Skip steps with a non-finite loss or a gradient-norm spike; roll back after too many in a row.
 
-The decision to skip is made on the device (no waiting for the GPU): a step whose loss or gradient norm is not finite,
-or whose norm is above a limit, leaves weights and optimizer state as they were. The limit comes from the norms of
-earlier steps. It leaves out the newest one, which the host has not read yet while the next step is launched, so the
-limit is the same whether or not the host had time to look: a resumed run skips exactly what the first one skipped.
+The decision is made on the device, without a host synchronization: a step whose loss or gradient norm is not finite, or
+whose norm exceeds a limit, leaves weights and optimizer state unchanged. The limit is a multiple of the median norm of
+recent steps. It excludes the newest step, which the host has not read yet when it launches the next one. The limit
+therefore does not depend on host timing, and a resumed run skips exactly the same steps.
 """
 
 import statistics
@@ -18,16 +18,16 @@ from torch import Tensor
 from deskside.config.sections import GuardConfig
 from deskside.utils.errors import RunError
 
-MINIMUM_HISTORY = 16  # norms before a spike can be told from the usual
+MINIMUM_HISTORY = 16  # norms needed before a spike can be detected
 
 
 class Diverged(RunError):
-    """The guard stopped the run: going back to a checkpoint did not help any more."""
+    """The run was stopped because rolling back to a checkpoint no longer helped."""
 
 
 @dataclass(frozen=True)
 class StepCheck:
-    """What the host learned about a step."""
+    """Result of checking one step."""
 
     skipped: bool
     reason: str | None
@@ -35,7 +35,7 @@ class StepCheck:
 
 
 class Guard:
-    """Keeps recent gradient norms and counts skips in a row."""
+    """History of recent gradient norms, and the number of consecutive skipped steps."""
 
     def __init__(self, config: GuardConfig):
         self.config = config
@@ -43,22 +43,22 @@ class Guard:
         self._in_a_row = 0
 
     def limit(self, step: int) -> float:
-        """The largest gradient norm that step number `step` (from 1) may have; infinite while history is short."""
-        # A step without any gradient (GRPO, where nobody's answers differed) says nothing about what is usual.
+        """Return the largest gradient norm allowed in step `step` (from 1); infinite while the history is short."""
+        # GRPO steps in which all answers earned the same reward have zero gradient and would bias the median.
         usable = [norm for at, norm in self._norms if at <= step - 2 and norm > 0][-self.config.window :]
         if len(usable) < MINIMUM_HISTORY:
             return float("inf")
         return self.config.spike_factor * statistics.median(usable)
 
     def skip(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
-        """1.0 where the step must be skipped, else 0.0; stays on the device."""
+        """Return 1.0 if the step must be skipped, else 0.0, as a tensor on the device."""
         limit = min(self.limit(step), torch.finfo(torch.float32).max)
-        # Of a loss that is not finite NaN is left, and no comparison with NaN holds. `isfinite` is four launches.
+        # NaN or inf times 0 is NaN, and NaN <= limit is False. One kernel instead of the four of isfinite().
         good = loss * 0 + norm.abs() <= limit
         return 1 - good.to(torch.float32)
 
     def record(self, step: int, loss: float, norm: float, skipped: bool) -> StepCheck:
-        """Count a step whose numbers have reached the host."""
+        """Record a finished step and return its `StepCheck`."""
         if not skipped:
             self._norms.append((step, norm))
             self._in_a_row = 0

@@ -1,35 +1,30 @@
-"""One optimizer step: micro-batches -> loss -> backward -> finite check -> update. Nothing here waits for the GPU."""
+"""One optimizer step: micro-batches -> loss -> backward -> finite check -> update. Never synchronizes with the GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deskside.config.sections import ComputeConfig, PrecisionConfig
 from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
-from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer
-from deskside.precision.convert import QuantizedModel
+from deskside.train.context import TrainContext
 from deskside.train.loop.device_timer import DeviceEvent
-from deskside.train.loop.guard import Guard
-from deskside.train.objective import Loss, NextToken, Objective
-from deskside.train.parallel import World, set_last_micro_batch, sum_gradients
-from deskside.train.prepare.attention_backends import AttentionBackends
+from deskside.train.objective import Loss
+from deskside.train.parallel import set_last_micro_batch, sum_gradients
 from deskside.utils.errors import RunError
 
 
 class StepMetrics:
-    """What a step came to, on its way from the device to the host: see `read`.
+    """Loss, gradient norm and other numbers of one step, on their way from the device to the host.
 
-    On a GPU the copy is queued right behind the step, so that reading waits for this step and not for the next one,
-    which has been launched by then. `end` is when the device had them.
+    On a GPU the copy is queued right behind the step, so reading it waits for this step and not for the next one, which
+    has been launched by then. `end` is the time at which the device finished the step.
     """
 
     def __init__(self, values: Tensor, extra: Sequence[str] = (), count: int = 0):
-        """values: loss per counted target, gradient norm, 1.0 if skipped, then a sum for each name in `extra`."""
+        """values: loss per counted target, gradient norm, 1.0 if skipped, then one sum per name in `extra`."""
         self._extra, self.count = tuple(extra), count
         self._values = values
         if values.is_cuda:
@@ -38,12 +33,12 @@ class StepMetrics:
         self.end = DeviceEvent(values.device)
 
     def read(self) -> tuple[float, float, bool]:
-        """Wait for the step: its loss, its gradient norm, and whether it was skipped."""
+        """Wait for the step. Return its loss, its gradient norm, and whether it was skipped."""
         loss, norm, skipped = self._all()[:3]
         return loss, norm, bool(skipped)
 
     def extra(self) -> dict[str, float]:
-        """Wait for the step: the objective's sums, by name."""
+        """Wait for the step. Return the objective's sums by name."""
         return dict(zip(self._extra, self._all()[3:], strict=True))
 
     def _all(self) -> list[float]:
@@ -52,36 +47,26 @@ class StepMetrics:
         return numbers
 
 
-@dataclass
 class Stepper:
-    """What a step needs. `parameters` are the trainable ones in the order in which gradients are summed.
+    """Runs single optimizer steps. It knows nothing of the loop: no clock, no checkpoints, no logging."""
 
-    `precision` is the recipe on the model, and `formats` says in which steps it holds.
-    """
-
-    model: Transformer
-    optimizer: Optimizer
-    guard: Guard
-    world: World
-    compute: ComputeConfig
-    attention: AttentionBackends
-    grad_clip: float
-    parameters: Sequence[nn.Parameter]
-    precision: QuantizedModel
-    formats: PrecisionConfig
-    objective: Objective = field(default_factory=NextToken)
+    def __init__(self, context: TrainContext, optimizer: Optimizer):
+        self.context, self.optimizer = context, optimizer
+        self.config, self.world, self.guard = context.config, context.world, context.guard
+        self.model, self.precision, self.objective = context.model, context.precision, context.objective
+        self.formats, self.grad_clip = context.config.precision, context.config.optim.grad_clip
+        # Gradients of replicas are summed in this order.
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.window: int | None = None
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
-        """What the next step uses: see `Optimizer.set_progress`. `step`: steps done."""
+        """Set the learning rate and the number format of the next step. `step`: completed steps."""
         self.optimizer.set_progress(lr_factor, progress, step)
         late = self.formats.bf16_from is not None and progress >= self.formats.bf16_from
         self.precision.use(step >= self.formats.warmup_steps and not late)
 
-    def __post_init__(self) -> None:
-        self.window: int | None = None
-
     def set_window(self, window: int | None) -> None:
-        """Give the windowed layers another window (a stage's), or the configuration's for None."""
+        """Set the attention window of all windowed layers; None restores the model's own."""
         self.window = window
         for block in self.model.layers:
             assert isinstance(block, Block)
@@ -89,19 +74,19 @@ class Stepper:
                 block.attn.window = window or self.model.config.sliding_window
 
     def loss(self, batch: Batch) -> Loss:
-        """The objective's loss of a micro-batch."""
+        """Return the objective's loss of a micro-batch."""
         tokens = batch.tokens_BT.shape[1]
-        full, windowed = self.attention.at(tokens, self.window)
+        full, windowed = self.context.attention.at(tokens, self.window)
         context = AttentionContext(
             cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
         )
-        return self.objective.loss(self.model, batch, context, self.compute)
+        return self.objective.loss(self.model, batch, context, self.config.compute)
 
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
-        """Step number `step` (from 1). A `dry` one computes everything and changes nothing.
+        """Run step number `step` (from 1). A `dry` step computes everything but changes no weight.
 
-        A dry step raises torch.OutOfMemoryError on every process where one is out of memory, or RunError when the
-        model is sharded: then the others already wait inside of the model.
+        If one process runs out of memory in a dry step, every process raises torch.OutOfMemoryError. If the model is
+        sharded, it raises RunError instead, because the other processes already wait in a collective of the model.
         """
         self.precision.begin_step(step)
         sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
@@ -118,10 +103,10 @@ class Stepper:
         return StepMetrics(values, self.objective.extras, micro_batches[0].num_valid_step)
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """The gradients of all micro-batches; their loss and extra sums, in one tensor.
+        """Accumulate the gradients of all micro-batches. Return the loss and the extra sums in one tensor.
 
-        Of this process alone, unless the model is sharded. The loss is divided by what counts in all micro-batches on
-        all processes, so neither packing nor accumulation changes it.
+        Both are this process's own unless the model is sharded. The loss is divided by the number of targets in all
+        micro-batches of all processes, so it depends neither on packing nor on gradient accumulation.
         """
         valid, names = micro_batches[0].num_valid_step, self.objective.extras
         sums = torch.zeros(1 + len(names), device=self.world.device)
@@ -140,7 +125,7 @@ class Stepper:
         return sums
 
     def forward_backward_dry(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """The same, and all processes agree on whether it fitted before any of them waits for another."""
+        """Like `forward_backward`. All ranks agree on whether it fit in memory before any of them raises."""
         failure: torch.OutOfMemoryError | None = None
         sums = torch.zeros(1 + len(self.objective.extras), device=self.world.device)
         try:

@@ -1,4 +1,4 @@
-"""The training loop, short enough to read at one sight, and what surrounds a step.
+"""The training loop.
 
 The host runs one step ahead: it launches step k + 1 and only then reads the metrics of step k, so the GPU never waits
 for the host. Evaluation, checkpoints and the end of the run first wait for the pending step. Step times are measured
@@ -12,24 +12,32 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
 from deskside.optim.schedule import lr_factor
-from deskside.train.loop.clock import OVERRUN, Clock, StepPlan, decay_steps, remaining_steps, should_revise
+from deskside.train.loop.callbacks import RunLog
+from deskside.train.loop.clock import (
+    OVERRUN,
+    Clock,
+    Every,
+    Position,
+    StepPlan,
+    decay_steps,
+    remaining_steps,
+    should_revise,
+)
 from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Diverged
 from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.loop.stop import StopSignal
-from deskside.train.loop.trigger import Every, Position
 from deskside.train.objective import Batches, Feed, RowDataset
 
-RECENT_STEPS = 20  # step times that the throughput is taken from
-MEASURED_STEPS = 5  # steps before what was measured replaces the estimate of the dry step
+RECENT_STEPS = 20  # step times that the throughput estimate uses
+MEASURED_STEPS = 5  # steps before measured times replace the estimate from the dry step
 
 
 @dataclass
 class StageWork:
-    """One stage of the run: its rows, its batch, and what a step of it takes by the dry step (seconds)."""
+    """One stage of the run: its rows, its batch, and the step time in seconds that the dry step measured."""
 
     until: float
     sequence_length: int
@@ -43,7 +51,7 @@ class StageWork:
 
 @dataclass
 class TrainProgress:
-    """Where the run is. `rows` counts the rows used at each sequence length: the position in the data."""
+    """Position of the run. `rows` counts the rows used at each sequence length: the position in the data."""
 
     step: int = 0
     tokens: int = 0
@@ -51,77 +59,77 @@ class TrainProgress:
     rollbacks: int = 0
 
 
-class Keeper(Protocol):
-    """Saves and restores; see `keeper.py`."""
+class SavesProgress(Protocol):
+    """What the trainer needs of a `Checkpointer`."""
 
     def save(self, progress: TrainProgress, seconds: float) -> None: ...
     def roll_back(self) -> TrainProgress: ...
 
 
-class StepLogger(Protocol):
-    """Something that wants each step's row, such as the terminal or a tracker."""
+@dataclass
+class RunLength:
+    """The plan of steps, the clock, and the time limit of a run.
 
-    def on_step(self, row: dict[str, Any], total_steps: int) -> None: ...
-    def close(self) -> None: ...
+    `limit_seconds`: the length if it was given in time, else None. `reserve` returns the seconds of it that evaluation,
+    checkpoint and samples need after the last step. Up to step `decided_until` an earlier process has already decided
+    whether the plan is revised. `journal` writes the revised plan to plan.json.
+    """
+
+    plan: StepPlan
+    clock: Clock
+    limit_seconds: float | None = None
+    reserve: Callable[[], float] = lambda: 0.0
+    decided_until: int = 0
+    journal: Callable[[StepPlan], None] = lambda plan: None
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was launched and whose numbers the host has not read."""
+    """A step that was launched and whose metrics the host has not read."""
 
     stage: int
     row: dict[str, Any]
-    numbers: StepMetrics
+    metrics: StepMetrics
 
 
 class TooManySkips(Exception):
-    """Guarded steps in a row reached the limit."""
+    """The number of consecutive skipped steps reached the guard's limit."""
 
 
 class Trainer:
-    """Runs steps until the plan is done or a signal comes.
+    """Runs steps until the plan is complete or a signal requests a stop.
 
-    `limit_seconds` is the length in time (None: counted in steps) and `reserve` says how much of it must be left for
-    what follows the last step. Up to step `decided_until` the run was here before and revises nothing. `measure`
-    adds what only the process knows to a row (mfu, memory, watts).
+    evaluate: measures on the validation split and returns entries for the step's row. complete_row: adds MFU, memory
+    and power to a row, given the model's FLOP/s.
     """
 
     def __init__(
         self,
-        config: RunConfig,
         stepper: Stepper,
-        plan: StepPlan,
-        clock: Clock,
-        progress: TrainProgress,
         stages: Sequence[StageWork],
-        keeper: Keeper,
-        hooks: Sequence[StepLogger],
-        *,
+        length: RunLength,
+        progress: TrainProgress,
+        checkpointer: SavesProgress,
+        log: RunLog,
         evaluate: Callable[[], dict[str, float]],
-        measure: Callable[[dict[str, Any], float | None], dict[str, Any]],
-        event: Callable[[str], None],
-        journal: Callable[[StepPlan], None],
-        limit_seconds: float | None,
-        reserve: Callable[[], float],
-        decided_until: int = 0,
+        complete_row: Callable[[dict[str, Any], float | None], dict[str, Any]],
     ):
-        self.config, self.stepper, self.plan, self.clock = config, stepper, plan, clock
-        self.progress, self.stages, self.keeper, self.hooks = progress, stages, keeper, hooks
-        self.evaluate, self.measure, self.event, self.journal = evaluate, measure, event, journal
-        self.limit_seconds, self.reserve = limit_seconds, reserve
-        self.decided_until = decided_until
+        self.config, self.stepper, self.stages, self.length = stepper.config, stepper, stages, length
+        self.plan, self.clock, self.progress = length.plan, length.clock, progress
+        self.checkpointer, self.log = checkpointer, log
+        self.evaluate, self.complete_row = evaluate, complete_row
         self._start_intervals()
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.timed_seconds, self.timed_tokens, self.timed_flops, self.paused_seconds = 0.0, 0, 0.0, 0.0
-        # A warm-up in steps is a share of the run as it was first planned, or a revision would move its end.
-        self.first_steps = max(1, plan.total_steps(0))
-        self._in_flight: PendingStep | None = None
-        self._lap: DeviceEvent | None = None  # the end of the last step that was read, or of a pause
+        # A warm-up in steps is converted to a fraction of the first plan, or a revision would move its end.
+        self.first_steps = max(1, self.plan.total_steps(0))
+        self._pending: PendingStep | None = None
+        self._last_end: DeviceEvent | None = None  # end of the last step that was read, or of a pause
         self._stage = -1
         self._loader: Batches | None = None
 
     def run(self, stop: StopSignal) -> str:
-        """Returns "finished", or the name of the signal that stopped the run (with everything saved)."""
+        """Train. Return "finished", or the name of the signal that stopped the run after everything was saved."""
         try:
             self._resume()
             while not self.plan.done(self.progress.step):
@@ -130,82 +138,82 @@ class Trainer:
                     if self.after_step(stop):
                         return str(stop.requested)
                 except TooManySkips as trouble:
-                    self.go_back(str(trouble))
+                    self.roll_back(str(trouble))
             return "finished"
         finally:
             self.clock.stop()
             self._close_loader()
 
     def one_step(self) -> None:
-        """Launch the next step, then read the numbers of the one before it."""
+        """Launch the next step, then read the metrics of the previous one."""
         progress, number = self.progress, self.progress.step + 1
         stage, batches = self._enter_stage()
         share = self.plan.progress(progress.step)
         factor = lr_factor(self.config.schedule, share, self.first_steps)
         self.stepper.set_progress(factor, share, progress.step)
-        numbers = self.stepper.run(next(batches), number)
+        metrics = self.stepper.run(next(batches), number)
 
         progress.step = number
         progress.tokens += stage.tokens_per_step
         rows = stage.tokens_per_step // stage.sequence_length
         progress.rows[stage.sequence_length] = progress.rows.get(stage.sequence_length, 0) + rows
-        before = self._in_flight
+        previous = self._pending
         lr = next(iter(self.stepper.optimizer.lr_groups().values()))
         row = {"step": number, "tokens": progress.tokens, "lr": lr}
-        self._in_flight = PendingStep(self._stage, row, numbers)
-        if before is not None:
-            self._log(self._read(before))
+        self._pending = PendingStep(self._stage, row, metrics)
+        if previous is not None:
+            self._log(self._read(previous))
 
     def after_step(self, stop: StopSignal) -> bool:
-        """Rank 0 decides what is due, all do it. Returns whether the run must stop here."""
+        """Evaluate, save or revise the plan if due; rank 0 decides for all. Return whether the run must stop here."""
         must_stop, evaluate, save, remaining = self._decide(stop)
         step = self.progress.step
         if remaining >= 0:
             self.plan.revise(
                 step, remaining, self.clock.seconds(), self._step_seconds(), "throughput changed"
             )
-            self.journal(self.plan)
+            self.length.journal(self.plan)
         done = self.plan.done(step)
         if not (must_stop or evaluate or save or done):
             return False
-        row = self._settle()
+        row = self._finish_pending()
         paused = time.perf_counter()
         self.clock.stop()
         if evaluate and not done:
             row |= self.evaluate()
         self._log(row)
         if (save or must_stop) and not done:
-            self.keeper.save(self.progress, self.clock.seconds())
+            self.checkpointer.save(self.progress, self.clock.seconds())
         self.paused_seconds += time.perf_counter() - paused
         self._resume()
         return must_stop and not done
 
-    def go_back(self, why: str) -> None:
-        """Return to the last checkpoint, but go on in the data, so that the same rows do not fail again."""
+    def roll_back(self, why: str) -> None:
+        """Return to the last checkpoint, but continue in the data, so that the same rows do not fail again."""
         self.clock.stop()
-        self._in_flight = None
+        self._pending = None
         count, rows = self.progress.rollbacks + 1, self.progress.rows
         if count > self.config.guard.max_rollbacks:
             raise Diverged(
-                f"{why}, and the run went back {self.config.guard.max_rollbacks} times already; "
+                f"{why}, and the run was rolled back {self.config.guard.max_rollbacks} times already; "
                 f"lower the learning rate (--optim.lr) or look at the data near step {self.progress.step}"
             )
-        self.progress = self.keeper.roll_back()
+        self.progress = self.checkpointer.roll_back()
         self.progress.rollbacks, self.progress.rows = count, rows
-        self.event(f"{why}: went back to step {self.progress.step} and skipped the data in between")
+        self.log.event(f"{why}: went back to step {self.progress.step} and skipped the data in between")
         self._close_loader()
-        self._start_intervals()  # what was due in the steps that are repeated is due again
+        self._start_intervals()  # repeated steps evaluate and save again
         self._resume()
 
     def position(self) -> Position:
         return Position(self.progress.step, self.progress.tokens, self.clock.seconds())
 
     def flops_per_second(self) -> float | None:
-        """The model's FLOPs over the same steps."""
+        """Return the model's mean FLOP/s over the same steps."""
         return self.timed_flops / self.timed_seconds if self.timed_seconds else None
 
     def tokens_per_second(self) -> float | None:
-        """Mean over the steps of this process, pauses for evaluation and checkpoints left out."""
+        """Return the mean over the steps of this process, without pauses for evaluation and checkpoints."""
         return self.timed_tokens / self.timed_seconds if self.timed_seconds else None
 
     def _enter_stage(self) -> tuple[StageWork, Iterator[list[Batch]]]:
@@ -232,49 +240,48 @@ class Trainer:
             self._loader = self.stepper.objective.loader(stage.dataset, feed)
             self._batches = iter(self._loader)
             if len(self.stages) > 1:
-                self.event(
+                self.log.event(
                     f"stage {index + 1} of {len(self.stages)}: sequences of {stage.sequence_length} tokens"
                 )
         return stage, self._batches
 
     def _read(self, step: PendingStep) -> dict[str, Any]:
-        """Wait for a step's numbers and complete its row. Raises TooManySkips."""
+        """Wait for a step's metrics and complete its row. Raises TooManySkips."""
         row = step.row
-        loss, norm, skipped = step.numbers.read()
+        loss, norm, skipped = step.metrics.read()
         check = self.stepper.guard.record(row["step"], loss, norm, skipped)
         tokens_per_second = flops_per_second = None
-        if self._lap is not None:
-            seconds = step.numbers.end.seconds_since(self._lap)
+        if self._last_end is not None:
+            seconds = step.metrics.end.seconds_since(self._last_end)
             stage = self.stages[step.stage]
-            if step.stage == self._stage:  # a new stage's first step may be in flight already
+            if step.stage == self._stage:  # the first step of a new stage may be pending already
                 self.recent.append(seconds)
             tokens_per_second = stage.tokens_per_step / seconds
             flops_per_second = tokens_per_second * stage.flops_per_token
             self.timed_seconds += seconds
             self.timed_tokens += stage.tokens_per_step
             self.timed_flops += stage.tokens_per_step * stage.flops_per_token
-        self._lap = step.numbers.end
+        self._last_end = step.metrics.end
         if check.skipped:
-            self.event(f"step {row['step']} skipped: {check.reason}")
+            self.log.event(f"step {row['step']} skipped: {check.reason}")
         if check.too_many:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
         row |= {"skipped": check.skipped, "tokens_per_second": tokens_per_second}
-        row |= self.stepper.objective.row(step.numbers.extra(), step.numbers.count)
-        return self.measure(row, flops_per_second)
+        row |= self.stepper.objective.row(step.metrics.extra(), step.metrics.count)
+        return self.complete_row(row, flops_per_second)
 
-    def _settle(self) -> dict[str, Any]:
-        """Wait for the step in flight and return its row, not logged yet."""
-        assert self._in_flight is not None
-        in_flight, self._in_flight = self._in_flight, None
-        return self._read(in_flight)
+    def _finish_pending(self) -> dict[str, Any]:
+        """Wait for the pending step and return its row, which is not logged yet."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return self._read(pending)
 
     def _log(self, row: dict[str, Any]) -> None:
-        for hook in self.hooks:
-            hook.on_step(row, self.plan.total_steps(row["step"]))
+        self.log.step(row, self.plan.total_steps(row["step"]))
 
     def _decide(self, stop: StopSignal) -> tuple[bool, bool, bool, int]:
-        """(stop, evaluate, save, newly planned remaining steps or -1), the same on every rank."""
+        """Return (stop, evaluate, save, newly planned remaining steps or -1), equal on every rank."""
         now = self.position()
         decision = [
             float(stop.number),
@@ -288,34 +295,34 @@ class Trainer:
         return bool(decision[0]), bool(decision[1]), bool(decision[2]), int(decision[3])
 
     def _replan(self) -> int:
-        step = self.progress.step
-        measured = self._is_measured()
-        # Of repeated steps it is known whether the plan was revised: what the journal does not hold was not.
-        repeated = step <= max(self.plan.journalled_until, self.decided_until)
-        if self.limit_seconds is None or repeated or not measured:
+        """Return the number of remaining steps if the plan has to be revised, else -1."""
+        step, limit = self.progress.step, self.length.limit_seconds
+        # Whether the plan is revised in repeated steps was decided before: plan.json has all revisions.
+        repeated = step <= max(self.plan.journalled_until, self.length.decided_until)
+        if limit is None or repeated or not self._is_measured():
             return -1
-        # The step in flight has not been paid for yet, and evaluations and checkpoints will take their share again.
-        in_flight = self._step_seconds() if self._in_flight is not None else 0.0
-        left = self.limit_seconds - self.reserve() - self.clock.seconds() - in_flight
+        # The pending step still has to run, and evaluations and checkpoints will take their share again.
+        pending = self._step_seconds() if self._pending is not None else 0.0
+        left = limit - self.length.reserve() - self.clock.seconds() - pending
         if self.clock.kind == "wall" and self.timed_seconds:
             left *= self.timed_seconds / (self.timed_seconds + self.paused_seconds)
         progress, planned = self.plan.progress(step), self.plan.total_steps(step) - step
         estimate = remaining_steps(left, progress, [s.until for s in self.stages], self._stage_seconds())
-        # The limit is hard: no more than a fiftieth of it is given to the decay when time was lost all at once.
-        floor = min(decay_steps(step, progress), int(OVERRUN * self.limit_seconds / self._step_seconds()))
+        # The limit is hard: even if much time was lost at once, the decay may exceed it by OVERRUN only.
+        floor = min(decay_steps(step, progress), int(OVERRUN * limit / self._step_seconds()))
         if estimate < floor:
-            if planned <= floor:  # decided before
+            if planned <= floor:  # the plan is that short already
                 return -1
-            self.event(
-                f"the length of {self.limit_seconds:.0f} s cannot be met: {floor} more steps are taken, so that the "
+            self.log.event(
+                f"the length of {limit:.0f} s cannot be met: {floor} more steps are taken, so that the "
                 f"learning rate decays"
             )
             return floor
         since = self.clock.seconds() - self.plan.revisions[-1].elapsed_seconds
-        return estimate if should_revise(planned, estimate, since, self.limit_seconds) else -1
+        return estimate if should_revise(planned, estimate, since, limit) else -1
 
     def _is_measured(self) -> bool:
-        """Return whether measured steps replace the dry step's estimate. A plan of few steps waits for one only."""
+        """Return whether enough steps were measured to replace the dry step's estimate: one in a short plan."""
         few = self.plan.total_steps(self.progress.step) <= 4 * MEASURED_STEPS
         return len(self.recent) >= (1 if few else MEASURED_STEPS)
 
@@ -325,7 +332,7 @@ class Trainer:
         return statistics.median(self.recent)
 
     def _stage_seconds(self) -> list[float]:
-        """Seconds per step of every stage: the dry steps' estimates, scaled by what this stage really takes."""
+        """Return the seconds per step of every stage: dry-step times, scaled by this stage's measured time."""
         factor = self._step_seconds() / self.stages[self._stage].dry_seconds
         return [stage.dry_seconds * factor for stage in self.stages]
 
@@ -336,7 +343,7 @@ class Trainer:
 
     def _resume(self) -> None:
         self.clock.start()
-        self._lap = DeviceEvent(self.stepper.world.device)
+        self._last_end = DeviceEvent(self.stepper.world.device)
 
     def _close_loader(self) -> None:
         if self._loader is not None:

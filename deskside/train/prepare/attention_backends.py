@@ -1,14 +1,24 @@
-"""Which attention backends a run uses; `setup.choose_attention` settles it."""
+"""Choose the attention backends of a run by checked, timed trials."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deskside.config.run import RunConfig
+from deskside.kernels.attention import Requirements, choose
+from deskside.model.transformer import Transformer
+from deskside.train.parallel import World
+
+TRIAL_ROWS = 32  # rows of the timed batch; with fewer, launch overhead would decide
 
 
 @dataclass(frozen=True)
 class AttentionBackends:
-    """The attention backends of a run: for full layers and for windowed ones.
+    """Names of the attention backends of a run: for full layers and for windowed ones.
 
-    `stages` holds them by a stage's (sequence length, window), where those differ from the run's own.
+    `stages` holds those of stages that differ, by (sequence length, window).
     """
 
     full: str
@@ -16,5 +26,71 @@ class AttentionBackends:
     stages: Mapping[tuple[int, int | None], tuple[str, str | None]] = field(default_factory=dict)
 
     def at(self, sequence_length: int, window: int | None) -> tuple[str, str | None]:
-        """(full, windowed) for rows of this length in a stage that gives this window (None: the configuration's)."""
+        """Return (full, windowed) for rows of this length in a stage with this window (None: the model's own)."""
         return self.stages.get((sequence_length, window), (self.full, self.windowed))
+
+
+def choose_attention(
+    config: RunConfig, model: Transformer, world: World, sequence_length: int, recorded: dict[str, Any] | None
+) -> tuple[AttentionBackends, dict[str, Any]]:
+    """Choose the backends of full and windowed layers by checked, timed trials; a resumed run takes the recorded ones.
+
+    There is one trial for rows of `sequence_length`, which evaluation uses too, and one for every stage with another
+    length or window. Returns the backends, and the facts of the trials for plan.json.
+    """
+    if recorded:
+        stages = {
+            (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
+        }
+        return AttentionBackends(*_names(recorded), stages), recorded
+    tried: dict[tuple[int, int | None], dict[str, Any]] = {}
+
+    def trial(tokens_per_step: int, length: int, override: int | None) -> dict[str, Any]:
+        """Return the results for full and windowed layers. Each distinct problem is tried once."""
+        own = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
+        windows = sorted({w and (override or w) for w in own}, key=lambda w: w is not None)
+        rows = min(TRIAL_ROWS, tokens_per_step // length // world.size or 1)
+        for window in windows:
+            if (length, window) not in tried:
+                tried[length, window] = _try_attention(config, model, world.device, rows, length, window)
+        found = {"full": tried[length, windows[0]]}
+        return found if windows[-1] is None else {**found, "windowed": tried[length, windows[-1]]}
+
+    facts = trial(config.batch.tokens, sequence_length, None)
+    # One stage per (length, window). If two of them differ in their batch, the first one counts.
+    others = {(stage.sequence_length, stage.window): stage for stage in reversed(config.stages())}
+    others.pop((sequence_length, None), None)
+    if others:
+        facts["stages"] = [
+            {"sequence_length": length, "window": window} | trial(config.stage_tokens(stage), length, window)
+            for (length, window), stage in others.items()
+        ]
+    return choose_attention(config, model, world, sequence_length, facts)
+
+
+def _names(found: dict[str, Any]) -> tuple[str, str | None]:
+    return found["full"]["name"], (found.get("windowed") or {}).get("name")
+
+
+def _try_attention(
+    config: RunConfig, model: Transformer, device: torch.device, rows: int, length: int, window: int | None
+) -> dict[str, Any]:
+    """Choose the backend for one kind of layers. Return its name and the measurements behind the choice."""
+    need = Requirements(
+        batch=rows,
+        tokens=length,
+        heads=config.model.num_attention_heads,
+        kv_heads=config.model.num_key_value_heads,
+        head_dim=config.model.head_dim,
+        dtype=model.activation_dtype,
+        device=device,
+        window=window,
+        documents=config.data.document_mask,
+    )
+    choice = choose(need, None if config.compute.attention == "auto" else [config.compute.attention])
+    return {
+        "name": choice.name,
+        "milliseconds": {name: round(s * 1e3, 3) for name, s in choice.seconds.items()},
+        "errors": {name: float(f"{error:.2e}") for name, error in choice.errors.items()},
+        "rejected": choice.rejected,
+    }

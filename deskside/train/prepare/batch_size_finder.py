@@ -1,4 +1,9 @@
-"""Settling the micro-batch of every stage by dry steps, which also compile everything and time a step."""
+"""Find the largest micro-batch that fits in memory.
+
+Each candidate runs a dry step on the worst-case batch. The dry step also compiles the model and gives the first
+estimate of the step time. If it runs out of memory, the micro-batch is halved and gradient accumulation doubled, so the
+effective batch size never changes. The result is recorded in plan.json, and a resumed run does not search again.
+"""
 
 import contextlib
 import time
@@ -13,22 +18,22 @@ from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
 from deskside.train.prepare.dry_step import (
     CPU_MICRO_TOKENS,
-    Fit,
+    MicroBatch,
     RowShape,
     candidates,
-    fit,
-    forget,
+    find_micro_batch,
+    free_failed_attempt,
     rows_per_rank,
 )
 from deskside.train.prepare.time_budget import DRY_SHARE, UNLIMITED, TimeBudget
 
 TIMED_DRY_STEPS = 2
-BATCHING = 4  # how much faster a row becomes among others, at most
-HOPELESS = 1.3  # candidates modelled to need this many times the memory that is free are not tried
+BATCHING = 4  # largest speed-up of a row from being computed in a batch
+MAX_OVERCOMMIT = 1.3  # skip candidates predicted to need more than this multiple of the free memory
 
 
 class StageRows(Protocol):
-    """A stage and the rows of its steps; `setup.StagePlan` is one."""
+    """A stage and the rows of its steps. `setup.StagePlan` is one."""
 
     @property
     def stage(self) -> Stage: ...
@@ -39,47 +44,57 @@ class StageRows(Protocol):
 
 
 class BatchSizeFinder:
-    """`modelled_memory(micro_tokens)` is the modelled peak of a step in GiB."""
+    """Search the micro-batch size of every stage.
+
+    Args:
+        modelled_memory: Predicted peak memory of a step in GiB, given the tokens in a micro-batch.
+        log: Called with one line per attempt.
+        budget: Limits the dry steps of a run whose length is given in time.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         stepper: Stepper,
         modelled_memory: Callable[[int], float],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         budget: TimeBudget = UNLIMITED,
     ):
-        self.config, self.stepper, self.modelled_memory, self.say = config, stepper, modelled_memory, say
+        self.config, self.stepper, self.modelled_memory, self.log = config, stepper, modelled_memory, log
         self.budget = budget
         self.world = stepper.world
 
     def find(
-        self, plans: Sequence[StageRows], recorded: Sequence[dict[str, Any]] | None
-    ) -> tuple[list[Fit], list[float]]:
-        """The micro-batch of every stage, as recorded or found, and the seconds of a step with it."""
-        self.stepper.optimizer.create_state()  # it must be there when it is found what fits beside it
+        self, stages: Sequence[StageRows], recorded: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[list[MicroBatch], list[float]]:
+        """Return the micro-batch and the measured step time (seconds) of each stage.
+
+        `recorded` holds the result of an earlier run. It is reused if it still divides this run's rows, because a
+        resumed run must compute the same sums.
+        """
+        self.stepper.optimizer.create_state()  # so that its memory is in use during the search
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
         self.stepper.precision.use(True)
-        fits, seconds = [], []
-        for index, plan in enumerate(plans):
+        found, seconds = [], []
+        for index, plan in enumerate(stages):
             rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
             self.stepper.set_window(plan.stage.window)
             if not recorded:
-                self.refuse_hopeless(plan, rows)
-            fits.append(self.fit(plan, rows, recorded[index] if recorded else None))
-            if self.also_plain and self.kept_bytes():
-                # `held` emptied torch's cache, and who shares out what is left will look at what it has.
+                self.check_step_time(plan, rows)
+            found.append(self.find_for_stage(plan, rows, recorded[index] if recorded else None))
+            if self.uses_bf16_steps and self.objective_reserved_bytes():
+                # `reserve_memory` emptied torch's cache. This step fills it again, before free memory is measured.
                 with self.stepper.precision.high_precision():
-                    self.dry_step(fits[-1].micro_rows, plan.dataset, rows)
-            seconds.append(self.step_seconds(plan, rows, fits[-1]))
-        self.stepper.precision.forget()  # what the scales have seen were not the run's data
-        return fits, seconds
+                    self.dry_step(found[-1].micro_rows, plan.dataset, rows)
+            seconds.append(self.step_seconds(plan, rows, found[-1]))
+        self.stepper.precision.reset_scales()  # the dry steps did not see the run's data
+        return found, seconds
 
-    def step_seconds(self, plan: StageRows, rows: int, found: Fit) -> float:
-        """Return the seconds of a whole step: the faster of two dry steps, or of one, or the estimate from fitting.
+    def step_seconds(self, plan: StageRows, rows: int, found: MicroBatch) -> float:
+        """Return the seconds of a step: the faster of up to two dry steps, else the estimate from the search.
 
-        A run of limited length takes the dry steps that it has time for. A GPU's first step compiles, so at least
-        one more is timed there.
+        A run whose length is given in time takes only the dry steps that its budget allows. The first step on a GPU
+        compiles, so at least one more is timed there.
         """
         fitted = next(
             (a["seconds"] for a in found.attempts if a["fits"] and a["micro_rows"] == found.micro_rows), 0.0
@@ -91,11 +106,11 @@ class BatchSizeFinder:
         times = [self.dry_step(found.micro_rows, plan.dataset, rows) for _ in range(steps)]
         return min(times, default=estimate)
 
-    def refuse_hopeless(self, plan: StageRows, rows: int) -> None:
-        """Raise UsageError within seconds where a single step takes longer than the run has.
+    def check_step_time(self, plan: StageRows, rows: int) -> None:
+        """Raise UsageError early if a single step takes longer than the whole run may.
 
-        One row is timed alone. More rows at once are faster, by less than `BATCHING` times. A GPU is not asked: its
-        first pass compiles.
+        One row is timed alone; larger batches are faster per row, but by less than `BATCHING` times. GPUs are not
+        checked, because their first pass compiles.
         """
         if self.budget.limit is None or self.world.device.type != "cpu":
             return
@@ -108,41 +123,45 @@ class BatchSizeFinder:
             raise self.budget.too_short(why, rows * took / 2)
 
     @property
-    def also_plain(self) -> bool:
-        """Whether some steps are in BF16 though the recipe is another."""
+    def uses_bf16_steps(self) -> bool:
+        """Whether the schedule contains steps in BF16 although the recipe is another."""
         formats = self.stepper.formats
         return formats.warmup_steps > 0 or formats.bf16_from is not None
 
-    def fit(self, plan: StageRows, rows: int, recorded: dict[str, Any] | None) -> Fit:
-        """The micro-batch of one stage of `rows` rows per step on this process."""
+    def find_for_stage(self, plan: StageRows, rows: int, recorded: dict[str, Any] | None) -> MicroBatch:
+        """Return the micro-batch of one stage with `rows` rows per step on this process."""
 
         def dry(micro_rows: int) -> float:
-            if self.also_plain:
-                # BF16 keeps more bytes for the backward than FP8, and has to fit too when its turn comes.
+            if self.uses_bf16_steps:
+                # BF16 steps keep more bytes for the backward pass than FP8 steps, and have to fit as well.
                 with self.stepper.precision.high_precision():
                     self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
             return self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
 
-        # Another number of processes than before needs another division.
+        # With another number of processes than before, the rows divide differently.
         if recorded and recorded["micro_rows"] * recorded["accumulation"] == rows:
-            found = Fit(**{**recorded, "attempts": tuple(recorded["attempts"])})
+            found = MicroBatch(**{**recorded, "attempts": tuple(recorded["attempts"])})
             dry(found.micro_rows)
             return found
 
-        def beside(micro_rows: int) -> float:
-            with self.held():
+        def dry_with_reserve(micro_rows: int) -> float:
+            with self.reserve_memory():
                 return dry(micro_rows)
 
-        return fit(beside, rows, self.largest(plan, rows), self.say, lambda: forget(self.world.device))
+        first, device = self.first_candidate(plan, rows), self.world.device
+        return find_micro_batch(dry_with_reserve, rows, first, self.log, lambda: free_failed_attempt(device))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Room that the objective will want beside the steps is taken. Raises torch.OutOfMemoryError."""
-        wanted, block = self.kept_bytes(), None
+    def reserve_memory(self) -> Iterator[None]:
+        """Context manager that reserves the memory which the objective needs beside training.
+
+        Raises torch.OutOfMemoryError.
+        """
+        wanted, block = self.objective_reserved_bytes(), None
         if not wanted:
             yield
             return
-        with contextlib.suppress(torch.OutOfMemoryError):  # the other processes must hear of it first
+        with contextlib.suppress(torch.OutOfMemoryError):  # all ranks must agree before any of them raises
             block = torch.empty(wanted, dtype=torch.uint8, device=self.world.device)
         if not self.world.smallest(int(block is not None)):
             raise torch.OutOfMemoryError(f"no room for the {wanted / 2**30:.2f} GiB kept beside training")
@@ -152,13 +171,13 @@ class BatchSizeFinder:
             del block
             torch.cuda.empty_cache()
 
-    def kept_bytes(self) -> int:
+    def objective_reserved_bytes(self) -> int:
         if self.world.device.type == "cpu":
             return 0
         return self.stepper.objective.keeps_bytes(self.config, self.stepper.model)
 
     def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
-        """Seconds of a step of `rows` rows, which changes nothing. Raises torch.OutOfMemoryError."""
+        """Run a step of `rows` rows that changes no weight; return its seconds. Raises torch.OutOfMemoryError."""
         passes = rows // micro_rows
         masked, device = self.config.data.document_mask, self.world.device
         everywhere = passes * self.world.size
@@ -171,15 +190,15 @@ class BatchSizeFinder:
             raise
         return time.perf_counter() - began
 
-    def largest(self, plan: StageRows, rows: int) -> int:
-        """Where fitting starts: what was asked for, what is modelled to fit on a GPU, a cache-sized batch on a CPU."""
+    def first_candidate(self, plan: StageRows, rows: int) -> int:
+        """Return the rows to try first: as configured, else predicted to fit (GPU), else cache-sized (CPU)."""
         length = plan.stage.sequence_length
         if self.config.batch.micro_tokens != "auto":
             return self.config.batch.micro_tokens // length
         if self.world.device.type == "cpu":
             return max(1, CPU_MICRO_TOKENS // length)
-        # Sharded processes cannot search, because one that is out of memory leaves the others waiting.
-        free = environment_record.free_memory_gib(self.world.device) - self.kept_bytes() / 2**30
-        limit = free * (1.0 if self.world.sharded else HOPELESS)
+        # Sharded ranks cannot search: one that runs out of memory leaves the others waiting in a collective.
+        free = environment_record.free_memory_gib(self.world.device) - self.objective_reserved_bytes() / 2**30
+        limit = free * (1.0 if self.world.sharded else MAX_OVERCOMMIT)
         possible = [n for n in candidates(rows, rows) if self.modelled_memory(n * length) <= limit]
         return self.world.smallest(possible[0] if possible else 1)

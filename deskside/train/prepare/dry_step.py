@@ -1,9 +1,8 @@
-"""Micro-batch fitting: how many rows fit on this card at once, settled before any data is read.
+"""Micro-batch candidates and the batch of a dry step.
 
-A dry step is run with the largest candidate: two passes where the step has several, so that gradients stand beside the
-activations, optimizer state included, on a batch whose every position counts. Out of memory halves it, or takes the
-next smaller divisor; accumulation grows in return, so the effective batch never changes. Candidates modelled to
-need far more than there is are not tried. The result is recorded, and a resumed run does not search again.
+A dry step is a whole step, with optimizer state, on a batch in which every position counts. It runs two passes if the
+step has several, because the gradients of the first are in memory during the second. If it runs out of memory, the next
+smaller divisor of the rows is tried with more gradient accumulation, so the effective batch size never changes.
 """
 
 import gc
@@ -18,12 +17,12 @@ from deskside.data.reading.loader import Batch
 from deskside.train.parallel import World
 from deskside.utils.errors import RunError, UsageError
 
-CPU_MICRO_TOKENS = 8192  # no memory to fit on a CPU; larger batches only leave its caches
+CPU_MICRO_TOKENS = 8192  # a CPU has no memory limit to find, and larger batches only leave its caches
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Rows per forward pass on one process, passes per step, and what was tried."""
+class MicroBatch:
+    """Rows per forward pass on one process, gradient accumulation steps, and the attempts that led to them."""
 
     micro_rows: int
     accumulation: int
@@ -34,7 +33,7 @@ class Fit:
 
 
 def candidates(rows: int, largest: int) -> list[int]:
-    """Divisors of `rows` up to `largest`, descending, each at most half of the one before it (if there is one)."""
+    """Return divisors of `rows` up to `largest`, descending, each at most half of the previous one."""
     divisors = [n for n in range(min(rows, max(1, largest)), 0, -1) if rows % n == 0]
     chosen: list[int] = []
     for n in divisors:
@@ -44,7 +43,7 @@ def candidates(rows: int, largest: int) -> list[int]:
 
 
 def rows_per_rank(tokens: int, sequence_length: int, world: World) -> int:
-    """Rows of one optimizer step on one process. Raises UsageError when they cannot be shared evenly."""
+    """Return the rows of one optimizer step on one process. Raises UsageError if they cannot be divided evenly."""
     rows = tokens // sequence_length
     if rows % world.size:
         raise UsageError(
@@ -54,17 +53,17 @@ def rows_per_rank(tokens: int, sequence_length: int, world: World) -> int:
     return rows // world.size
 
 
-def fit(
+def find_micro_batch(
     dry_step: Callable[[int], float],
     rows: int,
     largest: int,
-    say: Callable[[str], None],
-    forget: Callable[[], None],
-) -> Fit:
-    """Run `dry_step(micro_rows)` (which returns seconds) with ever fewer rows until it fits.
+    log: Callable[[str], None],
+    free_memory: Callable[[], None],
+) -> MicroBatch:
+    """Run `dry_step(micro_rows)`, which returns seconds, with fewer and fewer rows until it fits in memory.
 
-    `dry_step` raises torch.OutOfMemoryError on every process where one is out of memory; `forget` then frees what the
-    attempt left. Raises RunError when one row does not fit.
+    If one process runs out of memory, `dry_step` raises torch.OutOfMemoryError on all of them; `free_memory` then frees
+    what the attempt left. Raises RunError if a single row does not fit.
     """
     attempts: list[dict[str, Any]] = []
     for micro_rows in candidates(rows, largest):
@@ -72,14 +71,14 @@ def fit(
             seconds = dry_step(micro_rows)
         except torch.OutOfMemoryError as error:
             reason = str(error).split(".")[0]
-            error.__traceback__ = None  # it holds the frames, and so the tensors, of the failed step
+            error.__traceback__ = None  # it references the frames, and so the tensors, of the failed step
         else:
             attempts.append({"micro_rows": micro_rows, "fits": True, "seconds": seconds})
-            return Fit(micro_rows, rows // micro_rows, tuple(attempts))
+            return MicroBatch(micro_rows, rows // micro_rows, tuple(attempts))
         attempts.append({"micro_rows": micro_rows, "fits": False, "seconds": None})
-        forget()
+        free_memory()
         if micro_rows > 1:
-            say(
+            log(
                 f"{micro_rows} rows do not fit ({reason}): trying fewer per pass and more passes; "
                 f"the batch stays the same"
             )
@@ -89,17 +88,19 @@ def fit(
     )
 
 
-def forget(device: torch.device) -> None:
-    """Free what a failed attempt left, its compiled code for that shape included."""
+def free_failed_attempt(device: torch.device) -> None:
+    """Free the memory of a failed attempt, including the code compiled for its shape."""
     gc.collect()
-    if "torch._dynamo" in sys.modules:  # it takes seconds to import, and until then nothing is compiled by it
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # importing it takes seconds, and nothing was compiled before it is imported
         torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class RowShape(Protocol):
-    """What a dry step must know of the rows that will come; `PackedDataset` is one."""
+    """What a dry step needs to know about a dataset's rows. `PackedDataset` is one."""
 
     @property
     def sequence_length(self) -> int: ...
@@ -111,7 +112,7 @@ class RowShape(Protocol):
 def worst_case_batch(
     dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
 ) -> Batch:
-    """Random tokens that fill every position, each row one document; the shapes are those of the loader's batches."""
+    """Return random tokens in every position, one document per row, in the shapes of the loader's batches."""
     length = dataset.sequence_length
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(dataset.vocab_size, (rows, length), generator=generator).to(device)

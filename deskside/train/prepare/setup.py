@@ -1,12 +1,14 @@
-"""From a configuration to a model that is ready to train on this machine: data, precision, attention, compile."""
+"""Build a model that is ready to train on this machine: data, precision, compilation, sharding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
@@ -14,7 +16,6 @@ from deskside.config.schedule import Stage
 from deskside.data.corpus.heldout import warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
-from deskside.kernels.attention import Requirements, choose
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AttentionSublayer, MLPSublayer
@@ -25,22 +26,18 @@ from deskside.precision.selfcheck import check, check_head
 from deskside.train import parallel
 from deskside.train.objective import Objective, RowDataset
 from deskside.train.parallel import World
-from deskside.train.prepare.activation_checkpointing import recompute
-from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.check_step import check_block
 from deskside.train.state import lora_run
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.checkpoint_files import load_weights
 
-TRIAL_ROWS = 32  # rows of the batch at which attention is timed: with fewer, the host's part would decide
-
 Say = Callable[[str], None]
 
 
 def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
-    """The prepared dataset of a run, made from `data.sources` first where it does not exist yet."""
-    assert config.data.path is not None  # `ready.check_start` has seen to it
+    """Return the path of the run's prepared dataset, after preparing it from `data.sources` if it does not exist."""
+    assert config.data.path is not None  # checked by `preflight.check_start`
     path = Path(config.data.path)
     if world.first and config.data.sources and not (path / "index.json").exists():
         say(f"preparing {', '.join(config.data.sources)} into {path}")
@@ -61,10 +58,10 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
 def choose_recipe(
     run: RunConfig, device: torch.device, say: Say, recorded: Mapping[str, Any] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """The precision recipe, and how it is carried out here: what its self-check measured and what runs natively.
+    """Return the name of the precision recipe, and its facts: self-check errors and what runs natively.
 
-    recorded: what this gave when the run began that is resumed: the recipe and what a stopwatch decided stay so.
-    Raises UsageError for one that fails here.
+    recorded: the facts of the run that is resumed. Its recipe and everything that was chosen by timing stay the same.
+    Raises UsageError for a recipe that fails its self-check here.
     """
     config, recorded = run.precision, recorded or {}
     name = recorded.get("chosen") or config.name
@@ -95,7 +92,7 @@ def choose_recipe(
 def _units(
     run: RunConfig, recipe: str, device: torch.device, say: Say, recorded: Mapping[str, Any]
 ) -> HardwareCaps:
-    """What the card takes natively besides plain FP8, as far as this run can use it."""
+    """Return the low-precision units of the GPU that this run can use."""
     asked = run.precision
     if not recipe_named(recipe).quantized or asked.native == "never" or asked.backend != "deskside":
         return NONE
@@ -108,10 +105,7 @@ def _units(
 
 
 def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) -> dict[str, Any]:
-    """How the head's products in FP8 are carried out. layers: whether those of the layers run natively.
-
-    Raises UsageError where they are wrong.
-    """
+    """Check the FP8 head. layers: whether the layers' products run natively. Raises UsageError if it fails."""
     head = check_head(device, way)
     if not head.ok:
         raise UsageError(f"precision.head: fp8 fails its self-check here: {head.reason}; use bf16")
@@ -125,7 +119,7 @@ def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run's model begins with: given weights or none, or of a resumed run what stands in its directory."""
+    """Origin of a model's weights: given ones, random ones (`initial` is None), or the directory of a resumed run."""
 
     initial: InitialWeights | None
     run_dir: Path
@@ -134,9 +128,9 @@ class Start:
 
 
 def build_model(config: RunConfig, world: World, recipe: str, start: Start | None = None) -> Transformer:
-    """The model on its device, with given weights or initialised from the seed, in the recipe's dtype of activations.
+    """Return the model on its device, with given or random weights, in the recipe's activation dtype.
 
-    With adapters the weights that they stand beside are kept in the run, and read from there when it is resumed.
+    With adapters, the frozen base weights are written to the run directory, and read from there on resume.
     """
     initial = start.initial if start is not None else None
     if config.adapter is not None:
@@ -158,82 +152,16 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
     return model
 
 
-def choose_attention(
-    config: RunConfig, model: Transformer, world: World, sequence_length: int, recorded: dict[str, Any] | None
-) -> tuple[AttentionBackends, dict[str, Any]]:
-    """Backends for full and windowed layers: recorded ones for a resumed run, else by checked, timed trials.
-
-    A trial for rows of `sequence_length`, which is also what evaluation uses, and one for every stage that has another
-    length or window.
-    """
-    if recorded:
-        stages = {
-            (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
-        }
-        return AttentionBackends(*_names(recorded), stages), recorded
-    tried: dict[tuple[int, int | None], dict[str, Any]] = {}
-
-    def trial(tokens_per_step: int, length: int, override: int | None) -> dict[str, Any]:
-        """What was found for full and for windowed layers; the same problem is tried once."""
-        own = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
-        windows = sorted({w and (override or w) for w in own}, key=lambda w: w is not None)
-        rows = min(TRIAL_ROWS, tokens_per_step // length // world.size or 1)
-        for window in windows:
-            if (length, window) not in tried:
-                tried[length, window] = _try_attention(config, model, world.device, rows, length, window)
-        found = {"full": tried[length, windows[0]]}
-        return found if windows[-1] is None else {**found, "windowed": tried[length, windows[-1]]}
-
-    facts = trial(config.batch.tokens, sequence_length, None)
-    # One stage for each (length, window); of two with other batches the first one counts.
-    others = {(stage.sequence_length, stage.window): stage for stage in reversed(config.stages())}
-    others.pop((sequence_length, None), None)
-    if others:
-        facts["stages"] = [
-            {"sequence_length": length, "window": window} | trial(config.stage_tokens(stage), length, window)
-            for (length, window), stage in others.items()
-        ]
-    return choose_attention(config, model, world, sequence_length, facts)
-
-
-def _names(found: dict[str, Any]) -> tuple[str, str | None]:
-    return found["full"]["name"], (found.get("windowed") or {}).get("name")
-
-
-def _try_attention(
-    config: RunConfig, model: Transformer, device: torch.device, rows: int, length: int, window: int | None
-) -> dict[str, Any]:
-    """The backend for one kind of layers, and what it was chosen by, as the run records it."""
-    need = Requirements(
-        batch=rows,
-        tokens=length,
-        heads=config.model.num_attention_heads,
-        kv_heads=config.model.num_key_value_heads,
-        head_dim=config.model.head_dim,
-        dtype=model.activation_dtype,
-        device=device,
-        window=window,
-        documents=config.data.document_mask,
-    )
-    choice = choose(need, None if config.compute.attention == "auto" else [config.compute.attention])
-    return {
-        "name": choice.name,
-        "milliseconds": {name: round(s * 1e3, 3) for name, s in choice.seconds.items()},
-        "errors": {name: float(f"{error:.2e}") for name, error in choice.errors.items()},
-        "rejected": choice.rejected,
-    }
-
-
 @dataclass(frozen=True)
 class Execution:
-    """How the step is executed: "fused" (hand-written gradients), "block", "model" or "off"; and in which formats."""
+    """The execution mode of the step ("fused", "block", "model" or "off") and the converted model."""
 
     mode: str
     precision: QuantizedModel
 
 
 def check_execution(config: RunConfig, world: World, recipe: str) -> None:
-    """Raises UsageError for an execution that this model or this library cannot have, before anything is made."""
+    """Raise UsageError for an execution mode that this model or backend does not support, before data is prepared."""
     with torch.device("meta"):
         model = Transformer(config.model)
     execution_mode(config, model, world, recipe)
@@ -242,9 +170,9 @@ def check_execution(config: RunConfig, world: World, recipe: str) -> None:
 def prepare_execution(
     config: RunConfig, model: Transformer, world: World, recipe: str, facts: Mapping[str, Any] | None = None
 ) -> Execution:
-    """Products in the recipe's formats, activation checkpointing, compilation and sharding, in this order.
+    """Apply the precision recipe, activation checkpointing, compilation and sharding, in this order.
 
-    facts: what `choose_recipe` found; without them everything is native, and the card is asked.
+    facts: the result of `choose_recipe`. Without them, every format is assumed native and the GPU is queried.
     """
     facts = facts or {}
     native = bool(facts.get("native", True))
@@ -262,7 +190,8 @@ def prepare_execution(
         head=config.precision.head == "fp8",
         head_native=facts["head"]["native"] if "head" in facts else None,
         keep=config.precision.keep,
-        seed=config.seed + world.rank,  # replicas that round alike would not average their noise away
+        seed=config.seed
+        + world.rank,  # stochastic rounding must differ between replicas, or its noise would not average out
         backend=backend,
         found=HardwareCaps(**facts["units"]) if "units" in facts else None,
     )
@@ -272,8 +201,8 @@ def prepare_execution(
     precision.recompute(what)
     recompute(model.layers, what, precision.covers)
     if mode in ("block", "model"):
-        # All blocks share one piece of code, which is compiled once for each stage and window, with and without
-        # gradients. Beyond torch's limit it would go on uncompiled with no more than a warning.
+        # All blocks share one code object, which is compiled once per stage and window, with and without gradients.
+        # Beyond torch's recompile limit it would silently fall back to eager.
         torch._dynamo.config.recompile_limit = 8 * (1 + len(config.stages()))
         torch._dynamo.config.fail_on_recompile_limit_hit = True
     if mode == "block":
@@ -291,7 +220,7 @@ def _backend(config: RunConfig, recipe: str) -> str:
 
 
 def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: str) -> str:
-    """How the step is executed: see `Execution`. Raises UsageError for what this model or this library cannot have."""
+    """Return the execution mode (see `Execution`). Raises UsageError for an unsupported combination."""
     if config.adapter is not None:
         return lora_run.execution_mode(config, world.device)
     mode: str = config.compute.compile
@@ -318,7 +247,7 @@ def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: 
 
 
 def _count_passes(model: Transformer, precision: QuantizedModel) -> None:
-    """Let the precision's library know where a forward pass of the model begins and ends."""
+    """Tell the precision backend where a forward pass of the model begins and ends."""
     forward = model.hidden_and_router
 
     @wraps(forward)
@@ -337,18 +266,18 @@ def _best_mode(model: Transformer, world: World, quantized: bool) -> str:
 
 
 def _why_not_fused(model: Transformer) -> str | None:
-    """What the hand-written halves do not cover in this model, None when they cover all of it."""
+    """Return why the fused sublayers do not cover this model, or None if they do."""
     for block in model.layers:
-        for half in (block.attn, block.mlp):
-            if not isinstance(half, AttentionSublayer | MLPSublayer):
+        for sublayer in (block.attn, block.mlp):
+            if not isinstance(sublayer, AttentionSublayer | MLPSublayer):
                 return "it is a mixture of experts"
-            if reason := not_covered(half):
+            if reason := not_covered(sublayer):
                 return reason
     return None
 
 
 def be_deterministic(config: RunConfig) -> None:
-    """Only deterministic kernels. Raises RunError when CUDA's workspace was not set up for it before torch began."""
+    """Use deterministic kernels only. Raises RunError if CUBLAS_WORKSPACE_CONFIG was not set before torch started."""
     import os
 
     if not config.deterministic:
@@ -360,7 +289,7 @@ def be_deterministic(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of the configuration with its data, before the micro-batch is known."""
+    """A stage of the configuration and its data, before the micro-batch size is known."""
 
     stage: Stage
     tokens_per_step: int
@@ -368,10 +297,42 @@ class StagePlan:
 
 
 def open_stages(config: RunConfig, path: Path, objective: Objective) -> list[StagePlan]:
-    """The training split packed for every stage."""
+    """Open the training split, packed for the sequence length of every stage."""
     return [
         StagePlan(
             stage, config.stage_tokens(stage), objective.open(config, path, "train", stage.sequence_length)
         )
         for stage in config.stages()
     ]
+
+
+def recompute(
+    blocks: Iterable[Any], what: str, fused: Callable[[nn.Module], bool] = lambda sublayer: False
+) -> None:
+    """Selective activation checkpointing: wrap "none", "attention", "mlp" or "block" of every block.
+
+    Each level recomputes more in the backward pass and keeps less (Chen et al. 2016, arXiv 1604.06174). The forwards
+    are wrapped from outside. fused: whether a sublayer is fused in some steps. Fused sublayers recompute by
+    themselves (`QuantizedModel.recompute`), because their state is not among autograd's saved tensors; a block with
+    such a sublayer is wrapped sublayer by sublayer, and the wrapper does nothing while the sublayer's forward is
+    overridden.
+    """
+    for block in blocks:
+        sublayers = {"attention": block.attn, "mlp": block.mlp}
+        chosen = [sublayer for kind, sublayer in sublayers.items() if what in (kind, "block")]
+        if what == "block" and not any(fused(sublayer) for sublayer in chosen):
+            chosen = [block]
+        for part in chosen:
+            _wrap(part)
+
+
+def _wrap(module: Any) -> None:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if getattr(module, "execution", None) is not None:
+            return original(*args, **kwargs)
+        # Nothing in a block draws random numbers, so their state need not be preserved.
+        return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    module.forward = forward

@@ -1,33 +1,29 @@
-"""What a checkpoint of a run holds, and how a run comes back from one.
+"""Save and restore the state of a run.
 
-Random numbers need no state: a step draws none, initial weights are a function of the seed, and the order of the data
-is a function of (seed, epoch, sequence length, position). So weights, optimizer state, the position in the data, the
-clock and the guard are the whole truth.
+A checkpoint holds the weights, the optimizer state, the position in the data, the clock and the guard. It needs no
+state of random number generators: initial weights are a function of the seed, every draw in a step is a function of
+(seed, step), and the order of the data is a function of (seed, epoch, sequence length, position). A resumed run
+therefore repeats the uninterrupted one to the last bit.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from deskside.config.base import Part, first_problem
-from deskside.config.run import RunConfig
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import clean_name
-from deskside.precision.convert import QuantizedModel
-from deskside.run.directory import RunDirectory
-from deskside.train.loop.clock import Clock
-from deskside.train.loop.guard import Guard
+from deskside.train.context import TrainContext
+from deskside.train.loop.callbacks import RunLog
+from deskside.train.loop.clock import Clock, Every, Position
 from deskside.train.loop.trainer import TrainProgress
-from deskside.train.loop.trigger import Every, Position
-from deskside.train.parallel import World
 from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
 from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
 
-PRECISION = "precision/"  # the recipe's own state, beside the optimizer's in one file
+PRECISION = "precision/"  # prefix of the recipe's own state in the optimizer's file
 
 
 class _GuardState(Part):
@@ -50,30 +46,17 @@ class _State(Part):
 
 
 class Checkpointer:
-    """Saves a run's state and brings it back."""
+    """Saves and restores the state of a run. The log's directory is the run's."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        config: RunConfig,
-        world: World,
-        model: nn.Module,
-        optimizer: Optimizer,
-        precision: QuantizedModel,
-        guard: Guard,
-        clock: Clock,
-        event: Callable[[str], None],
-        warn: Callable[[str], None],
-    ):
-        self.run, self.config, self.world = run, config, world
-        self.model, self.optimizer, self.guard, self.clock = model, optimizer, guard, clock
-        self.precision = precision
-        self.event, self.warn = event, warn
-        self._permanent = Every(config.checkpoint.keep_every, Position(0, 0, 0.0))
+    def __init__(self, context: TrainContext, optimizer: Optimizer, clock: Clock, log: RunLog):
+        self.config, self.world, self.model = context.config, context.world, context.model
+        self.precision, self.guard = context.precision, context.guard
+        self.optimizer, self.clock, self.log, self.run = optimizer, clock, log, log.run
+        self._permanent = Every(self.config.checkpoint.keep_every, Position(0, 0, 0.0))
 
     def save(self, progress: TrainProgress, seconds: float) -> None:
-        """Write a checkpoint and delete those that are no longer kept. Raises RunError when the disk refuses."""
-        self.optimizer.create_state()  # before the first step too: going back to step 0 must clear what came since
+        """Write a checkpoint and delete those that are no longer kept. Raises RunError if writing fails."""
+        self.optimizer.create_state()  # also before the first step: a rollback to step 0 must reset it
         tensors, data = self.optimizer.state_dict_flat()
         tensors |= {PRECISION + name: tensor for name, tensor in self.precision.state_dict().items()}
         state = _State(
@@ -94,13 +77,13 @@ class Checkpointer:
             files.save(folder, progress.step, self.weights(), tensors, state, self.world.sharded)
         if self.world.first:
             files.prune(folder, self.config.checkpoint.keep, _is_permanent)
-            self.event(f"checkpoint of step {progress.step} saved")
+            self.log.event(f"checkpoint of step {progress.step} saved")
         self.world.barrier()
 
     def load_newest(self) -> TrainProgress | None:
-        """Restore everything from the newest checkpoint that verifies; None when there is none, and no step either.
+        """Restore everything from the newest valid checkpoint. Return None if there is none and no step was logged.
 
-        Raises RunError when steps were logged, so that checkpoints must have been there, or when one cannot be used.
+        Raises RunError if steps were logged, so checkpoints are missing, or if the checkpoint cannot be used.
         """
         found = self._newest_good()
         if found is None:
@@ -111,7 +94,7 @@ class Checkpointer:
                 )
             return None
         state = _read_state(found)
-        assert found.sharded == self.world.sharded  # a run keeps its parallel.mode
+        assert found.sharded == self.world.sharded  # a run never changes its parallel.mode
         if found.sharded:
             self.optimizer.create_state()
             tensors, _ = self.optimizer.state_dict_flat()
@@ -119,7 +102,7 @@ class Checkpointer:
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         else:
             load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device), trained_only=True)
-            # Offloaded state lies on the host and may be more than the card holds.
+            # Offloaded state is on the host and may exceed the GPU's memory.
             place = torch.device("cpu") if self.config.optim.offload else self.world.device
             tensors = files.load_tensors(found, OPTIMIZER, place)
             own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PRECISION)}
@@ -133,12 +116,12 @@ class Checkpointer:
         return progress
 
     def roll_back(self) -> TrainProgress:
-        """Return to the newest good checkpoint inside a running process. Raises RunError when there is none."""
+        """Return to the newest valid checkpoint within a running process. Raises RunError if there is none."""
         seconds = self.clock.seconds()
         progress = self.load_newest()
         if progress is None:
             raise RunError(
-                "the run must go back, but has no good checkpoint; lower the learning rate and start again"
+                "the run has to roll back, but has no valid checkpoint; lower --optim.lr and start again"
             )
         self.clock.restore_running(seconds)
         if self.world.first:
@@ -147,8 +130,10 @@ class Checkpointer:
         return progress
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters that train, by name; one that is used in two places stands once. What is frozen below adapters
-        never changes, and is in the run already (export/base.py)."""
+        """Return the trainable parameters by name, shared ones once.
+
+        The frozen weights below adapters never change and are in the run directory already (weights/frozen_base.py).
+        """
         return {
             clean_name(name): parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -158,23 +143,23 @@ class Checkpointer:
     def _newest_good(self) -> Checkpoint | None:
         folder, step = self.run.checkpoints, -1
         if self.world.first:
-            found = files.newest_good(folder, self.warn)
+            found = files.newest_good(folder, self.log.say)
             if found is not None:
                 step = found.step
                 for path in files.set_aside(folder, newer_than=step):
-                    self.event(f"the damaged checkpoint was renamed to {path}")
+                    self.log.event(f"the damaged checkpoint was renamed to {path}")
         step = int(self.world.agreed([float(step)])[0])
         return Checkpoint(folder / folder_name(step), step) if step >= 0 else None
 
 
 def _read_state(checkpoint: Checkpoint) -> _State:
-    """Raises RunError naming what is wrong with a state.json that was edited, or written by another version."""
+    """Read state.json. Raises RunError naming the fault if it was edited or written by another version."""
     path = checkpoint.path / files.STATE
     try:
         state = _State.model_validate(files.load_state(checkpoint))
     except ValidationError as error:
         raise RunError(
-            f"{path}: {first_problem(error)}; restore it, or delete {checkpoint.path} to go on from an older one"
+            f"{path}: {first_problem(error)}; restore it, or delete {checkpoint.path} to resume from an older one"
         ) from None
     if state.step != checkpoint.step:
         raise RunError(f"{path}: is of step {state.step}; restore it, or delete {checkpoint.path}")
@@ -184,5 +169,5 @@ def _read_state(checkpoint: Checkpoint) -> _State:
 def _is_permanent(checkpoint: Checkpoint) -> bool:
     try:
         return files.load_state(checkpoint).get("permanent") is True
-    except RunError:  # damaged since it was written: not worth keeping for good
+    except RunError:  # damaged since it was written, so not kept forever
         return False

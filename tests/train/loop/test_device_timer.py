@@ -14,7 +14,7 @@ from deskside.train.loop.clock import Clock, Revision, StepPlan
 from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.stop import StopSignal
-from deskside.train.loop.trainer import StageWork, Trainer, TrainProgress
+from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
 from deskside.train.parallel import World
 from tests.train import tiny_run
 
@@ -62,7 +62,7 @@ class At:
 
 
 class Finished:
-    """`Numbers` of that device."""
+    """`StepMetrics` of that device."""
 
     count = 1
 
@@ -99,6 +99,7 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     monkeypatch.setattr(time, "perf_counter", device.perf_counter)
     config = tiny_run.config("nothing", evaluate={"every": "5 steps"}, schedule={"length": f"{STEPS} steps"})
     stepper: Any = SimpleNamespace(
+        config=config,
         world=World(torch.device("cuda")),
         guard=Guard(config.guard),
         optimizer=SimpleNamespace(lr_groups=lambda: {"all": 0.1}),
@@ -108,22 +109,17 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         run=device.step,
     )
     stage: Any = StageWork(1.0, 32, TOKENS, 8, None, SimpleNamespace(), device.work, 6.0)  # type: ignore[arg-type]
-    keeper: Any = SimpleNamespace(save=lambda *_: None)
+    length = RunLength(StepPlan([Revision(0, 0.0, STEPS, 0.0, None, "planned")]), Clock("wall", 0.0))
+    log: Any = SimpleNamespace(event=lambda _: None, step=rows.on_step)
     trained = Trainer(
-        config,
         stepper,
-        StepPlan([Revision(0, 0.0, STEPS, 0.0, None, "planned")]),
-        Clock("wall", 0.0),
-        TrainProgress(),
         [stage],
-        keeper,
-        [rows],
+        length,
+        TrainProgress(),
+        SimpleNamespace(save=lambda *_: None),  # type: ignore[arg-type]
+        log,
         evaluate=device.evaluate,
-        measure=lambda row, _: row,
-        event=lambda _: None,
-        journal=lambda _: None,
-        limit_seconds=None,
-        reserve=lambda: 0.0,
+        complete_row=lambda row, _: row,
     )
     with StopSignal() as stop:
         assert trained.run(stop) == "finished"

@@ -80,4 +80,4 @@ def test_the_state_comes_back(norms: list[float], bad: int) -> None:
     for step in range(len(norms) + bad, len(norms) + bad + 3):
         assert again.limit(step) == guard.limit(step)
     end = len(norms) + bad + 1
-    assert again.record(end, math.nan, 1.0, True) == guard.judge(end, math.nan, 1.0, True)
+    assert again.record(end, math.nan, 1.0, True) == guard.record(end, math.nan, 1.0, True)

@@ -167,9 +167,7 @@ def test_too_many_bad_steps_go_back_and_past_the_data(
     straight = tiny_run.train(tmp_path, config, "straight").run.path
     with monkeypatch.context() as patch:
         Poison(patch, lambda at: 22 <= at < 60)
-        with pytest.raises(
-            Diverged, match=r"4 steps in a row had to be skipped, and the run went back 2 times"
-        ):
+        with pytest.raises(Diverged, match="4 steps in a row had to be skipped.* 2 times"):
             tiny_run.train(tmp_path, config, "hopeless")
     assert events(tmp_path / "hopeless").count("went back to step 20") == 2
 
@@ -214,7 +212,7 @@ def test_a_run_that_went_back_resumes_exactly(
     class Stopped(BaseException):
         pass
 
-    original = tiny_run.pretrain.MetricsFile.on_step
+    original = tiny_run.training_run.MetricsFile.on_step
 
     def on_step(self: Any, row: dict[str, Any], total: int) -> None:
         original(self, row, total)
@@ -222,7 +220,7 @@ def test_a_run_that_went_back_resumes_exactly(
             raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_run.pretrain.MetricsFile, "on_step", on_step)
+        patch.setattr(tiny_run.training_run.MetricsFile, "on_step", on_step)
         with pytest.raises(Stopped):
             tiny_run.train(tmp_path, config)
     tiny_run.resume(tmp_path / "run")

@@ -13,8 +13,7 @@ from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.precision.fused_sublayers import _AttentionState, _MLPState
 from deskside.train.parallel import World
-from deskside.train.prepare.activation_checkpointing import recompute
-from deskside.train.prepare.setup import build_model, prepare_execution
+from deskside.train.prepare.setup import build_model, prepare_execution, recompute
 from tests.train.tiny_run import SHAPE
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -20,7 +20,14 @@ from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
 from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder, StageRows
-from deskside.train.prepare.dry_step import Fit, RowShape, candidates, fit, rows_per_rank, worst_case_batch
+from deskside.train.prepare.dry_step import (
+    MicroBatch,
+    RowShape,
+    candidates,
+    find_micro_batch,
+    rows_per_rank,
+    worst_case_batch,
+)
 from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
 
@@ -62,7 +69,7 @@ def test_candidates_divide_and_halve_and_end_at_one(rows: int, largest: int) -> 
 @given(st.integers(1, 200), st.integers(1, 300), st.integers(1, 200))
 def test_the_effective_batch_never_changes(rows: int, largest: int, room: int) -> None:
     card, said = Card(room), list[str]()
-    fitted = fit(card.dry_step, rows, largest, said.append, nothing)
+    fitted = find_micro_batch(card.dry_step, rows, largest, said.append, nothing)
     assert fitted.micro_rows * fitted.accumulation == rows and fitted.micro_rows <= room
     assert card.tried == [a["micro_rows"] for a in fitted.attempts]
     assert [a["fits"] for a in fitted.attempts] == [False] * (len(card.tried) - 1) + [True]
@@ -74,13 +81,13 @@ def test_the_effective_batch_never_changes(rows: int, largest: int, room: int) -
 
 def test_powers_of_two_halve() -> None:
     card = Card(5)
-    fitted = fit(card.dry_step, 32, 32, lambda text: None, nothing)
+    fitted = find_micro_batch(card.dry_step, 32, 32, lambda text: None, nothing)
     assert card.tried == [32, 16, 8, 4] and (fitted.micro_rows, fitted.accumulation) == (4, 8)
 
 
 def test_a_single_row_that_does_not_fit_says_what_to_do() -> None:
     with pytest.raises(RunError, match=r"single row.*activation_checkpointing block"):
-        fit(Card(0).dry_step, 8, 8, lambda text: None, nothing)
+        find_micro_batch(Card(0).dry_step, 8, 8, lambda text: None, nothing)
 
 
 def test_other_errors_are_not_taken_for_memory() -> None:
@@ -88,7 +95,7 @@ def test_other_errors_are_not_taken_for_memory() -> None:
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        fit(broken, 8, 8, lambda text: None, nothing)
+        find_micro_batch(broken, 8, 8, lambda text: None, nothing)
 
 
 def scarce(root: Path, config: RunConfig) -> None:
@@ -154,11 +161,11 @@ class Switch:
     def use(self, active: bool) -> None:
         self.active = active
 
-    def forget(self) -> None:
+    def free_failed_attempt(self) -> None:
         """No scales to forget."""
 
     @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
+    def high_precision(self) -> Iterator[None]:
         self.active = False
         try:
             yield
@@ -178,12 +185,12 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return 1.0
 
-        def largest(self, plan: StageRows, rows: int) -> int:
+        def first_candidate(self, plan: StageRows, rows: int) -> int:
             return 8
 
     stepper = SimpleNamespace(world=World(CPU), precision=switch, formats=config.precision)
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
-    found = finder.fit(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
+    found = finder.find_for_stage(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
     assert found.micro_rows == (4 if precision else 8)
     assert switch.active and tried[-1] == (found.micro_rows, True)
 
@@ -213,7 +220,7 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return 1.0
 
-    monkeypatch.setattr("deskside.train.prepare.batch_size_finder.forget", lambda device: None)
+    monkeypatch.setattr("deskside.train.prepare.batch_size_finder.free_failed_attempt", lambda device: None)
     stage = SimpleNamespace(stage=SimpleNamespace(sequence_length=32), dataset=None)
     for keeps, expected in ((0, 8), (30, 4), (70, 2), (85, 1), (200, None)):
         stepper = SimpleNamespace(
@@ -226,9 +233,9 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
         finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None)
         if expected is None:
             with pytest.raises(RunError, match="single row"):
-                finder.fit(cast(StageRows, stage), 8, None)
+                finder.find_for_stage(cast(StageRows, stage), 8, None)
         else:
-            assert finder.fit(cast(StageRows, stage), 8, None).micro_rows == expected
+            assert finder.find_for_stage(cast(StageRows, stage), 8, None).micro_rows == expected
         assert not card
 
 
@@ -239,14 +246,14 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
     switch, ran = Switch(), list[bool]()
 
     class OnCard(BatchSizeFinder):
-        def fit(self, plan: StageRows, rows: int, recorded: Any) -> Fit:
-            return Fit(rows, 1, ())
+        def find_for_stage(self, plan: StageRows, rows: int, recorded: Any) -> MicroBatch:
+            return MicroBatch(rows, 1, ())
 
         def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
             ran.append(switch.active)
             return 1.0
 
-        def kept_bytes(self) -> int:
+        def objective_reserved_bytes(self) -> int:
             return keeps
 
     stepper = SimpleNamespace(

@@ -1,24 +1,103 @@
-"""What listens to each step: the metrics file, the terminal, and trackers (off by default)."""
+"""Callbacks and loggers: everything that observes the steps of a run.
+
+A `StepLogger` receives every step's row of metrics. A `Callback` is also told when training begins, may request a stop,
+and can reserve time for work after the run; `deskside go` follows its run with one. `RunLog` bundles a run's loggers
+and its events file. Only rank 0 has loggers.
+"""
 
 import importlib
 import importlib.util
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deskside.config.sections import TrackConfig
 from deskside.run.directory import RunDirectory
+from deskside.train.loop.stop import StopSignal
+from deskside.train.objective import RowDataset
+from deskside.train.prepare.time_budget import REPORT_SECONDS, REPORT_SHARE
 from deskside.utils.errors import UsageError
 
 LINE_SECONDS = 10.0  # between plain lines, where there is no terminal to draw a bar on
 
 
+class StepLogger(Protocol):
+    """Receives the row of metrics of each step."""
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Callback:
+    """Base class of what follows a run; does nothing itself.
+
+    spent: wall-clock seconds of the run's earlier processes, including steps that were lost. go_on: the command that
+    resumes the run, for the message after a stop; None is the objective's own command.
+    """
+
+    spent = 0.0
+    go_on: str | None = None
+
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
+        """Called before the first step. The callback may set `stop.requested` from now on."""
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        """Called with each step's row of metrics.jsonl."""
+
+    def close(self) -> None:
+        """Called after the last step, also if training failed."""
+
+    def reserve(self, limit: float | None) -> float:
+        """Return the seconds to keep free for work after the run. limit: the run's length in wall-clock seconds."""
+        return 0.0
+
+    def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Return entries to add to summary.json."""
+        return {}
+
+
+class ReportFollows(Callback):
+    """Reserves time for the report, which the command writes after the run but within the same limit."""
+
+    def reserve(self, limit: float | None) -> float:
+        return 0.0 if limit is None else min(REPORT_SECONDS, REPORT_SHARE * limit)
+
+
+class RunLog:
+    """Messages, events and metrics of a run. Does nothing on ranks other than 0."""
+
+    def __init__(self, run: RunDirectory, active: bool = True):
+        self.run, self.active = run, active
+        self.loggers: Sequence[StepLogger] = ()
+
+    def event(self, text: str) -> None:
+        """Write a line to the events file."""
+        if self.active:
+            self.run.event(text)
+
+    def say(self, text: str) -> None:
+        """Write a line to the events file and to the terminal."""
+        if self.active:
+            self.run.event(text)
+            Terminal.say(text)
+
+    def step(self, row: dict[str, Any], total_steps: int) -> None:
+        """Pass a step's metrics to all loggers."""
+        for logger in self.loggers:
+            logger.on_step(row, total_steps)
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.close()
+
+
 class MetricsFile:
-    """One JSON object per step in metrics.jsonl; what is measured now and then stands in the rows that have it."""
+    """Writes one JSON object per step to metrics.jsonl. Evaluation results are in the rows of their steps."""
 
     def __init__(self, run: RunDirectory):
         self.run = run
@@ -31,7 +110,7 @@ class MetricsFile:
 
 
 class Terminal:
-    """A progress bar with loss, speed and the time left; plain lines where standard error is no terminal."""
+    """A progress bar with loss, speed and time left, or plain lines if standard error is not a terminal."""
 
     def __init__(self, first_step: int, total_steps: int):
         self.console = Console(stderr=True)
@@ -51,7 +130,7 @@ class Terminal:
             self._bar.start()
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        if row.get("val_loss") is not None:  # an objective that is measured by its loss
+        if row.get("val_loss") is not None:  # objectives that are evaluated by their loss
             self._last_value = f"  val {row['val_loss']:.3f}"
         elif row.get("val_bpb") is not None:
             self._last_value = f"  val {row['val_bpb']:.3f} bpb"
@@ -74,19 +153,19 @@ class Terminal:
             self._bar.stop()
 
     def _times(self, step: int, total: int) -> str:
-        """Return the time that the steps of this process have taken, and the time left at their pace."""
+        """Return the elapsed time of this process's steps, and the time left at their pace."""
         elapsed, done = time.monotonic() - self._started, max(1, step - self._first_step)
         left = timedelta(seconds=round(elapsed / done * max(0, total - step)))
         return f"  {timedelta(seconds=round(elapsed))} elapsed, {left} left"
 
     @staticmethod
     def say(text: str) -> None:
-        """One line to the person; rich prints it above a bar that is being drawn."""
+        """Print one line, above the progress bar if there is one."""
         Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 class TensorBoard:
-    """Events for TensorBoard under the run directory."""
+    """Writes TensorBoard events to the run directory."""
 
     def __init__(self, run: RunDirectory):
         from torch.utils.tensorboard import SummaryWriter
@@ -102,7 +181,7 @@ class TensorBoard:
 
 
 class Tracker:
-    """Weights & Biases or trackio; the two share one interface."""
+    """Logs to Weights & Biases or trackio, which share one interface."""
 
     def __init__(self, package: str, project: str, run: RunDirectory, config: dict[str, Any]):
         self._package: Any = importlib.import_module(package)
@@ -116,17 +195,17 @@ class Tracker:
 
 
 def check_trackers(config: TrackConfig) -> None:
-    """Imports nothing. Raises UsageError when a tracker was switched on whose package is missing."""
+    """Raise UsageError if the package of an enabled tracker is missing. Imports nothing."""
     switched_on = {"tensorboard": config.tensorboard, "wandb": config.wandb, "trackio": config.trackio}
     for package, given in switched_on.items():
-        # A folder of that name, as wandb makes one for its files, is found as a package without origin.
+        # A folder named wandb, which wandb itself creates, looks like a namespace package: it has no origin.
         spec = importlib.util.find_spec(package) if given not in (False, None) else None
         if given not in (False, None) and (spec is None or spec.origin is None):
             raise UsageError(f"track.{package}: needs its package: pip install 'deskside[{package}]'")
 
 
 def trackers(config: TrackConfig, run: RunDirectory, resolved: dict[str, Any]) -> list[TensorBoard | Tracker]:
-    """The trackers that were switched on. Raises UsageError when a package is missing."""
+    """Return the enabled trackers. Raises UsageError if a package is missing."""
     check_trackers(config)
     chosen: list[TensorBoard | Tracker] = []
     if config.tensorboard:

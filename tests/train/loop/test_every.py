@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.config.duration import Duration
-from deskside.train.loop.trigger import Every, Position
+from deskside.train.loop.clock import Every, Position
 
 
 def at(step: int) -> Position:

@@ -15,7 +15,7 @@ from deskside.data.reading.loader import evaluated_rows
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.run.directory import RunDirectory
 from deskside.train import objective, training_run
-from deskside.train.loop.callback import Callback
+from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.clock import Clock
 from deskside.train.loop.stop import StopSignal
 from deskside.train.state import finalize
@@ -72,7 +72,7 @@ def test_it_stops_the_run_which_can_be_resumed(
     watch = Notes(stop_at=7)
     outcome = start(tmp_path, config, watch)
     assert outcome.status == "that is enough" and watch.steps[-1] in (7, 8) and watch.closed
-    assert f"go on with: deskside go --resume {tmp_path / 'run'}" in capsys.readouterr().err
+    assert f"deskside go --resume {tmp_path / 'run'}" in capsys.readouterr().err
     again = Notes()
     assert training_run.resume(tmp_path / "run", watch=again).status == "finished"
     assert again.steps == list(range(watch.steps[-1] + 1, 21))

@@ -12,7 +12,7 @@ import pytest
 
 from deskside.config.sections import TrackConfig
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.step_hooks import MetricsFile, Terminal, check_trackers, trackers
+from deskside.train.loop.callbacks import MetricsFile, Terminal, check_trackers, trackers
 from deskside.utils.errors import UsageError
 
 
