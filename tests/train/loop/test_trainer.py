@@ -167,7 +167,7 @@ def test_too_many_bad_steps_go_back_and_past_the_data(
     straight = tiny_run.train(tmp_path, config, "straight").run.path
     with monkeypatch.context() as patch:
         Poison(patch, lambda at: 22 <= at < 60)
-        with pytest.raises(Diverged, match="4 steps in a row had to be skipped.* 2 times"):
+        with pytest.raises(Diverged, match=r"4 steps in a row had to be skipped.* 2 times"):
             tiny_run.train(tmp_path, config, "hopeless")
     assert events(tmp_path / "hopeless").count("went back to step 20") == 2
 

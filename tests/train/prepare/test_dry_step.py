@@ -161,7 +161,7 @@ class Switch:
     def use(self, active: bool) -> None:
         self.active = active
 
-    def free_failed_attempt(self) -> None:
+    def reset_scales(self) -> None:
         """No scales to forget."""
 
     @contextlib.contextmanager
