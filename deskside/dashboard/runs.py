@@ -23,7 +23,7 @@ DRY_STEP = (("tokens", "tokens", "tokens"), ("memory_gib", "peak_memory_gib", "p
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is; None is unknown.
+    """Progress of a run; None is unknown.
 
     Attributes:
         seconds_left: Modelled: the remaining steps at the median pace of the last ones.

@@ -178,7 +178,7 @@ class RowChart:
 
     @property
     def clipped(self) -> bool:
-        """Whether an interval continues beyond the axis."""
+        """True if an interval continues beyond the axis."""
         return any(r.interval and (r.interval.clipped_low or r.interval.clipped_high) for r in self.rows)
 
 
@@ -310,7 +310,7 @@ class ScatterChart:
 
     @property
     def clipped(self) -> bool:
-        """Whether an interval continues beyond an axis."""
+        """True if an interval continues beyond an axis."""
         return any(one.clipped_low or one.clipped_high for point in self.points for one in (point.x, point.y))
 
 

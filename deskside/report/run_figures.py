@@ -30,14 +30,14 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
     folder cannot be written.
     """
 
-    def metric_plot(key: str, label: str, from_zero: bool = False) -> Callable[[Axes], str]:
-        return lambda axes: _metric(record, axes, key, label, from_zero)
+    def metric_plot(key: str, label: str, exact: bool = False) -> Callable[[Axes], str]:
+        return lambda axes: _metric(record, axes, key, label, smooth=not exact, from_zero=exact)
 
     plots: list[tuple[str, str, str, Callable[[Axes], str]]] = [
         ("loss", "Training loss", "loss", metric_plot("loss", "loss (nats per token)")),
         ("val_bpb", "Validation bits per byte", "val_bpb", lambda axes: _validation(record, axes)),
         ("throughput", "Throughput", "tokens_per_second", lambda axes: _throughput(record, axes)),
-        ("memory", "Memory", "memory_gib", metric_plot("memory_gib", "peak memory (GiB)", True)),
+        ("memory", "Peak memory", "memory_gib", metric_plot("memory_gib", "peak memory (GiB)", True)),
         ("learning_rate", "Learning rate", "lr", metric_plot("lr", "learning rate", True)),
     ]
     objectives = [one for one in OBJECTIVES if record.series(one[0])[0]]
@@ -74,23 +74,23 @@ def _line(axes: Axes, x: list[float], y: list[float], label: str | None = None) 
     axes.plot(x, y, color=DARK, linewidth=1.6, marker=marker, markersize=5, label=label)
 
 
-def _metric(record: RunRecord, axes: Axes, key: str, label: str, from_zero: bool = False) -> str:
-    """Draw one metric with its running median; return the end of the caption."""
+def _metric(record: RunRecord, axes: Axes, key: str, label: str, smooth: bool, from_zero: bool) -> str:
+    """Draw one metric, with `smooth` its running median too; return the end of the caption."""
     x, y = record.series(key)
     axes.set_ylabel(label)
-    smooth = None if from_zero and key != "tokens_per_second" else running_median(y)
-    if smooth is None:
+    median = running_median(y) if smooth else None
+    if median is None:
         _line(axes, x, y)
     else:
         axes.plot(x, y, color=PALE, linewidth=0.8, label="each logged step")
-        _line(axes, x, smooth, "running median")
+        _line(axes, x, median, "running median")
     if from_zero:
         axes.set_ylim(0, max(y) * 1.15 or 1)
     if key == "lr":
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     if key == "loss":
         _cut_start(axes, y)
-    return "" if smooth is None else ", with its running median"
+    return "" if median is None else ", with its running median"
 
 
 def _cut_start(axes: Axes, values: list[float]) -> None:
@@ -104,7 +104,7 @@ def _cut_start(axes: Axes, values: list[float]) -> None:
 
 
 def _throughput(record: RunRecord, axes: Axes) -> str:
-    caption = _metric(record, axes, "tokens_per_second", "tokens per second", from_zero=True)
+    caption = _metric(record, axes, "tokens_per_second", "tokens per second", smooth=True, from_zero=True)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     throttled = [row for row in record.metrics if row.get("throttled") is True]
     x, y = series(throttled, "tokens_per_second", "tokens")

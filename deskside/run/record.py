@@ -76,7 +76,7 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether the summary says that the run finished."""
+        """True if the summary says that the run finished."""
         return text(self.summary.get("status")) in ("finished", "done", "complete", "completed")
 
     @property
@@ -90,7 +90,7 @@ class RunRecord:
 
     @property
     def emulated(self) -> bool:
-        """Whether the number format was emulated."""
+        """True if the number format was emulated."""
         return (
             self.summary.get("emulated") is True or mapping(self.plan.get("precision")).get("native") is False
         )

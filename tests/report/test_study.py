@@ -107,24 +107,17 @@ def test_table_has_the_numbers_of_the_results(tmp_path: Path) -> None:
     assert row(text, "8. medium")[1] == "2 of 3; 1 diverged"
 
 
-def test_sections_say_what_they_are_for(tmp_path: Path) -> None:
+def test_sections_hold_findings_counts_and_reasons(tmp_path: Path) -> None:
     results = compare(made.results())
     for text in pages(results, tmp_path):
-        told = "speed: 2 better, 4 worse; peak memory: 4 better, 2 the same."
-        assert (
-            "6 arms (4 of them emulated) against their baselines: validation loss:" in text and told in text
-        )
-        assert f"{insights(results, 'quality')[0]} 6 arms" in text
         assert all(sentence in text for goal in GOALS for sentence in insights(results, goal))
-        assert "What do GQA and FP4 gain and cost?" in text
-        assert "4 minutes of training; compile, evaluation and checkpoints are not counted" in text
-        assert "one row of 2048 tokens does not fit in 5.1 GiB" in text
-        assert "gradient norm not finite at step 40" in text
-        assert "22 of 24 finished" in text
-        assert "Benjamini" in text and "favors the slower" in text and "Arms marked emulated" in text
-        assert "Every metric was measured in every finished arm." in text
-        assert "a card that was made up" in text
-        assert "no difference shown" in text
+        assert (
+            "6 arms (4 of them emulated)" in text
+            and results.question in text
+            and results.groups[0].budget in text
+        )
+        assert all(t.reason in text for arm in results.arms for t in arm.trials if t.status != "finished")
+        assert "22 of 24" in text and "a card that was made up" in text and "Benjamini" in text
         assert "deskside study" not in text  # it is complete
 
 
@@ -137,7 +130,6 @@ def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> Non
         cells = row(text, f"{names} | {BY_KEY[found.metric].label} |")
         assert cells[2] == study_text.relative(found.effect, found.low, found.high, found.verdict)
         assert cells[3] == str(found.n)
-    assert "No two factors are shown to depend on each other." in " ".join(text.split())
     front = next(front for front in results.fronts if front.metrics == ["tokens_per_second", "val_bpb"])
     cells = row(text, "speed, validation loss")
     labels = {
@@ -148,15 +140,14 @@ def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> Non
 
 def test_one_seed_has_no_interval_and_says_so(tmp_path: Path) -> None:
     text = pages(compare(made.results(seeds=1)), tmp_path)[1]
-    assert "too few seeds" in text and "With one seed there is no interval" in text
-    assert "no difference shown" not in text
+    assert "too few seeds" in text and "no difference shown" not in text
     assert re.search(r"\| 1\.\d{4} \| \+", text)  # a mean alone, without brackets
 
 
 def test_power_is_not_shown_where_it_was_not_measured(tmp_path: Path) -> None:
     text = pages(compare(made.results(gpu=False)), tmp_path)[1]
     assert "mJ per token" not in text
-    assert "Measured in no arm: reserved memory, power, energy." in text
+    assert "reserved memory, power, energy" in text
 
 
 def test_a_metric_that_one_arm_lacks_is_not_zero(tmp_path: Path) -> None:
@@ -192,12 +183,10 @@ def test_small_and_unfinished_studies(tmp_path: Path, change: Callable[[Results]
     results = change(made.results())
     words, text = pages(results, tmp_path)
     if change is pending:
-        assert "Nothing to compare yet: no trial has finished (24 not run yet)." in words
-        assert "Not run yet: 24 trials." in words and f"deskside study {tmp_path} --resume" in words
-    if change is no_arms:
-        assert "none has started" in words and "This group has no arms." in words
+        assert "24 not run yet" in words and "24 trials" in words
+        assert f"deskside study {tmp_path} --resume" in words
     if change is two_groups:
-        assert "## A second matrix" in text and "budget per arm: 100M tokens." in text and "## main" in text
+        assert "## A second matrix" in text and "100M tokens" in text and "## main" in text
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -234,13 +223,11 @@ def test_claims(tmp_path: Path) -> None:
     )
     assert row(whole, "FP4: 70")[3:5] == ["not measured", ""]
     assert "a card that was made up" in whole and "4 minutes of training" in whole
-    unexplained = replace(results, claims=[replace(claims()[1], explanation="")])
-    assert "no explanation has been written yet" in claims_markdown(unexplained)
     both = [replace(one, id=f"{one.id}{copy}") for one in claims() for copy in (1, 2)]
     assert "2 contradicted, 2 hold in direction, 2 need other hardware." in " ".join(
         claims_markdown(replace(results, claims=both)).split()
     )
-    assert "speaks to no claim" in claims_markdown(replace(results, claims=[]))
+    assert claims_markdown(replace(results, claims=[])).startswith("# Claims")
 
 
 def test_command_writes_everything_and_prints_json(

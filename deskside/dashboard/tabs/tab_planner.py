@@ -15,7 +15,7 @@ from deskside.facts.gpus import gpus
 from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count, dollars, duration, gib, plural
+from deskside.utils.format import count, dollars, duration, gib, number, plural
 
 HERE = "this machine"
 SEARCH = "the best for the budget"
@@ -195,18 +195,14 @@ def _accuracy(context: Context) -> None:
         {
             "run": row.name,
             "quantity": row.quantity,
-            "predicted": _short(row.predicted),
+            "predicted": number(row.predicted),
             "range": ""
             if row.low is None or row.high is None
-            else f"{_short(row.low)} to {_short(row.high)}",
-            "measured": _short(row.measured),
+            else f"{number(row.low)} to {number(row.high)}",
+            "measured": number(row.measured),
             "off": f"{row.ratio - 1:+.1%}",
             "predicted by": row.source,
         }
         for row in rows
     ]
     st.dataframe(table, hide_index=True, width="stretch")
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
