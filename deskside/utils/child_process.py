@@ -1,9 +1,11 @@
-"""One piece of work in a process of its own, with a time limit.
+"""Run a function in a child process with a time limit.
 
-An out-of-memory error or an illegal access poisons a CUDA process, a library may abort it, and a compiler may hang. So
-whatever is tried on a device is tried in a child, and all of these are results, not crashes. The child is told what to
-run as "module:function" and gets its arguments as JSON; what the function returns comes back as JSON in a file, since
-libraries print what they like. The child leads a session of its own, so that its compile workers end with it.
+An out-of-memory error or an illegal access leaves a CUDA process unusable, a library may abort it, and a compiler may
+hang. Experiments on a device therefore run in a child process, where each of these is a result and not a crash.
+
+The child gets the function as "module:function" and its arguments as JSON. The result comes back as JSON in a file,
+because libraries print to the standard streams. The child leads its own session, so that its compile workers can be
+killed with it.
 """
 
 import contextlib
@@ -24,12 +26,12 @@ from typing import Any, Literal
 from deskside.utils.parsing import Unreadable, json_value
 
 Status = Literal["ok", "oom", "failed", "timeout"]
-TAIL = 4000  # characters of the child's standard error that are kept
+STDERR_TAIL = 4000  # bytes of the child's standard error that are kept
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a child. value: what its function returned (status ok); error: one line, the library's own words."""
+    """Result of a child process: the returned `value` for status "ok", else the exception as one line in `error`."""
 
     status: Status
     value: Any
@@ -46,7 +48,7 @@ def run(
 ) -> Outcome:
     """Call `target` ("package.module:function") with keyword arguments in a new Python process.
 
-    timeout: seconds, after which the child and all that it started are killed. Arguments and result must be JSON.
+    After `timeout` seconds the child and all its processes are killed. Arguments and result must be JSON.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder:
@@ -67,33 +69,37 @@ def run(
                 _end(process)
                 return Outcome("timeout", None, f"no answer within {timeout:.0f} s", seconds, _tail(log))
             finally:
-                _end(process)  # compile workers, and everything on Ctrl-C
+                _end(process)  # its compile workers, and on Ctrl-C the child too
         seconds = time.monotonic() - began
         if answer.exists():
             try:
                 result = json_value(answer.read_bytes())
                 found = result["status"], result["value"], result["error"]
-            except (Unreadable, KeyError, TypeError) as error:  # killed, or out of disk, while it wrote
-                return Outcome("failed", None, f"its answer is damaged ({error})", seconds, _tail(log))
+            except (
+                Unreadable,
+                KeyError,
+                TypeError,
+            ) as error:  # killed, or the disk was full, while it was writing
+                return Outcome("failed", None, f"its result is damaged ({error})", seconds, _tail(log))
             return Outcome(*found, seconds, _tail(log))
         return Outcome("failed", None, _ending(process.returncode), seconds, _tail(log))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host."""
+    """Return whether an error means that a GPU or the host ran out of memory."""
     text = str(error).lower()
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, MemoryError) or "OutOfMemoryError" in names or "out of memory" in text
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
+    with contextlib.suppress(ProcessLookupError):  # all processes of the session have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _tail(log: Path) -> str:
-    return log.read_bytes()[-TAIL:].decode(errors="replace")
+    return log.read_bytes()[-STDERR_TAIL:].decode(errors="replace")
 
 
 def _ending(code: int) -> str:
@@ -104,7 +110,7 @@ def _ending(code: int) -> str:
 
 def _child(target: str, answer: Path) -> None:
     arguments = json_value(sys.stdin.read())
-    # Whatever a library raises on this machine is a result too; the traceback goes to the log as always.
+    # An exception is a result too; its traceback still goes to the log.
     sys.excepthook = lambda kind, error, trace: _report_error(answer, kind, error, trace)
     module, function = target.split(":")
     value = getattr(import_module(module), function)(**arguments)

@@ -1,9 +1,8 @@
-"""The one place where JSON and TOML from outside are parsed.
+"""Parsing of JSON and TOML from untrusted or damaged files.
 
-A file may have been damaged, edited or made to do harm. Python's parsers then raise more than their own error: on deep
-nesting a RecursionError, on long integers a ValueError of another kind, on other bytes a UnicodeDecodeError, on size a
-MemoryError; and a value that is parsed can still break whatever walks through it or computes with it. Here all of that
-is one exception, which is a ValueError.
+Python's parsers raise more than their own error: RecursionError for deep nesting, another ValueError for long integers,
+UnicodeDecodeError for invalid bytes, MemoryError for size. A value that parses can still break the code that walks or
+computes with it, for example by its depth. The functions here raise one exception for all of these, `Unreadable`.
 """
 
 import contextlib
@@ -16,20 +15,20 @@ from typing import Any
 
 from deskside.utils.errors import RunError, UsageError
 
-MAX_DEPTH = 100  # far below Python's limit of recursion, which every function that walks a value shares
-MAX_DIGITS = 20  # of an integer: all of 64 bits, none that a float or an array cannot hold
+MAX_DEPTH = 100  # far below the recursion limit, which all functions that walk a value share
+MAX_DIGITS = 20  # digits of an integer: enough for 64 bits
 
 
 class Unreadable(ValueError):
-    """Text that is not JSON or TOML, or not of a kind that can be worked with; the message says why, in one line."""
+    """Text that is not valid JSON or TOML, or exceeds a limit of this module. The message is one line."""
 
 
 def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite: bool = False) -> Any:
     """Return the value of a JSON text; bytes must be UTF-8.
 
     Args:
-        big_integers: Take integers of more than 64 bits, as in data, where a number is content.
-        finite: Refuse NaN, infinities, and numbers too large for a float.
+        big_integers: Accept integers of more than 64 bits, for data files, whose numbers are content.
+        finite: Reject NaN, infinities, and numbers too large for a float.
 
     Raises Unreadable.
     """
@@ -75,7 +74,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_unreadable() -> Iterator[None]:
-    """Raise Unreadable for whatever a parser raises about its input."""
+    """Turn every exception of a parser into Unreadable."""
     try:
         yield
     except Unreadable:
@@ -83,7 +82,7 @@ def _as_unreadable() -> Iterator[None]:
     except RecursionError:
         raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep") from None
     except MemoryError:
-        raise Unreadable("it needs more memory than there is") from None
+        raise Unreadable("it needs more memory than is available") from None
     except ValueError as error:
         raise Unreadable(_line(error)) from None
 
@@ -128,7 +127,7 @@ def _check_depth(value: Any, text: str | None = None) -> None:
 
 
 def _check_integers(value: Any) -> None:
-    """Raises Unreadable for an integer beyond 64 bits. `value` is not nested deeply."""
+    """Raise Unreadable for an integer of more than 64 bits. `value` must not be deeply nested."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed).
 
-A command that one of them ends exits with 128 plus the signal's number, as a shell reports it: 130, 143 and 129. So
-`a && b` does not go on with unfinished work, whether or not it was saved.
+A command that a signal ends exits with 128 plus the signal's number, as a shell reports it: 130, 143 and 129. So
+`a && b` does not start b after unfinished work, whether or not that work was saved.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, raised where Ctrl-C would raise a KeyboardInterrupt, so that both clean up alike."""
+    """SIGTERM or SIGHUP, raised like the KeyboardInterrupt of Ctrl-C, so that all three clean up in the same way."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -20,24 +20,24 @@ class Interrupted(KeyboardInterrupt):
 
 
 def number_of(error: KeyboardInterrupt) -> int:
-    """Return the number of the signal that an exception stands for."""
+    """Return the number of the signal that raised an exception."""
     return error.number if isinstance(error, Interrupted) else signal.SIGINT
 
 
 def exit_code(name: str) -> int:
-    """Return the exit code of a command that the signal `name`, such as "SIGINT", ended."""
+    """Return the exit code of a command that was ended by the signal `name`, such as "SIGINT"."""
     return 128 + signal.Signals[name]
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """While entered, SIGTERM and SIGHUP raise `Interrupted`. An ignored SIGHUP stays ignored, as nohup wants it."""
+    """Context manager in which SIGTERM and SIGHUP raise `Interrupted`. A SIGHUP that nohup ignores stays ignored."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
     before = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, interrupt)

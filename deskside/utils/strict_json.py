@@ -1,4 +1,4 @@
-"""JSON as its standard has it: there is no word for NaN or infinity, so a number that is not finite becomes null."""
+"""Standard JSON, which has no NaN and no infinity: a number that is not finite is written as null."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """The text of a JSON value. Letters beyond ASCII are escaped, so that every terminal and file can hold it."""
+    """Return a value as JSON text in ASCII, which every terminal and file can hold."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 

@@ -245,7 +245,7 @@ def test_second_report_replaces_the_first(tmp_path: Path) -> None:
     report(folder)
     alone = {key: value for key, value in metric(3).items() if key != "val_bpb"}  # old rows have a null there
     (folder / "metrics.jsonl").write_text(json.dumps(alone) + "\n")
-    page, _ = report(folder)
+    report(folder)
     assert (folder / "plots" / "val_bpb.png").exists()  # the evaluation at the end
     (folder / "summary.json").unlink()
     report(folder)
