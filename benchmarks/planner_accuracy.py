@@ -1,12 +1,12 @@
-"""How well the planner predicts memory and speed: measure configurations, fit the constants, compare.
+"""Accuracy of the planner for memory and speed: measure configurations, fit the constants, compare.
 
     python -m benchmarks.planner_accuracy measure --out points.jsonl [--seed S]   on a machine with GPUs
-    python -m benchmarks.planner_accuracy fit points.jsonl                        the constants of budget/speed.py
+    python -m benchmarks.planner_accuracy fit points.jsonl                        fit the constants of budget/speed.py
     python -m benchmarks.planner_accuracy compare points.jsonl ... [--probes DIR] [--out FILE]
-                                          docs/planner-accuracy.md: these points, and published measurements
+                                          write docs/planner-accuracy.md
 
-Which configurations: `planner_draw.py`. Comparing: `planner_compare.py`, and `planner_published.py` for what others
-measured.
+`planner_draw.py` draws the configurations. `planner_compare.py` compares them with their measurements, and
+`planner_published.py` compares with published measurements.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from deskside.budget.operators import step_operators
 from deskside.measurements.identity import code, this_machine
 from deskside.utils import child_process
 
-# Of the H200 that the constants were fitted on: a large product as published, the data sheet's bandwidth.
+# The H200 that the constants were fitted on: published rate of a large matrix product, bandwidth of the data sheet.
 MATMUL_FLOPS, BANDWIDTH = 790e12, 4.8e12
 PULL = 0.03
 LIMIT_SECONDS = 200.0
 
 
 def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> None:
-    """Run every point in a process of its own, on all GPUs at once; append each result as it comes."""
+    """Run every point in its own process, on all GPUs in parallel, and append each result to `out` when it finishes."""
     machine = this_machine().key()
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     every = ",".join(str(number) for number in range(len(listed.strip().splitlines())))
@@ -97,10 +97,10 @@ def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> 
 
 
 def fit(points: Path) -> None:
-    """Fit `budget.speed.Efficiency` to the even half of measured points, and say how well it predicts the odd half.
+    """Fit `budget.speed.Efficiency` to the even half of the measured points and print its error on the odd half.
 
-    Least squares of relative errors, repeated with weights 1 / sqrt(error) so that single misses count less, and a weak
-    pull towards the starting values where the data cannot tell two terms apart.
+    Iteratively reweighted least squares of relative errors, with weights 1 / sqrt(error) so that outliers count less.
+    A weak regularization towards the starting values decides where the data cannot separate two terms.
     """
     rows = [row for row in measured([points]) if row["seed"] == SEED and row["status"] == "ok"]
     names = list(START)
@@ -117,7 +117,7 @@ def fit(points: Path) -> None:
             print(f"  {term:18} {time_ * 1e-6 if term == 'layer_seconds' else 1 / time_:.4g}")
 
 
-# What a term costs in units of its floor (of `layer_seconds`: microseconds) before the data speaks.
+# Starting value of each term: its cost in units of its floor (for `layer_seconds`: in microseconds).
 START = {
     "matmul": 1.1, "head": 1.4, "attention_64": 2.0, "attention_128": 1.6, "traffic": 1.4, "weights": 1.4,
     "optimizer_matmul": 1.5, "optimizer_traffic": 1.4, "layer_seconds": 200.0,
@@ -137,8 +137,7 @@ def _solve(table: np.ndarray, start: np.ndarray) -> np.ndarray:
 
 
 def _features(row: dict[str, Any]) -> dict[str, float]:
-    """The floor of every term in seconds: FLOPs over the card's matmul rate, bytes over its data "
-    "sheet's bandwidth."""
+    """Return the floor of every term in seconds: FLOPs / matmul rate, bytes / bandwidth of the data sheet."""
     found = dict.fromkeys(START, 0.0)
     for operator in step_operators(shape_of(row["spec"]), work_of(row["spec"], None, row["result"])):
         group = operator.group
@@ -158,7 +157,7 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) -> None:
-    """Print how well the planner predicts, and write every row to `out`."""
+    """Print the accuracy of the planner and write the whole report to `out`."""
     found = planner_compare.compare(points, gpu, probes)
     lines = []
     for what, target, errors in [*planner_compare.glance(found), *planner_published.glance()]:
@@ -172,7 +171,15 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
                 "met" if errors.meets(target) else "**missed**",
             ]
         )
-    headings = ("Predicted", "Nine in ten within", "Rows", "are within", "Median", "Worst", "Target")
+    headings = (
+        "Prediction",
+        "Target for nine in ten",
+        "Rows",
+        "Nine in ten within",
+        "Median",
+        "Worst",
+        "Target",
+    )
     glance = planner_tables.table(headings, lines)
     print("\n".join(glance))
     if out is None:
@@ -180,30 +187,27 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
     command = "python -m benchmarks.planner_accuracy compare " + " ".join(map(str, points))
     command += f" --probes {probes}" if probes is not None else ""
     text = [
-        "# How well the planner predicts",
+        "# Planner accuracy",
         "",
         *planner_tables.prose(
-            "Peak memory and tokens per second of whole training steps, predicted and measured. The "
-            "targets are issue 3's:",
-            "what nine in ten predictions keep. Errors are predicted / measured - 1.",
+            "Predicted and measured peak memory and tokens per second of whole training steps. The targets come from",
+            "issue 3 and apply to nine in ten predictions. Errors are predicted / measured - 1.",
         ),
         "",
         *planner_new_step.section(),
-        "",
         "## The step before 2026-11-21",
         "",
         *glance,
         "",
         *planner_tables.prose(
-            f"Made {datetime.now(UTC).date()} by deskside {code()}; do not edit, run again:",
+            f"Generated on {datetime.now(UTC).date()} by deskside {code()}. Do not edit; run the command again:",
         ),
         "",
         f"    {command} --gpu {gpu} --out {out}",
         "",
         *planner_tables.prose(
-            "The points were measured with `python -m benchmarks.planner_accuracy measure --out FILE "
-            "[--seed S]`, the store",
-            "with `deskside probe --minutes 3`.",
+            "The points were measured with `python -m benchmarks.planner_accuracy measure --out FILE [--seed S]`, and",
+            "the probe store with `deskside probe --minutes 3`.",
         ),
         "",
         *planner_section.section(found),
@@ -227,7 +231,7 @@ def main() -> None:
     fitting.add_argument("points", type=Path)
     comparing = commands.add_parser("compare")
     comparing.add_argument("points", type=Path, nargs="+")
-    comparing.add_argument("--probes", type=Path, help="the store of a `deskside probe` on this card")
+    comparing.add_argument("--probes", type=Path, help="the store that `deskside probe` wrote on this card")
     comparing.add_argument("--gpu", default="h200")
     comparing.add_argument("--out", type=Path, help="without it, only the summary is printed")
     arguments = parser.parse_args()

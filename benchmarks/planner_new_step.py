@@ -1,6 +1,6 @@
-"""The part of docs/planner-accuracy.md on the hand-written step: every measured configuration beside the model.
+"""The section of docs/planner-accuracy.md on the hand-written step: every measured configuration and its prediction.
 
-python -m benchmarks.planner_new_step [--out docs/planner-accuracy.md]    print it, or put it in its place
+python -m benchmarks.planner_new_step [--out docs/planner-accuracy.md]    print the section, or replace it in a report
 """
 
 import argparse
@@ -19,7 +19,7 @@ from deskside.plan.estimate import estimate
 BEFORE = "2026-11-22-planner/before.json"  # predictions of the planner without a model of the host
 TITLE = "## The step since 2026-11-21"
 NEXT = "## The step before 2026-11-21"
-ROOMY = 2**42  # bytes: how fast a step is does not depend on what fits
+ROOMY = 2**42  # bytes; the speed of a step does not depend on whether it fits
 GROUPS: tuple[tuple[str, Callable[[Point], bool]], ...] = (
     ("single steps", lambda p: p.kind == "steps"),
     ("Muon, whole runs", lambda p: p.kind == "run"),
@@ -39,21 +39,23 @@ INTRODUCTION = """
 {rows} configurations, all that were measured and kept, on H200 cards without a probe: single steps
 (`benchmarks/step.py`, `benchmarks/memory.py`), whole runs (`benchmarks/parity.py`), and every arm of the release
 study, by the median of its steps. Repetitions of one configuration are one row. In each family (kind of measurement,
-small passes or not, recipe, optimizer) every second row is kept out of the fit (`python -m benchmarks.planner_fit`):
-{calibrating} rows gave the constants, {kept_out} did not. The split was made, and the form of the model found, with all
-rows in sight; families of one row, rowwise FP8 and each NVFP4 recipe among them, have nothing kept out and prove
-nothing about themselves. *Before* is the planner of commit 4e15f5a, which knew no host (`docs/data/{before}`).
+small passes or not, recipe, optimizer), every second row is held out from the fit (`python -m
+benchmarks.planner_fit`): the constants were fitted to {calibrating} rows and not to the other {kept_out}. All rows
+were visible when the split was made and when the form of the model was chosen. A family of one row has no held-out
+row and therefore gives no evidence about itself; rowwise FP8 and each NVFP4 recipe are such families. *Before* is the
+planner of commit 4e15f5a, which had no model of the host (`docs/data/{before}`).
 """
 LIMITS = """
-Of peaks below 4 GiB some are more than 1.5 % off: fragments of fixed size decide there. Nothing of this was measured on
-another card, with tensorwise FP8 (its host time is derived, its traffic counted), with one half alone recomputed, or
-after a probe. Hosts were virtual Xeons with 64 cores, in the study three trials on one; where the probe has not timed a
-machine's own host, the range of small passes is wider for it.
+Some peaks below 4 GiB are off by more than 1.5 %, because fragments of fixed size dominate there. None of these
+measurements covers another card, tensorwise FP8 (its host time is derived, its traffic is counted), activation
+checkpointing of only one half of a block, or a prediction after a probe. The hosts were virtual Xeons with 64 cores;
+in the study, three trials shared one host. If the probe has not timed the host of a machine, the planner states a
+wider range for small passes on it.
 """
 
 
 def unprobed() -> Rates:
-    """Return the rates of an H200 that was not probed."""
+    """Return the rates of an H200 without a probe."""
     return _calibration().rates
 
 
@@ -62,7 +64,7 @@ def _calibration() -> Calibration:
 
 
 def groups() -> dict[str, list[Point]]:
-    """Return the points by what is asked of them; a point is in every group that it belongs to."""
+    """Return the points of each group. A point can be in several groups."""
     return {name: [point for point in points() if belongs(point)] for name, belongs in GROUPS}
 
 
@@ -97,8 +99,8 @@ def section() -> list[str]:
         *table(
             HEADINGS,
             [
-                summary("Tokens/s, rows kept out", errors(kept_out, rates)),
-                summary("Tokens/s, rows that calibrate", errors(calibrating, rates)),
+                summary("Tokens/s, held-out rows", errors(kept_out, rates)),
+                summary("Tokens/s, calibrating rows", errors(calibrating, rates)),
                 summary("Peak memory allocated (no constant fitted)", memory),
             ],
         ),
@@ -146,7 +148,7 @@ def _rows(
 
 
 def replaced(text: str) -> str:
-    """Return a report with this section in the place of the old one. Raises ValueError where it has none."""
+    """Return `text` with this section replaced. Raises ValueError if `text` does not contain the section."""
     start, end = text.find(TITLE), text.find(NEXT)
     if not 0 <= start < end:
         raise ValueError(f"no section between '{TITLE}' and '{NEXT}'")
@@ -157,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="a report that has the section; it is put in its place")
+    parser.add_argument("--out", type=Path, help="the report whose section is replaced")
     options = parser.parse_args()
     if options.out is None:
         print("\n".join(section()))

@@ -1,9 +1,10 @@
-"""Predicted against published: what others measured with their own trainers, half of it kept out of calibration.
+"""Comparison of predictions with published measurements of other trainers, half of them held out from calibration.
 
-    python -m benchmarks.planner_published         the summary; the whole is in what `planner_accuracy compare` writes
+    python -m benchmarks.planner_published         the summary; `planner_accuracy compare` writes the whole report
 
-Speed: modelled speed x trainer x architecture, both parts fitted to the other half (`deskside/plan/published.py`).
-Memory: our own step on their shape, changed only in what is known to differ in their code, and said with each row.
+Speed: modelled speed x trainer factor x architecture factor, both fitted to the other half
+(`deskside/plan/published.py`). Memory: our own step on their shape, changed only where their code is known to differ;
+each row names the differences.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +20,9 @@ from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import UNKNOWN_SPREAD
 from deskside.plan.published import fitted, modelled, shape_of, split, usable, work_of
 
-SPEED, MEMORY = 0.30, 0.15  # issue 3: nine in ten, without a probe
-# Bytes per logit that a stack keeps which does not split them, compiled and eager: read from torch's partitioner and
-# from autograd on a CPU, for nanochat's loss.
+SPEED, MEMORY = 0.30, 0.15  # issue 3: bounds for nine in ten errors, without a probe
+# Bytes per logit that a trainer keeps if it does not split the logits, compiled (True) and eager (False): read from
+# torch's partitioner and from autograd on a CPU, for nanochat's loss.
 LOGIT_BYTES = {True: 2.09, False: 4.23}
 
 
@@ -29,7 +30,7 @@ LOGIT_BYTES = {True: 2.09, False: 4.23}
 class Speed:
     """A published run and its prediction, in tokens per second of the whole run.
 
-    known: rows that calibrate have this trainer; else its part is taken as 1, deskside's own.
+    known: whether a calibrating row has this trainer; otherwise its factor is 1, that of deskside.
     """
 
     row: Measurement
@@ -46,7 +47,7 @@ class Speed:
 
 
 def speeds(rows: Sequence[Measurement]) -> list[Speed]:
-    """Predictions for usable rows."""
+    """Return predictions for usable rows."""
     parts, found = fitted(), []
     for row in rows:
         gpu = row.data_sheet()
@@ -64,22 +65,22 @@ def _errors(rows: Sequence[Speed], which: Callable[[Speed], float] = lambda s: s
 
 
 def kept_out() -> list[Speed]:
-    """Rows of the kept-out half whose trainer has a calibrating row, BF16 and FP8."""
+    """Return the held-out rows whose trainer has a calibrating row, BF16 and FP8."""
     return [s for s in speeds(split()[1]) if s.known]
 
 
 def glance() -> list[tuple[str, float, Errors]]:
-    """(what, target, errors) of what issue 3 asks for."""
+    """Return (what, target, errors) for each target of issue 3."""
     kept = kept_out()
     comparable = [(m.modelled, m.measured) for m in memories() if m.modelled is not None]
     return [
         (
-            "Published BF16 runs kept out, tokens/s",
+            "Held-out published BF16 runs, tokens/s",
             SPEED,
             _errors([s for s in kept if s.row.precision == "bf16"]),
         ),
         (
-            "Published FP8 runs kept out, tokens/s (FP8's traffic was fitted to both halves)",
+            "Held-out published FP8 runs, tokens/s (the FP8 traffic was fitted to both halves)",
             SPEED,
             _errors([s for s in kept if s.row.precision == "fp8"]),
         ),
@@ -88,19 +89,19 @@ def glance() -> list[tuple[str, float, Errors]]:
 
 
 def section() -> list[str]:
-    """The part of docs/planner-accuracy.md on published measurements."""
+    """Return the lines of the section on published measurements."""
     parts = fitted()
     calibrating, kept = speeds(split()[0]), speeds(split()[1])
     known, foreign = [s for s in kept if s.known], [s for s in kept if not s.known]
     lines = []
-    for name, rows in (("calibrating", calibrating), ("kept out", known)):
+    for name, rows in (("calibrating", calibrating), ("held-out", known)):
         for precision in ("bf16", "fp8"):
             chosen = [s for s in rows if s.row.precision == precision]
             lines.append(summary(f"{precision.upper()}, {name} half", _errors(chosen)))
     bf16 = [s for s in known if s.row.precision == "bf16"]
-    lines.append(summary("BF16, kept out, trainers that no calibrating row has", _errors(foreign)))
-    lines.append(summary("BF16, kept out, our step without both parts", _errors(bf16, lambda s: s.model)))
-    lines.append(summary("BF16, kept out, published formula", _errors(bf16, lambda s: s.formula)))
+    lines.append(summary("BF16, held out, trainers without a calibrating row", _errors(foreign)))
+    lines.append(summary("BF16, held out, our step without both factors", _errors(bf16, lambda s: s.model)))
+    lines.append(summary("BF16, held out, published formula", _errors(bf16, lambda s: s.formula)))
     by_architecture = []
     for architecture in sorted(parts.architectures):
         for precision in ("bf16", "fp8"):
@@ -116,58 +117,51 @@ def section() -> list[str]:
         "## Published measurements: speed",
         "",
         *prose(
-            f"{len(published())} published runs are in `deskside/facts/measurements.csv`; {used} of them "
-            "are complete",
-            "enough, on a card of our table, recompute and offload nothing, and have sequences of at "
-            "most 8,192. Of each",
-            "architecture and precision every second row, in the table's order, is kept out. A "
-            "prediction is the speed of",
-            "our own step on that card and shape, times a part of the trainer and a part of the "
-            "architecture, which come",
-            "from the BF16 rows of the calibrating half.",
+            f"`deskside/facts/measurements.csv` has {len(published())} published runs. {used} of them are complete",
+            "enough, ran on a card of our table, recompute and offload nothing, and have sequences of at most 8,192. Within",
+            "each architecture and precision, every second row in the order of the table is held out. A prediction is",
+            "the speed of our own step on that card and shape, multiplied by a factor for the trainer and a factor for",
+            "the architecture. Both factors come from the BF16 rows of the calibrating half.",
         ),
         "",
         *table(HEADINGS, lines),
         "",
         *prose(
-            "What is not independent: rows of both halves come from the same authors and often from one "
-            "sweep, so a",
-            "trainer that is in both has an easy task. The form of the model and its efficiencies are "
-            "from our own H200",
-            "alone. The cost of FP8's traffic (1.47) came from a fit to published llmq rows of both "
-            "halves. The published",
-            "formula was fitted to 28 of these rows, of both halves, and has no part for trainers.",
+            "Limits of this comparison: rows of both halves come from the same authors and often from one sweep, so a",
+            "trainer that is in both halves is easy to predict. The form of the model and its efficiencies come from",
+            "our own H200 alone. The cost of the FP8 traffic (1.47) was fitted to published llmq rows of both halves.",
+            "The published formula was fitted to 28 of these rows, from both halves, and has no factor for trainers.",
         ),
         "",
-        "### By architecture, kept-out half",
+        "### By architecture, held-out half",
         "",
         *table(HEADINGS, by_architecture),
         "",
-        "### Parts that were fitted",
+        "### Fitted factors",
         "",
-        "How many times the model's speed; Hopper is 1 by definition, trainers are relative to deskside "
-        "on Hopper.",
+        "Factors relative to the model's speed. Hopper is 1 by definition, and trainers are relative to deskside on "
+        "Hopper.",
         "",
-        *table(("Architecture", "Times", "Rows"), factors),
+        *table(("Architecture", "Factor", "Rows"), factors),
         "",
-        *table(("Trainer", "Times"), trainers),
+        *table(("Trainer", "Factor"), trainers),
         "",
-        "### An architecture that calibrates nothing",
+        "### Architectures without a calibrating row",
         "",
         *prose(
-            "Each architecture predicted from the others alone (`python -m benchmarks.planner_unknown`), BF16 rows of",
-            "trainers that are in both. A card of an architecture in no row (MI300X, B200, GB10) has the range",
-            f"±{UNKNOWN_SPREAD:.0%}, which holds all of these.",
+            "Each architecture is predicted from the other architectures alone (`python -m",
+            "benchmarks.planner_unknown`), on BF16 rows of trainers that are in both. For a card of an architecture",
+            f"without any row (MI300X, B200, GB10), the planner states the range ±{UNKNOWN_SPREAD:.0%}, which contains",
+            "all of these errors.",
         ),
         "",
         *planner_unknown.lines(),
         "",
-        "### Every kept-out row",
+        "### Every held-out row",
         "",
         *prose(
-            f"Bold errors are beyond {SPEED:.0%}; {sum(_missed(s) for s in kept)} of {len(kept)} rows are "
-            "misses. A",
-            "trainer with a star has no calibrating row, and is taken to be as fast as deskside.",
+            f"Bold errors are beyond {SPEED:.0%}; {sum(_missed(s) for s in kept)} of {len(kept)} rows are misses. A",
+            "trainer with a star has no calibrating row and is assumed to be as fast as deskside.",
         ),
         "",
         *_all_speeds(kept),
@@ -208,8 +202,10 @@ def _all_speeds(rows: Sequence[Speed]) -> list[str]:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """A published peak in bytes; modelled: None where their step does what ours cannot; said: what "
-    "differs, or why."""
+    """A published peak in bytes.
+
+    modelled: None if their step does something that ours cannot. said: the differences, or the reason for None.
+    """
 
     row: Measurement
     modelled: float | None
@@ -222,20 +218,20 @@ class PeakMemory:
 
 
 def memories() -> list[PeakMemory]:
-    """Every row that is complete for memory."""
+    """Return every row that is complete for memory."""
     return [_memory(row) for row in published() if row.complete_for_memory]
 
 
 def _memory(row: Measurement) -> PeakMemory:
     for words, why in (
-        ("selective", "recomputes chosen operators, we recompute parts of blocks"),
-        ("offload", "activations live on the host"),
-        ("activation ckpt", "which parts are recomputed is not said"),
+        ("selective", "recomputes selected operators, ours recomputes parts of blocks"),
+        ("offload", "offloads activations to the host"),
+        ("activation ckpt", "does not state which parts are recomputed"),
     ):
         if words in row.saving:
             return PeakMemory(row, None, why)
     if "opt-in-bwd" in row.workload:
-        return PeakMemory(row, None, "the optimizer works inside of the backward pass")
+        return PeakMemory(row, None, "runs the optimizer inside the backward pass")
     shape, said = shape_of(row), []
     params = row.params or 0.0
     tied = shape.model_copy(update={"tie_word_embeddings": True})
@@ -246,20 +242,20 @@ def _memory(row: Measurement) -> PeakMemory:
         shape = shape.model_copy(update={"qk_norm": False})
         said.append("weights, gradients and Adam in BF16")
     if row.framework == "parameter-golf":
-        said.append("its skip connections between blocks are not in our shapes")
+        said.append("skip connections between blocks, which our shapes lack")
     split_logits = "chunked CE" in row.workload or "act ckpt" in row.workload
     extra = params - num_params(shape)
     bytes_ = _peak(row, shape, pure, split_logits)
     if extra > 0.02 * params:
         bytes_ += 8 * extra
-        said.append(f"{extra / 1e6:.0f}M weights that our shapes lack, taken as BF16 under Adam")
+        said.append(f"{extra / 1e6:.0f}M weights that our shapes lack, assumed to be BF16 under Adam")
     if not split_logits:
         said.append("logits not split")
     return PeakMemory(row, bytes_, "; ".join(said))
 
 
 def _peak(row: Measurement, shape: ModelConfig, pure: bool, split_logits: bool) -> float:
-    """Allocated bytes of our step, with their logits and their states."""
+    """Return the allocated bytes of our step with the logits and the states of that trainer."""
     assert row.sequence_length and row.rows
     micro = row.sequence_length * row.rows
     step = work_of(row)
@@ -277,7 +273,7 @@ def _peak(row: Measurement, shape: ModelConfig, pure: bool, split_logits: bool) 
     for name, memory in instants(shape, work).items():
         items = dict[str, float](memory.items)
         if name == "loss" and not split_logits:
-            # torchtune compiles each layer, and its head and loss not together.
+            # torchtune compiles each layer, but does not compile its head and loss together.
             items["logits"] = LOGIT_BYTES[bool(row.compiled) and not pure] * micro * shape.vocab_size
         if pure:
             items["copies"] = 0
@@ -311,12 +307,11 @@ def _memory_section() -> list[str]:
         "## Published measurements: memory",
         "",
         *prose(
-            f"{len(rows)} published runs of `deskside/facts/measurements.csv` say their shape, their micro-batch and "
-            "how they counted. None of them was used",
-            "for a constant of `budget/memory.py`. Their steps are not ours: what differs is said in "
-            "each row, and only",
-            f"what is known was changed (logits that are not split: {LOGIT_BYTES[True]} bytes each compiled,",
-            f"{LOGIT_BYTES[False]} eager, as torch keeps them). This checks sizes, no more.",
+            f"{len(rows)} published runs in `deskside/facts/measurements.csv` state their shape, their micro-batch and",
+            "how memory was counted. None of them was used to choose a constant of `budget/memory.py`. Their training",
+            "steps differ from ours: each row names the differences, and the model was changed only where the",
+            f"difference is known (logits that are not split: {LOGIT_BYTES[True]} bytes each compiled,",
+            f"{LOGIT_BYTES[False]} eager, as torch keeps them). This checks sizes and nothing else.",
         ),
         "",
         *table(HEADINGS, [summary("Comparable rows", errors)]),
@@ -327,7 +322,7 @@ def _memory_section() -> list[str]:
                 "trainer",
                 "model",
                 "T x rows",
-                "what differs, or why not",
+                "differences, or reason for exclusion",
                 "GiB measured",
                 "modelled",
                 "error",

@@ -1,4 +1,4 @@
-"""The part of docs/planner-accuracy.md on this project's own step: summary, misses, origin, every row."""
+"""The section of docs/planner-accuracy.md on deskside's own training step: summary, misses, sources, every row."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from deskside.budget.shape import num_params
 
 
 def section(found: Comparison) -> list[str]:
-    """The part of docs/planner-accuracy.md on this project's own step."""
+    """Return the lines of the section on deskside's own training step."""
     rows = [
         summary("Peak memory allocated, with or without a probe", found.memory()),
         summary("Peak memory reserved", _errors(found, "reserved", "peak_reserved_bytes")),
@@ -21,7 +21,10 @@ def section(found: Comparison) -> list[str]:
         summary("Tokens/s after a probe", found.speed("probed")),
         summary("Tokens/s without a probe", found.speed("unprobed")),
         summary("Tokens/s by the published formula", found.speed("formula")),
-        summary("the same, runs without recomputation only", found.speed("formula", found.plain)),
+        summary(
+            "Tokens/s by the published formula, runs without recomputation only",
+            found.speed("formula", found.plain),
+        ),
     ]
     if len(found.seeds) > 1:
         for seed in found.seeds:
@@ -36,43 +39,37 @@ def section(found: Comparison) -> list[str]:
         f"## Our own step on {found.gpu.name}",
         "",
         *prose(
-            f"{len(found.rows)} configurations that gave none of the speed's constants and are not in the "
-            f"probe's store (issue 3 asks for {FEWEST}), {_range(found)}.",
+            f"{len(found.rows)} configurations that were not used to fit the speed model and are not in the probe's "
+            f"store (issue 3 asks for {FEWEST}): {_range(found)}.",
             "Bias is the median signed error, predicted / measured - 1.",
         ),
         "",
         *table(HEADINGS, rows),
         "",
         *prose(
-            "Allocated memory is what torch's allocator gave out, by its own count. Reserved and device "
-            "memory hold",
-            "fragments, the CUDA context and libraries as well; issue 3 sets no bound for them. The "
-            "published formula",
-            "knows nothing of recomputation, of the optimizer and of deskside: sec/token = 1.007 F/P + "
-            "8.39 * 2E/BW.",
+            "Allocated memory is the number that torch's allocator reports. Reserved memory and the memory of the",
+            "device also contain fragments, the CUDA context and libraries; issue 3 sets no bound for them. The published",
+            "formula does not model recomputation, the optimizer or deskside: sec/token = 1.007 F/P + 8.39 * 2E/BW.",
         ),
         "",
         *_ranges(found),
         "",
-        "### Where the errors of speed are",
+        "### Speed errors by group",
         "",
         *_where(found),
         "",
         *_speed_misses(found),
-        "### Where these numbers come from",
+        "### Sources of these numbers",
         "",
         *_origin(found),
         "",
         "### Every configuration",
         "",
         *prose(
-            f"Bold errors are misses: memory beyond {MEMORY:.0%}, speed beyond {SPEED:.0%} after a probe "
-            "and beyond",
-            f"{SPEED_UNPROBED:.0%} without. {sum(c.missed for c in found.rows)} of {len(found.rows)} rows "
-            "have one. `#` is",
-            "the end of the seed and the place in its draw; noise is half of what lies between the tenth "
-            "and the ninetieth",
-            "percentile of the measured step times, as a share of their median.",
+            f"Bold errors are misses: memory beyond {MEMORY:.0%}, speed beyond {SPEED:.0%} after a probe and beyond",
+            f"{SPEED_UNPROBED:.0%} without one. Rows with a miss: {sum(c.missed for c in found.rows)} of {len(found.rows)}.",
+            "`#` is the end of the seed and the index in its draw. Noise is half of the distance between the",
+            "tenth and the ninetieth percentile of the measured step times, relative to their median.",
         ),
         "",
         *_all(found),
@@ -95,8 +92,8 @@ def _range(found: Comparison) -> str:
 
 
 def _ranges(found: Comparison) -> list[str]:
-    """How often the planner's own ranges held."""
-    lines = ["The ranges that the planner states held for:", ""]
+    """Return a list of how often the measurement was within the range that the planner states."""
+    lines = ["Rows whose measurement is within the range that the planner states:", ""]
     cases: list[tuple[str, Errors, float]] = [
         ("tokens/s without a probe", found.speed("unprobed"), found.unprobed.speed_spread),
         ("peak memory without a probe", found.memory(), found.unprobed.memory_spread),
@@ -141,7 +138,7 @@ def _where(found: Comparison) -> list[str]:
 
 
 def _speed_misses(found: Comparison) -> list[str]:
-    """The rows whose speed was missed after a probe, or without one where there is none."""
+    """Return a table of the rows whose speed error is too large: after a probe if there is one, otherwise without."""
     rows = []
     for c in found.rows:
         predicted = c.unprobed if c.probed is None else c.probed
@@ -160,14 +157,12 @@ def _speed_misses(found: Comparison) -> list[str]:
     if not rows:
         return []
     return [
-        "### The misses of speed",
+        "### Speed misses",
         "",
         *prose(
-            f"Rows beyond {SPEED:.0%}, with milliseconds of a step per layer and pass. Where the "
-            "predicted time is small",
-            "and the measured one is not, the device waits for the host, which cannot launch the layer's "
-            "work faster; the",
-            "model knows that only for recomputed attention.",
+            f"Rows beyond {SPEED:.0%}, with milliseconds of a step per layer and pass. If the predicted time is small",
+            "and the measured time is not, the device waits for the host, which cannot launch the layer's kernels",
+            "faster. The model includes this only for recomputed attention.",
         ),
         "",
         *table(("#", "recomputed", "ms measured", "ms predicted", "noise"), rows, left=2),
@@ -187,9 +182,8 @@ def _origin(found: Comparison) -> list[str]:
     said = [
         f"Compared: {', '.join(f'{n} rows of seed {s}' for s, n in draws.items())}. Left out: "
         f"{left or 'none'}.",
-        "Each row is a training run of some seconds in a process of its own (`deskside/probe/point.py`): "
-        "random tokens, "
-        "the optimizer included, warm-up left out, the median of the step times.",
+        "Each row is a training run of a few seconds in its own process (`deskside/probe/point.py`), on random "
+        "tokens, with the optimizer. Its time is the median of the step times after the warm-up.",
     ]
     for row in found.did_not_run:
         memory = training_memory(shape_of(row["spec"]), work_of(row["spec"]))
@@ -207,25 +201,20 @@ def _origin(found: Comparison) -> list[str]:
         said.append(
             f"The probe: {found.probed.basis}, {str(last['when'])[:10]}, on "
             f"{_machine(last['key']['machine'])}. "
-            f"Its measurements took {taken:.0f} s in all."
+            f"Its measurements took {taken:.0f} s in total."
         )
     else:
-        said.append("No probe's store was given, so nothing here is after a probe.")
+        said.append("No probe store was given, so there are no predictions after a probe.")
     said += [
         f"Without a probe: {found.unprobed.basis}.",
-        f"Nine constants of speed (`budget/speed.py`) were fitted to the even half of seed {SEED} and to "
-        "nothing else, "
-        "its form was chosen with all rows of that seed in sight. The tenth, the host's seconds for a "
-        "layer with "
-        "recomputed attention, was added when draws 7 and 8 had been looked at; what was predicted of "
-        "these draws "
-        "before is in the rows without the host's term.",
-        f"The constants of memory (`budget/memory.py`) were found looking at all 63 rows of seed {SEED}: "
-        "for memory, only "
-        "rows of other seeds are independent.",
-        "All constants come from the type of card that is tested here. How they carry over to other "
-        "cards is what the "
-        "published measurements below can say; on a card other than the H200 nothing of ours was measured.",
+        f"Nine constants of the speed model (`budget/speed.py`) were fitted to the even half of seed {SEED} only, "
+        "but the form of the model was chosen with all rows of that seed visible. The tenth constant, the host's "
+        "seconds for a layer with recomputed attention, was added after draws 7 and 8 had been examined. The rows "
+        "without the host's term show what was predicted for these draws before that.",
+        f"The constants of the memory model (`budget/memory.py`) were chosen with all 63 rows of seed {SEED} "
+        "visible, so for memory only rows of other seeds are independent.",
+        "All constants come from the type of card that is tested here. The published measurements below show how "
+        "they transfer to other cards; we measured nothing ourselves on a card other than the H200.",
     ]
     return [line for text in said for line in prose(text, bullet=True)]
 

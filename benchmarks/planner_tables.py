@@ -1,4 +1,4 @@
-"""Errors in words: relative errors of predictions, their quantiles, and Markdown tables."""
+"""Relative errors of predictions, their quantiles, and Markdown tables."""
 
 import statistics
 import textwrap
@@ -27,7 +27,7 @@ class Errors:
 
     @property
     def nine_in_ten(self) -> float:
-        """The smallest bound that at least nine in ten errors keep."""
+        """The smallest bound that at least nine in ten errors are within."""
         return self.sizes[-(-9 * len(self.sizes) // 10) - 1]
 
     @property
@@ -44,7 +44,7 @@ class Errors:
         return self.sizes[-1]
 
     def meets(self, limit: float) -> bool:
-        """Whether nine in ten are within the limit."""
+        """Return whether nine in ten errors are within the limit."""
         return bool(self.sizes) and self.nine_in_ten <= limit
 
 
@@ -54,7 +54,7 @@ HEADINGS = (
 
 
 def summary(name: str, errors: Errors) -> list[str]:
-    """A line under `HEADINGS`."""
+    """Return a table row under `HEADINGS`."""
     if not len(errors):
         return [name, "0", *["-"] * (len(HEADINGS) - 2)]
     shares = [f"{errors.within(limit) / len(errors):.0%}" for limit in LIMITS]
@@ -63,20 +63,20 @@ def summary(name: str, errors: Errors) -> list[str]:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Markdown lines; all columns but the first `left` are right-aligned."""
+    """Return a Markdown table as lines. All columns but the first `left` are right-aligned."""
     rule = ["---" if place < left else "--:" for place in range(len(headings))]
     return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]
 
 
 def off(predicted: float, measured: float, limit: float | None = None) -> str:
-    """A signed error; bold where it is beyond the limit."""
+    """Return a signed error, in bold if it is beyond the limit."""
     error = predicted / measured - 1
     text = f"{error:+.1%}"
     return f"**{text}**" if limit is not None and abs(error) > limit else text
 
 
 def prose(*sentences: str, bullet: bool = False) -> list[str]:
-    """Sentences as lines of Markdown."""
+    """Return sentences as wrapped lines of Markdown."""
     text = " ".join(sentences)
     first, rest = ("- ", "  ") if bullet else ("", "")
     return textwrap.wrap(
@@ -90,11 +90,13 @@ def prose(*sentences: str, bullet: bool = False) -> list[str]:
 
 
 def formula(shape: Shape, sequence_length: int, gpu: Gpu) -> float:
-    """Tokens per second of one GPU by the published formula with two constants, which knows nothing of deskside.
+    """Return the tokens per second of one GPU by the published formula, which has two constants.
 
-    FLOPs of a token against the card's large products, and 2 bytes for each activation against the data sheet's
-    bandwidth. Activations per token and layer: queries and outputs, keys and values, the MLP's inside once for each of
-    its matrices, six times the hidden size.
+    The formula does not model deskside.
+
+    The time is the FLOPs of a token at the rate of large matrix products, plus 2 bytes for each activation at the
+    bandwidth of the data sheet. Activations per token and layer: queries and outputs, keys and values, the intermediate
+    size of the MLP once for each of its matrices, and six times the hidden size.
     """
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     inside = shape.intermediate_size * (3 if shape.gated_mlp else 2)

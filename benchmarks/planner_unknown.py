@@ -1,11 +1,11 @@
-"""Leave one architecture out: how far the planner is off on a card whose architecture calibrates nothing.
+"""Leave-one-architecture-out test: the planner's error on a card whose architecture has no calibrating row.
 
     python -m benchmarks.planner_unknown
 
-Of each architecture in `deskside/facts/measurements.csv` all rows are taken away, trainers and the other
-architectures are fitted to every row that is left, and the rows that were taken away are predicted with no
-part of their own. Trainers that are then in no row are left out, because their share is not what is asked
-here. `plan/calibrate.py` has its range for unknown architectures, UNKNOWN_SPREAD, from these errors.
+For each architecture in `deskside/facts/measurements.csv`, its rows are removed, the factors of the trainers and of the
+other architectures are fitted to all remaining rows, and the removed rows are predicted without a factor of their own.
+Trainers that then have no row are excluded, because this test does not ask for their factor. UNKNOWN_SPREAD, the range
+for unknown architectures in `plan/calibrate.py`, comes from these errors.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from deskside.plan.published import ANCHOR, fit, modelled, usable
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An architecture, and the relative errors of its rows when it is unknown."""
+    """An architecture and the relative errors of its rows when it is held out."""
 
     architecture: str
     errors: Errors
@@ -29,7 +29,7 @@ def left_out() -> list[LeftOut]:
     found = []
     for architecture in sorted({_architecture(row) for row in rows}):
         parts = fit(row for row in rows if _architecture(row) != architecture)
-        # Without the anchor's rows the others are measured against their own mean.
+        # Without the rows of the anchor, the other factors are relative to their own mean.
         mean = 1.0
         if architecture == ANCHOR:
             mean = sum(parts.architectures.values()) / len(parts.architectures)
@@ -57,7 +57,7 @@ def _speed(row: Measurement) -> float:
 
 
 def lines() -> list[str]:
-    """Return a Markdown table, an architecture a line."""
+    """Return a Markdown table with one line per architecture."""
     found = left_out()
     return table(
         HEADINGS,

@@ -220,7 +220,7 @@ def test_published_memory_is_of_the_right_size() -> None:
 
 def test_every_kept_out_row_is_in_the_report() -> None:
     text = "\n".join(section())
-    table = text.split("### Every kept-out row")[1].split("## Published measurements: memory")[0]
+    table = text.split("### Every held-out row")[1].split("## Published measurements: memory")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line]
     assert len(lines) - 1 == len(split()[1])
     for line in lines[1:]:
