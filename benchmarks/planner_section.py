@@ -48,8 +48,9 @@ def section(found: Comparison) -> list[str]:
         "",
         *prose(
             "Allocated memory is the number that torch's allocator reports. Reserved memory and the memory of the",
-            "device also contain fragments, the CUDA context and libraries; issue 3 sets no bound for them. The published",
-            "formula does not model recomputation, the optimizer or deskside: sec/token = 1.007 F/P + 8.39 * 2E/BW.",
+            "device also contain fragments, the CUDA context and libraries; issue 3 sets no bound for them. The",
+            "published formula does not model recomputation, the optimizer or deskside: sec/token = 1.007 F/P +",
+            "8.39 * 2E/BW.",
         ),
         "",
         *_ranges(found),
@@ -67,9 +68,10 @@ def section(found: Comparison) -> list[str]:
         "",
         *prose(
             f"Bold errors are misses: memory beyond {MEMORY:.0%}, speed beyond {SPEED:.0%} after a probe and beyond",
-            f"{SPEED_UNPROBED:.0%} without one. Rows with a miss: {sum(c.missed for c in found.rows)} of {len(found.rows)}.",
-            "`#` is the end of the seed and the index in its draw. Noise is half of the distance between the",
-            "tenth and the ninetieth percentile of the measured step times, relative to their median.",
+            f"{SPEED_UNPROBED:.0%} without one. Rows with a miss: {sum(c.missed for c in found.rows)} of "
+            f"{len(found.rows)}. `#` is the end of the seed and the index in its draw. Noise is half of the",
+            "distance between the tenth and the ninetieth percentile of the measured step times, relative to their",
+            "median.",
         ),
         "",
         *_all(found),

@@ -92,11 +92,9 @@ def prose(*sentences: str, bullet: bool = False) -> list[str]:
 def formula(shape: Shape, sequence_length: int, gpu: Gpu) -> float:
     """Return the tokens per second of one GPU by the published formula, which has two constants.
 
-    The formula does not model deskside.
-
-    The time is the FLOPs of a token at the rate of large matrix products, plus 2 bytes for each activation at the
-    bandwidth of the data sheet. Activations per token and layer: queries and outputs, keys and values, the intermediate
-    size of the MLP once for each of its matrices, and six times the hidden size.
+    The formula does not model deskside. The time is the FLOPs of a token at the rate of large matrix products, plus 2
+    bytes for each activation at the bandwidth of the data sheet. Activations per token and layer: queries and outputs,
+    keys and values, the intermediate size of the MLP once for each of its matrices, and six times the hidden size.
     """
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     inside = shape.intermediate_size * (3 if shape.gated_mlp else 2)
