@@ -21,6 +21,7 @@ from deskside.config import merge
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import limited
+from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.train.prepare.time_budget import too_short
 from deskside.utils.errors import UsageError
 
@@ -158,8 +159,7 @@ class FinetuneRun:
     def _train(self, config: RunConfig, loaded: Any, fresh_tokens: Sequence[int]) -> Any:
         """Train and return a `training_run.RunOutcome`. `fresh_tokens` have no trained embedding yet."""
         options, source = self.options, str(self.options.source)
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+        set_cublas_workspace(config)
         from deskside.align.registry import objective_of
         from deskside.train import training_run
         from deskside.train.loop.callbacks import ReportFollows
@@ -190,8 +190,7 @@ class FinetuneRun:
                 f"{options.resume}: was made by deskside {made_by}; continue it with: deskside {made_by} --resume "
                 f"{options.resume}"
             )
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        set_cublas_workspace(config)
         from deskside.align.registry import objective_of
         from deskside.train import training_run
         from deskside.train.loop.callbacks import ReportFollows

@@ -23,6 +23,7 @@ from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
 from deskside.run.directory import RunDirectory
 from deskside.run.paths import reached, reached_by
+from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
 
@@ -224,8 +225,7 @@ class Pipeline:
             return None
         plan, target = self.state.result("plan"), self.options["target_loss"]
         config = reached_by(phases.final_config(plan["config"], self.state.hours * 3600), self.options)
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+        set_cublas_workspace(config)
         from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot
         from deskside.train import training_run
 

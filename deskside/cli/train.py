@@ -14,7 +14,7 @@ from deskside.cli.shared_options import RunOptions, set_length
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
-from deskside.train.prepare.preflight import check_start
+from deskside.train.prepare.preflight import check_start, set_cublas_workspace
 from deskside.utils.errors import UsageError
 
 WARMUP = "warm-up ends"  # the label of that row in optim.schedule.describe
@@ -76,8 +76,7 @@ def run(argv: Sequence[str]) -> int:
         check_start(config)
         if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
             RunDirectory.check_name(Path(options.runs), options.name)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+    set_cublas_workspace(config)
 
     from deskside.train import training_run
     from deskside.train.loop.callbacks import ReportFollows

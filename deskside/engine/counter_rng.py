@@ -1,18 +1,16 @@
-"""Random numbers as a function of (stream, count, purpose, token), the same on every device and in every batch.
+"""Counter-based random numbers: a function of (stream, count, purpose, token), equal on every device.
 
-A stream belongs to one sample of one request and comes from its seed. So a row draws the same numbers whatever stands
-beside it and whenever it is computed, and no generator has to be stored or carried through a CUDA graph. The function
-is the finaliser of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195) over counters.
+A stream belongs to one sample of one request and is derived from its seed. A row therefore draws the same numbers
+whatever else is in its batch, and no generator state has to be stored or passed through a CUDA graph. The function is
+the finalizer of SplitMix64 (`utils/splitmix.py`) over counters.
 """
 
 import torch
 from torch import Tensor
 
 from deskside.utils.errors import UsageError
+from deskside.utils.splitmix import FIRST, GOLDEN, MASK, SECOND, finalize
 
-GOLDEN = 0x9E3779B97F4A7C15
-FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-MASK = (1 << 64) - 1
 DRAW, PROPOSE, ACCEPT = 1, 2, 3  # purposes: independent numbers for the same place
 
 
@@ -22,10 +20,10 @@ def stream_of(seed: int, sample: int = 0) -> int:
         raise UsageError(f"seed: {seed} must be 0 or more")
     state = 0
     while True:  # 64 bits of the seed at a time
-        state = _mix_int(state + (seed & MASK) + GOLDEN & MASK)
+        state = finalize(state + (seed & MASK) + GOLDEN & MASK)
         seed >>= 64
         if not seed:
-            return _signed(_mix_int(state + (sample + 1) * GOLDEN & MASK))
+            return _signed(finalize(state + (sample + 1) * GOLDEN & MASK))
 
 
 def exponentials(stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor) -> Tensor:
@@ -60,12 +58,6 @@ def _mix(x: Tensor) -> Tensor:
 def _shift(x: Tensor, bits: int) -> Tensor:
     """To the right, as if there were no sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix_int(x: int) -> int:
-    x = (x ^ x >> 30) * FIRST & MASK
-    x = (x ^ x >> 27) * SECOND & MASK
-    return x ^ x >> 31
 
 
 def _signed(x: int) -> int:

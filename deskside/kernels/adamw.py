@@ -1,38 +1,13 @@
-"""AdamW whose two moments are kept in float32, in bfloat16 or in 8 bits: one update of one tensor.
+"""One AdamW update of one tensor, with moments in float32, bfloat16 or 8 bits: Triton on CUDA, torch elsewhere.
 
-8 bits are Dettmers' block-wise dynamic map (arXiv 2110.02861, 1511.04561): 256 neighbours share their largest
-magnitude as a float32 scale, and a code stands for a value in [-1, 1] (first moment) or [0, 1] (second). The codes
-cover seven decades; each decade is cut evenly, into twice as many cells as the decade below. Two bytes and 8/256 per
-weight in place of eight.
-
-Here stand the map, the formats' plain reference in torch, and the choice: Triton on CUDA, the reference elsewhere.
-One rule is ours: a second moment that is not zero is never rounded to zero, because it stands under a division.
-
-Why own code: bitsandbytes' kernel takes the step's number from the host and cannot leave a bad step out without
-waiting for the device; torchao's AdamW8bit is compiled for seconds at the first step, and its state is no plain tensor.
+Why own code: bitsandbytes' kernel takes the step number from the host, and so cannot skip a bad step without a
+synchronization; torchao's AdamW8bit compiles for seconds in the first step, and its state is not a plain tensor.
 """
-
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-BLOCK = 256  # values that share a scale
-DECADES = 7
-SMALLEST_MAX = 2.0**-126  # a block whose largest value is below float32's normal range counts as zero
-FIRST, SECOND = "exp_avg", "exp_avg_sq"
-FIRST_MAX, SECOND_MAX = "exp_avg_max", "exp_avg_sq_max"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The numbers of an AdamW update (Loshchilov and Hutter, arXiv 1711.05101)."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+from deskside.kernels.adamw_state import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, dequantize, quantize
 
 
 def adamw_update(
@@ -45,18 +20,18 @@ def adamw_update(
     fused: bool,
     factor: Tensor | None = None,
 ) -> None:
-    """Updates the flat weights `p` and their moments in place.
+    """Update the flat weights `p` and their moments in place.
 
     p, g: (n,), contiguous. state: FIRST and SECOND (n,), in the parameter's dtype or bfloat16; or uint8 codes with
-    FIRST_MAX and SECOND_MAX (blocks of 256,) float32. step: float32 scalar on the device, this update counted. skip:
-    float32 scalar on the device; where it is 1 nothing changes. fused: run the Triton kernel. factor: what the gradient
-    is multiplied with first, a float32 scalar on the device; None is 1.
+    FIRST_MAX and SECOND_MAX (blocks of 256,) float32. step: float32 scalar on the device, including this update. skip:
+    float32 scalar on the device; if it is 1, nothing changes. fused: run the Triton kernel. factor: a float32 scalar on
+    the device that the gradient is multiplied by first; None is 1.
     """
     if fused:
         from deskside.kernels.adamw_triton import launch
 
         launch(p, g, state, step, skip, rule, factor)
-        torch.autograd.graph.increment_version(p)  # whoever keeps the weight in another form goes by it
+        torch.autograd.graph.increment_version(p)  # converted copies of the weight are keyed by its version
         return
     if state[FIRST].dtype != torch.uint8:
         m, v = state[FIRST].to(p.dtype), state[SECOND].to(p.dtype)
@@ -76,47 +51,3 @@ def adamw_update(
         new[SECOND], new[SECOND_MAX] = quantize(v, signed=False)
     for key, value in new.items():
         state[key].copy_(torch.where(keep, state[key], value.to(state[key].dtype)))
-
-
-def blocks(elements: int) -> int:
-    """Scales of so many values."""
-    return -(-elements // BLOCK)
-
-
-def zero_code(signed: bool) -> int:
-    """The code of zero."""
-    return 127 if signed else 0
-
-
-def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """(n,) -> codes (n,) uint8, the nearest in the map, and the blocks' largest magnitudes (blocks,) float32."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
-    largest = padded.abs().amax(dim=1)
-    scaled = padded * torch.where(largest >= SMALLEST_MAX, 1 / largest, 0.0)[:, None]
-    values = dynamic_map(signed).to(x.device)
-    codes = torch.bucketize(scaled.flatten()[: x.numel()], (values[1:] + values[:-1]) / 2)
-    if not signed:
-        codes = torch.where((codes == 0) & (x > 0), 1, codes)
-    return codes.to(torch.uint8), largest
-
-
-def dequantize(codes: Tensor, largest: Tensor, signed: bool) -> Tensor:
-    """The float32 values (n,) of codes (n,) and their blocks' largest magnitudes (blocks,)."""
-    values = dynamic_map(signed).to(codes.device)[codes.int()]
-    return values * largest.repeat_interleave(BLOCK)[: codes.numel()]
-
-
-@cache
-def dynamic_map(signed: bool) -> Tensor:
-    """The 256 values, ascending, float32 on the CPU: zero, one, and the middles of every decade's cells.
-
-    Decade i, from 10^(i-7) to 10^(i-6), has 2^i cells for each sign, or 2^(i+1) where there is no sign.
-    """
-    positive = []
-    for i in range(DECADES):
-        cells = 2 ** (i if signed else i + 1)
-        middles = 0.1 + 0.9 * (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
-        positive.append(middles * 10.0 ** (i - DECADES + 1))
-    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    values = torch.cat([*positive, *((-p for p in positive) if signed else ()), ends])
-    return values.sort().values.float()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels.adamw import (
+from deskside.kernels.adamw_state import (
     BLOCK,
     FIRST,
     FIRST_MAX,

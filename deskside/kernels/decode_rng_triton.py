@@ -1,4 +1,4 @@
-"""The exponential random numbers of the engine (engine/noise.py) in one Triton kernel, for tensors on a GPU.
+"""The exponential random numbers of the engine (engine/counter_rng.py) in one Triton kernel, for tensors on a GPU.
 
 In torch they are some thirty passes over 64-bit integers, of the whole vocabulary where no filter ranks it.
 """
@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-SECOND = tl.constexpr(0x94D049BB133111EB)
+from deskside.utils import splitmix
+
+GOLDEN = tl.constexpr(splitmix.GOLDEN)
+FIRST, SECOND = tl.constexpr(splitmix.FIRST), tl.constexpr(splitmix.SECOND)
 BLOCK = 1024
 
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from deskside.config.optim import StateFormat
-from deskside.kernels.adamw import (
+from deskside.kernels.adamw import adamw_update
+from deskside.kernels.adamw_state import (
     BLOCK,
     FIRST,
     FIRST_MAX,
     SECOND,
     SECOND_MAX,
     Rule,
-    adamw_update,
     blocks,
     zero_code,
 )

@@ -17,6 +17,7 @@ from deskside.kernels.fused import Cast
 from deskside.precision import nvfp4
 from deskside.precision.formats import DTYPE
 from deskside.precision.hadamard import Along, draw_signs
+from deskside.utils import splitmix
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -63,11 +64,8 @@ class Draws:
 
     def _mix(self, a: int, b: int) -> int:
         mixed = 0
-        for part in (self.seed, self.step, a, b):  # splitmix64's finaliser over the parts
-            mixed = (mixed + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
-            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-            mixed ^= mixed >> 31
+        for part in (self.seed, self.step, a, b):
+            mixed = splitmix.mix(mixed + part)
         return mixed & (2**31 - 1)
 
 

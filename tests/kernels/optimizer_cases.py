@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deskside.kernels.adamw import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks, zero_code
+from deskside.kernels.adamw_state import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks, zero_code
 
 RULE = Rule(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FORMATS = [torch.uint8, torch.bfloat16, torch.float32]

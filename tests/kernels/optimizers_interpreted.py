@@ -12,7 +12,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from deskside.kernels import adamw_triton, muon, muon_triton  # noqa: E402
-from deskside.kernels.adamw import BLOCK, adamw_update  # noqa: E402
+from deskside.kernels.adamw import adamw_update  # noqa: E402
+from deskside.kernels.adamw_state import BLOCK  # noqa: E402
 from tests.kernels.optimizer_cases import FORMATS, RULE, gradient, random, stack, zeros  # noqa: E402
 
 

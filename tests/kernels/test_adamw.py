@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from deskside.kernels.adamw import (
+from deskside.kernels.adamw import adamw_update
+from deskside.kernels.adamw_state import (
     BLOCK,
     FIRST,
     FIRST_MAX,
     SECOND,
     SECOND_MAX,
-    adamw_update,
     dequantize,
     dynamic_map,
     quantize,

@@ -15,15 +15,7 @@ from deskside.kernels import (
     cross_entropy_triton,
     dequantize_triton,
     embedding_triton,
-    launch_cases,
     muon_triton,
-)
-from deskside.kernels.compile_cases import (
-    SHARED_MEMORY,
-    CompileCase,
-    Compiled,
-    all_cases,
-    compile_case,
 )
 from deskside.kernels.fused import (
     triton_gated,
@@ -32,6 +24,14 @@ from deskside.kernels.fused import (
     triton_rowwise,
     triton_sums,
     triton_transpose,
+)
+from tests.kernels import launch_cases
+from tests.kernels.compile_cases import (
+    SHARED_MEMORY,
+    CompileCase,
+    Compiled,
+    all_cases,
+    compile_case,
 )
 
 CASES = all_cases()

@@ -90,7 +90,7 @@ def test_keys_are_gathered_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPat
 
 def builds() -> list[object]:
     pytest.importorskip("triton")
-    from deskside.kernels.decode_cases import COMPILE_CASES
+    from tests.kernels.decode_cases import COMPILE_CASES
 
     often = {"12 x 3 x 64, 1 tokens, window None, bfloat16", "16 x 1 x 128, 4 tokens, window None, float32"}
     return [
@@ -112,7 +112,7 @@ def builds() -> list[object]:
 def test_builds_for(case: object, capability: int, tmp_path: Path) -> None:
     from triton import knobs
 
-    from deskside.kernels.compile_cases import SHARED_MEMORY, CompileCase, compile_case
+    from tests.kernels.compile_cases import SHARED_MEMORY, CompileCase, compile_case
 
     assert isinstance(case, CompileCase)
     with knobs.cache.scope():

@@ -10,24 +10,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from deskside.utils.splitmix import GOLDEN, MASK, mix
+
 _ROUNDS = 8
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
-
-def mix(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on one number."""
-    x = (x + _GOLDEN) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
 
 
 def key_of(*parts: int) -> int:
     """One 64-bit key from several integers; their order counts."""
     key = 0
     for part in parts:
-        key = mix(key ^ mix(part & _MASK))
+        key = mix(key ^ mix(part & MASK))
     return key
 
 
@@ -61,7 +53,7 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: list[np.uint64]) -> NDArray
 
 def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`mix` on an array; unsigned array arithmetic wraps."""
-    x = x + np.uint64(_GOLDEN)
+    x = x + np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     out: NDArray[np.uint64] = x ^ (x >> np.uint64(31))

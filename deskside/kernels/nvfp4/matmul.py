@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deskside.kernels.compile_cases import CompileCase, signature
 from deskside.utils.errors import UsageError
 
 Layout = Literal["nt", "nn", "tn"]
@@ -346,48 +345,3 @@ def _check(left: Tensor, right: Tensor, alpha: Tensor, second: Tensor | None, dt
             raise UsageError(f"scaled_matmul's factors must each be one float32 number on {left.device}")
     if dtype not in _TL_DTYPE:
         raise UsageError(f"scaled_matmul gives bfloat16 or float32, not {dtype}")
-
-
-def _case(
-    name: str, capability: tuple[int, int], layout: Layout, parts: int, targets: tuple[int, ...]
-) -> CompileCase:
-    tiles = tiles_for(capability)
-    out = "fp32" if parts > 1 else "bf16"
-    options = tiles.options(torch.float32 if parts > 1 else torch.bfloat16)
-    constants = tiles.constants(layout) | {"PARTS": parts, "DTYPE": tl.float32 if parts > 1 else tl.bfloat16}
-    types = {"left": "*bf16", "right": "*bf16", "out": f"*{out}", "alpha_ptr": "*fp32", "second_ptr": "*fp32"}
-    if not tiles.descriptors:
-        constants["EVEN"] = True
-        types = signature(pointer_kernel, types, constants)
-        return CompileCase(name, pointer_kernel, types, constants, options, targets)
-    L, R, S = tiles.L, tiles.R, tiles.S
-    types["left"] = f"tensordesc<bf16[{S}, {L}]>" if layout == "tn" else f"tensordesc<bf16[{L}, {S}]>"
-    types["right"] = f"tensordesc<bf16[{R}, {S}]>" if layout == "nt" else f"tensordesc<bf16[{S}, {R}]>"
-    types["out"] = f"tensordesc<{out}[1, {L}, {R // 2}]>"
-    types = signature(descriptor_kernel, types, constants)
-    return CompileCase(name, descriptor_kernel, types, constants, options, targets)
-
-
-COMPILE_CASES = (
-    _case("scaled matmul nt", (9, 0), "nt", 1, (90,)),
-    _case("scaled matmul nn", (9, 0), "nn", 1, (90,)),
-    _case("scaled matmul tn, in parts", (9, 0), "tn", 4, (90,)),
-    _case("scaled matmul nt, 10.x", (10, 0), "nt", 1, (100,)),
-    _case("scaled matmul tn in parts, 10.x", (10, 0), "tn", 4, (100,)),
-    _case("scaled matmul nt, pointers", (8, 9), "nt", 1, (86, 89, 120)),
-    _case("scaled matmul nn, pointers", (8, 9), "nn", 1, (86, 89, 120)),
-    _case("scaled matmul tn in parts, pointers", (8, 9), "tn", 4, (86, 89, 120)),
-    CompileCase(
-        "scaled matmul, adding parts",
-        add_parts_kernel,
-        {
-            "parts_ptr": "*fp32",
-            "out_ptr": "*bf16",
-            "alpha_ptr": "*fp32",
-            "second_ptr": "*fp32",
-            "numel": "i32",
-        }
-        | {"PARTS": "constexpr", "BLOCK": "constexpr", "DTYPE": "constexpr"},
-        {"PARTS": 4, "BLOCK": 1024, "DTYPE": tl.bfloat16},
-    ),
-)

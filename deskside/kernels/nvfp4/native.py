@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels.compile_cases import CompileCase, signature
 from deskside.kernels.nvfp4.matmul import one
 from deskside.kernels.nvfp4.quantize import Packed
 from deskside.utils.errors import UsageError
@@ -212,33 +211,3 @@ def _check_card(matrix: Tensor, majors: tuple[int, ...]) -> None:
             f"this block-scaled product is for compute capability {wanted}, which {matrix.device} is not; "
             "use the emulated or the plain FP8 product"
         )
-
-
-def _nvfp4_case() -> CompileCase:
-    constants = TILE | {"EVEN": True, "DTYPE": tl.bfloat16}
-    types = {
-        "left": "*u8",
-        "left_scale": "*fp8e4nv",
-        "right": "*u8",
-        "right_scale": "*fp8e4nv",
-        "out": "*bf16",
-    }
-    types |= {"alpha_ptr": "*fp32", "second_ptr": "*fp32"}
-    types = signature(nvfp4_kernel, types, constants)
-    divisible = ("L", "R", "S", "pairs", "blocks")
-    return CompileCase("nvfp4 matmul", nvfp4_kernel, types, constants, OPTIONS, (100, 120), divisible)
-
-
-def _fp8_case(name: str, left: str, even: bool) -> CompileCase:
-    constants = TILE | {"LEFT": left, "RIGHT": "e4m3", "EVEN": even, "DTYPE": tl.bfloat16}
-    types = {"left": "*fp8e4nv" if left == "e4m3" else "*fp8e5", "right": "*fp8e4nv", "out": "*bf16"}
-    types |= {"alpha_ptr": "*fp32", "second_ptr": "*fp32"}
-    types = signature(fp8_kernel, types, constants)
-    return CompileCase(name, fp8_kernel, types, constants, OPTIONS, (120,))
-
-
-COMPILE_CASES = (
-    _nvfp4_case(),
-    _fp8_case("fp8 matmul as MXFP8", "e4m3", even=True),
-    _fp8_case("fp8 matmul as MXFP8, E5M2 gradients, ragged", "e5m2", even=False),
-)

@@ -17,7 +17,6 @@ import triton
 from torch import Tensor
 
 from deskside.config.recipes import Operand
-from deskside.kernels.compile_cases import CompileCase, signature
 from deskside.kernels.nvfp4.quantize_kernels import amax_kernel, quantize_kernel
 from deskside.utils.errors import UsageError
 
@@ -253,55 +252,3 @@ def _check(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None) -
             f"a Hadamard transform of {operand.hadamard} needs as many signs on {x_NK.device}; "
             f"it was given {tuple(signs.shape)} on {signs.device}"
         )
-
-
-def _case(name: str, operand: Operand, along: Along, packed: bool = False) -> CompileCase:
-    constants = _constants(operand, packed) | _tile(operand.hadamard, along) | {"INTERPRETED": False}
-    types = {"matrix_ptr": "*bf16", "signs_ptr": "*fp32", "amax_ptr": "*fp32", "global_scale_ptr": "*fp32"}
-    types |= {
-        "x_ptr": "*bf16",
-        "values_ptr": "*u8" if packed else "*bf16",
-        "block_scale_ptr": "*u8",
-        "seed": "i64",
-    }
-    return CompileCase(
-        name,
-        quantize_kernel,
-        signature(quantize_kernel, types, constants),
-        constants,
-        _options(operand.hadamard),
-    )
-
-
-def _amax_case(name: str, hadamard: int, along: Along) -> CompileCase:
-    constants = _tile(hadamard, along) | {"INTERPRETED": False}
-    types = {"x_ptr": "*bf16", "matrix_ptr": "*bf16", "signs_ptr": "*fp32", "amax_ptr": "*i32"}
-    return CompileCase(
-        name, amax_kernel, signature(amax_kernel, types, constants), constants, _options(hadamard)
-    )
-
-
-_PLAIN = Operand("nvfp4", "1x16")
-_EDEN = Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden")
-# One of each operand that the recipes of config/recipes.py name, and the packed layouts.
-COMPILE_CASES = (
-    _amax_case("nvfp4 amax", 0, "columns"),
-    _amax_case("nvfp4 amax, Hadamard 16", 16, "rows"),
-    _amax_case("nvfp4 amax, Hadamard 128", 128, "rows"),
-    _case("nvfp4 quantise 1x16", _PLAIN, "columns"),
-    _case("nvfp4 quantise 16x16 down the rows", Operand("nvfp4", "16x16"), "rows"),
-    _case("nvfp4 quantise 4/6", Operand("nvfp4", "1x16", four_over_six=True), "columns"),
-    _case("nvfp4 quantise 4/6 16x16", Operand("nvfp4", "16x16", four_over_six=True), "columns"),
-    _case(
-        "nvfp4 quantise stochastic", Operand("nvfp4", "1x16", rounding="stochastic", scale_up=True), "columns"
-    ),
-    _case(
-        "nvfp4 quantise stochastic, Hadamard 16",
-        Operand("nvfp4", "1x16", hadamard=16, rounding="stochastic"),
-        "rows",
-    ),
-    _case("nvfp4 quantise eden", _EDEN, "columns"),
-    _case("nvfp4 quantise eden down the rows", _EDEN, "rows"),
-    _case("nvfp4 quantise packed", _PLAIN, "columns", packed=True),
-    _case("nvfp4 quantise packed eden down the rows", _EDEN, "rows", packed=True),
-)

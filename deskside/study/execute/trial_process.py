@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
@@ -186,8 +187,7 @@ def train(order: Order) -> tuple[str, str]:
     from deskside.config.run import RunConfig
 
     config, run = RunConfig.model_validate(order.config), Path(order.run)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA when torch starts it
+    set_cublas_workspace(config)
 
     import torch
 

@@ -1,5 +1,6 @@
-"""What can be refused before torch is imported and anything is made."""
+"""Checks and settings that come before torch is imported."""
 
+import os
 from pathlib import Path
 
 from deskside.config.run import RunConfig
@@ -9,7 +10,7 @@ PREPARE = "deskside data prepare SOURCE --out data/NAME"
 
 
 def check_start(config: RunConfig) -> None:
-    """Raises UsageError for a run that has no length or no data."""
+    """Raise UsageError for a run without a length or without data."""
     if config.schedule.length is None:
         raise UsageError(
             "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
@@ -21,3 +22,9 @@ def check_start(config: RunConfig) -> None:
         )
     if not config.data.sources and not (Path(path) / "index.json").exists():
         raise UsageError(f"data.path: {path} is not prepared data (no index.json); make some with: {PREPARE}")
+
+
+def set_cublas_workspace(config: RunConfig) -> None:
+    """Give cuBLAS the fixed workspace that deterministic runs need. CUDA reads it once, when torch starts it."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,12 +1,12 @@
-"""Every Triton kernel, compiled for cards that are not here.
+"""Compile every Triton kernel for GPUs that are not here.
 
-Triton's compiler needs no card: it takes a kernel, the types of its arguments and a compute capability, and gives PTX
-and machine code. So a machine without a GPU can tell that a kernel builds for each generation, which instructions it
-uses there, and whether it fits into the shared memory of a consumer card.
+Triton's compiler needs no GPU: it takes a kernel, the types of its arguments and a compute capability, and returns PTX
+and machine code. A machine without a GPU can therefore check that a kernel builds for each generation, which
+instructions it uses there, and that it fits into the shared memory of a consumer card.
 
-A module of kernels exposes `COMPILE_CASES`, one for each kind of launch, and stands in MODULES below. A case is written
-down, or `recorded`: the function that launches the kernel is called with tensors that have no data, and what it hands
-to the kernel is taken down in place of the launch. Tiles, warps and types are then those of a real launch.
+The MODULES below have `COMPILE_CASES`, one per kind of launch. A case is either written out or `recorded`: the function
+that launches the kernel is called with tensors without data, and its arguments to the kernel are recorded instead of
+launched. Tiles, warps and types are then those of a real launch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-MODULES = (
-    "deskside.kernels.nvfp4.quantize",
-    "deskside.kernels.nvfp4.matmul",
-    "deskside.kernels.nvfp4.native",
-    "deskside.kernels.launch_cases",
-)
+MODULES = ("tests.kernels.nvfp4_launch_cases", "tests.kernels.launch_cases")
 CAPABILITIES = (86, 89, 90, 100, 120)
 # What a block may use, in bytes: CUDA programming guide, "technical specifications per compute capability".
 SHARED_MEMORY = {86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deskside.kernels import decode_rng_triton, decode_triton
-from deskside.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 from deskside.kernels.fused.types import QkvLayout
+from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 SHAPES = (  # query heads, key-value heads, channels, new tokens, window, dtype
     (12, 3, 64, 1, None, torch.bfloat16),

@@ -1,0 +1,75 @@
+"""State of AdamW: the names of its tensors, its hyperparameters, and the 8-bit format of its moments.
+
+The 8-bit format is Dettmers' block-wise dynamic map (arXiv 2110.02861, 1511.04561): 256 neighbours share their largest
+magnitude as a float32 scale, and each code is a value in [-1, 1] (first moment) or [0, 1] (second moment). The codes
+cover seven decades. Each decade is cut into equal cells, twice as many as the decade below, so the relative precision
+grows with the magnitude. That is 2 + 8 / 256 bytes per weight instead of 8.
+
+One rule is our own: a nonzero second moment is never rounded to zero, because the update divides by it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # values that share a scale
+DECADES = 7
+SMALLEST_MAX = 2.0**-126  # a block whose largest value is below float32's normal range counts as zero
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+FIRST_MAX, SECOND_MAX = "exp_avg_max", "exp_avg_sq_max"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The numbers of an AdamW update (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+def blocks(elements: int) -> int:
+    """Return the number of blocks of so many values."""
+    return -(-elements // BLOCK)
+
+
+def zero_code(signed: bool) -> int:
+    """Return the code of zero."""
+    return 127 if signed else 0
+
+
+def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the nearest codes (n,) uint8, and the largest magnitude of each block (blocks,) float32."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    largest = padded.abs().amax(dim=1)
+    scaled = padded * torch.where(largest >= SMALLEST_MAX, 1 / largest, 0.0)[:, None]
+    values = dynamic_map(signed).to(x.device)
+    codes = torch.bucketize(scaled.flatten()[: x.numel()], (values[1:] + values[:-1]) / 2)
+    if not signed:
+        codes = torch.where((codes == 0) & (x > 0), 1, codes)
+    return codes.to(torch.uint8), largest
+
+
+def dequantize(codes: Tensor, largest: Tensor, signed: bool) -> Tensor:
+    """Return the float32 values (n,) of codes (n,), given the largest magnitude of each block (blocks,)."""
+    values = dynamic_map(signed).to(codes.device)[codes.int()]
+    return values * largest.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+@cache
+def dynamic_map(signed: bool) -> Tensor:
+    """The 256 values, ascending, float32 on the CPU: zero, one, and the middles of every decade's cells.
+
+    Decade i, from 10^(i-7) to 10^(i-6), has 2^i cells for each sign, or 2^(i+1) where there is no sign.
+    """
+    positive = []
+    for i in range(DECADES):
+        cells = 2 ** (i if signed else i + 1)
+        middles = 0.1 + 0.9 * (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
+        positive.append(middles * 10.0 ** (i - DECADES + 1))
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    values = torch.cat([*positive, *((-p for p in positive) if signed else ()), ends])
+    return values.sort().values.float()

@@ -1,0 +1,21 @@
+"""The finalizer of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195).
+
+It maps a counter to well-mixed bits, so random numbers can be a pure function of a seed and a position: no generator
+state has to be stored, and the numbers do not change with a library's version.
+"""
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64's counter
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # multipliers of the finalizer
+MASK = (1 << 64) - 1
+
+
+def finalize(x: int) -> int:
+    """Mix the bits of a 64-bit number."""
+    x = ((x ^ (x >> 30)) * FIRST) & MASK
+    x = ((x ^ (x >> 27)) * SECOND) & MASK
+    return x ^ (x >> 31)
+
+
+def mix(x: int) -> int:
+    """Return the output of SplitMix64 for counter state `x`."""
+    return finalize((x + GOLDEN) & MASK)
