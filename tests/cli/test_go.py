@@ -447,7 +447,7 @@ def test_a_stop_by_a_signal_shows_in_the_exit_code(number: int, here: Path, data
     wait_for(lambda: len(rows(run)) >= 20, child)
     child.kill(number)
     assert child.wait() == 128 + number, child.text()
-    assert "continue with: deskside go --resume runs/tiny" in child.text()
+    assert "deskside go --resume runs/tiny" in child.text()
     again = tiny_run.call(go, ["go", "--resume", str(run)], log=here / "log")
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 

@@ -120,7 +120,7 @@ def test_every_value_in_turn(good: dict[str, Any], tmp_path: Path) -> None:
                 assert str(error).startswith(
                     f"{run / 'go.json'}: is damaged or was written by another version ("
                 )
-                assert str(error).endswith("); restore it, or begin again") and "\n" not in str(error)
+                assert str(error).endswith("); restore it, or start again") and "\n" not in str(error)
                 continue
             passed.add((place, repr(value)))
             used(state)
