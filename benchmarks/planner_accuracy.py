@@ -62,7 +62,7 @@ def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> 
             except queue.Empty:
                 return
             if "card" in spec:
-                target, arguments = "deskside.probe.card:measure_card", {}
+                target, arguments = "deskside.probe.card_benchmark:measure_card", {}
             else:
                 target, arguments = "deskside.probe.point:measure_point", {"spec": spec}
             left = limit - (time.monotonic() - began)

@@ -18,7 +18,7 @@ from benchmarks.step_config import configuration
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch, Loader
-from deskside.doctor.nvml import Card, ask
+from deskside.doctor.nvml import NvmlDevice, ask
 from deskside.probe.point import (
     BATCHES,
     Ready,
@@ -163,7 +163,7 @@ def _card(device: torch.device, timer: Timer) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
     facts: dict[str, Any] = {"name": torch.cuda.get_device_name(device)}
-    card = Card.of(device)
+    card = NvmlDevice.of(device)
     if card is None:
         return facts
     import pynvml

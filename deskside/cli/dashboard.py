@@ -14,7 +14,7 @@ from pathlib import Path
 
 import deskside.dashboard
 from deskside.cli.options import Command, option
-from deskside.serve.address import is_loopback
+from deskside.cli.shared_options import is_loopback
 from deskside.utils.errors import UsageError
 
 FIRST_PORT, TRIED = 8501, 20

@@ -7,9 +7,9 @@ from typing import Any
 
 from deskside.cli.finetune import (
     COMMON,
+    FinetuneDefaults,
     FinetuneOptions,
     FinetuneRun,
-    Recipe,
     default_batch,
     prepared_examples,
 )
@@ -50,14 +50,14 @@ class DpoRun(FinetuneRun):
             self.given, spec, "pairs", tokenizer, lambda out: prepare_pairs(spec, tokenizer, out)
         )
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> Recipe:
+    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
         from deskside.align.prepared import open_index
 
         index = open_index(data, "preference", max(vocabulary, loaded.config.vocab_size))
         tokens = index["splits"]["train"]["tokens"]
         batch = default_batch(loaded, self.given, tokens, 65536, 40, sequence_length=2048)
         # The model answers already, and large steps would undo that.
-        return Recipe(batch, lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)
+        return FinetuneDefaults(batch, lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)
 
 
 def run(argv: Sequence[str]) -> int:

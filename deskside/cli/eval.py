@@ -30,8 +30,8 @@ from deskside.evaluate.run import (
     evaluate,
     prepare,
 )
-from deskside.evaluate.tasks import Selection, select
-from deskside.evaluate.text_bpb import Measured, has_data, measure, run_config
+from deskside.evaluate.tasks import TaskSelection, select
+from deskside.evaluate.text_bpb import TextBpb, has_data, measure, run_config
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
@@ -114,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
     return 1 if done.failed else 0
 
 
-def _checked(options: EvalOptions) -> Selection | None:
+def _checked(options: EvalOptions) -> TaskSelection | None:
     """Return the selected tasks, None without --tasks. Raises UsageError for invalid options, before any work."""
     if options.text is not None and options.data is not None:
         raise UsageError("--text and --data: give one of them")
@@ -184,7 +184,7 @@ def _evaluate_tasks(options: EvalOptions, tasks: Sequence[Prepared], subject: Su
     return _Done(results, failed)
 
 
-def _prepared(options: EvalOptions, selection: Selection) -> list[Prepared]:
+def _prepared(options: EvalOptions, selection: TaskSelection) -> list[Prepared]:
     """Read the data of all tasks before any work, and report damaged records."""
     if selection.left_out:
         say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
@@ -224,7 +224,7 @@ def _renderer(loaded: Loaded) -> Renderer:
 # Output
 
 
-def _as_json(options: EvalOptions, loaded: Loaded, measured: Measured | None) -> dict[str, Any]:
+def _as_json(options: EvalOptions, loaded: Loaded, measured: TextBpb | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "bpb": measured and measured.result.bpb,
         "tasks": {},
@@ -244,7 +244,7 @@ def _as_json(options: EvalOptions, loaded: Loaded, measured: Measured | None) ->
 
 
 def _tasks_as_json(
-    options: EvalOptions, selection: Selection, done: _Done, whole: Core | None
+    options: EvalOptions, selection: TaskSelection, done: _Done, whole: Core | None
 ) -> dict[str, Any]:
     return {
         "tasks": {result.chosen.name: result.as_dict() for result in done.results},
@@ -259,7 +259,7 @@ def _tasks_as_json(
     }
 
 
-def _print_measured(measured: Measured) -> None:
+def _print_measured(measured: TextBpb) -> None:
     result = measured.result
     print(f"{result.bpb:.4f} bits per byte (measured) on {result.bytes:,} bytes of {measured.source}")
     print(f"{result.loss:.4f} nats per token on {result.tokens:,} tokens, {measured.length} at a time")

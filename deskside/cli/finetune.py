@@ -58,7 +58,7 @@ class FinetuneOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FinetuneDefaults:
     """Training defaults of an objective. `lr_factor` multiplies the learning rate of supervised fine-tuning."""
 
     batch: dict[str, int]
@@ -87,7 +87,7 @@ class FinetuneRun:
         """Return the folder of the prepared data, prepared now or by an earlier run."""
         raise NotImplementedError
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> Recipe:
+    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
         """Return the training defaults for a loaded model and its prepared data."""
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskside.cli.finetune import COMMON, FinetuneOptions, FinetuneRun, Recipe, prepared_examples
+from deskside.cli.finetune import COMMON, FinetuneDefaults, FinetuneOptions, FinetuneRun, prepared_examples
 from deskside.cli.options import Command, option
 from deskside.config.align_grpo import GrpoConfig
 from deskside.utils.errors import UsageError
@@ -74,7 +74,7 @@ class GrpoRun(FinetuneRun):
             lambda out: prepare_questions(spec, align.system, tokenizer, out),
         )
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> Recipe:
+    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
         questions, asked, align = self.options.questions, self.given.get("batch", {}), self.align
         if questions is not None and "tokens" in asked:
             raise UsageError("--questions and --batch.tokens both set the size of a step; give one of them")
@@ -83,7 +83,7 @@ class GrpoRun(FinetuneRun):
         longest = min(align.answer_tokens + QUESTION_TOKENS, loaded.config.max_position_embeddings)
         length = int(asked.get("sequence_length", longest))
         batch = {"sequence_length": length, "tokens": (questions or QUESTIONS) * align.group * length}
-        return Recipe(
+        return FinetuneDefaults(
             batch,
             lr_factor=0.05,  # many noisy steps
             warmup=0.05,

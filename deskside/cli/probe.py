@@ -19,7 +19,7 @@ from deskside.config.sections import PrecisionConfig
 from deskside.measurements.store import FINAL, Machine, Store, open_store, slug, this_machine
 from deskside.probe import table
 from deskside.probe.grid import LONGEST_SEQUENCE, Point, Size, calibration_points, expand, order
-from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, Finding, Survey, Surveyor
+from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, ProbeResult, Sweep, SweepResult
 from deskside.probe.sweep_display import watcher
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
@@ -84,7 +84,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     for line in store.notes(machine):
         note(line)
     with watcher(len(points)) as watch, signals.raised():
-        surveyor = Surveyor(
+        surveyor = Sweep(
             store,
             machine,
             watch,
@@ -93,7 +93,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
             point_target,
             card_target,
         )
-        survey = surveyor.survey(points)
+        survey = surveyor.measure(points)
     _show(survey, machine, store, options.json)
     if survey.interrupted:
         kept = sum(finding.origin == "measured" for finding in survey.findings)
@@ -168,7 +168,7 @@ def _among(option: str, text: str | None, known: Sequence[str]) -> list[str]:
     return words
 
 
-def _show(survey: Survey, machine: Machine, store: Store, as_json: bool) -> None:
+def _show(survey: SweepResult, machine: Machine, store: Store, as_json: bool) -> None:
     picture: Path | None = None
     if survey.rows():
         # matplotlib takes half a second to import, which --help and usage errors need not wait for.
@@ -193,7 +193,7 @@ def _show(survey: Survey, machine: Machine, store: Store, as_json: bool) -> None
         console.print(f"rows: {store.path(machine.card)}\nmap:  {picture}", soft_wrap=True)
 
 
-def _as_json(survey: Survey, machine: Machine, store: Store, picture: Path | None) -> dict[str, Any]:
+def _as_json(survey: SweepResult, machine: Machine, store: Store, picture: Path | None) -> dict[str, Any]:
     return {
         "machine": {**machine.key(), "device": machine.device, "memory_bytes": machine.memory_bytes},
         "card": survey.card,
@@ -205,7 +205,7 @@ def _as_json(survey: Survey, machine: Machine, store: Store, picture: Path | Non
     }
 
 
-def _point_as_json(finding: Finding) -> dict[str, Any]:
+def _point_as_json(finding: ProbeResult) -> dict[str, Any]:
     point, row = finding.point, finding.row
     return {
         "spec": dict(point.spec),
@@ -220,7 +220,7 @@ def _point_as_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _check(survey: Survey, options: ProbeOptions) -> None:
+def _check(survey: SweepResult, options: ProbeOptions) -> None:
     """Raise UsageError or RunError if no point was measured."""
     statuses = [finding.status for finding in survey.findings]
     if any(status in (*FINAL, "skipped") for status in statuses):

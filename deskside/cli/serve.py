@@ -64,8 +64,8 @@ def run(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise UsageError("serve needs fastapi and uvicorn: pip install 'deskside[serve]'")
-    from deskside.serve.address import is_loopback
-    from deskside.serve.guard import Limits
+    from deskside.cli.shared_options import is_loopback
+    from deskside.serve.request_guard import ClientLimits
     from deskside.serve.server import ServerOptions, serve
 
     token = _token(options)
@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
             f"--host {options.host}: anyone who can reach this address could use the model; set {TOKEN_VARIABLE}, "
             "which clients send as their API key"
         )
-    limits = Limits(body_bytes=options.body_bytes, connections=options.connections)
+    limits = ClientLimits(body_bytes=options.body_bytes, connections=options.connections)
     listening = _bind(options.host, options.port)
     with listening:
         device = device_of(options.device)

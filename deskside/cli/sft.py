@@ -7,9 +7,9 @@ from typing import Any
 
 from deskside.cli.finetune import (
     COMMON,
+    FinetuneDefaults,
     FinetuneOptions,
     FinetuneRun,
-    Recipe,
     default_batch,
     default_data_folder,
     find_or_prepare,
@@ -63,13 +63,13 @@ class SftRun(FinetuneRun):
             )
         return path
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> Recipe:
+    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
         from deskside.data.reading.shards import read_index
 
         tokens = read_index(data).splits["train"].tokens
         batch = default_batch(loaded, self.given, tokens, 32768, 50, sequence_length=2048)
         # The cosine ends at 0: a fine-tuned model is used as it is, no training follows.
-        return Recipe(batch, lr_factor=1.0, warmup=0.03, final_lr_fraction=0.0)
+        return FinetuneDefaults(batch, lr_factor=1.0, warmup=0.03, final_lr_fraction=0.0)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Options that several commands share, and the lengths of a run."""
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +75,13 @@ def set_length(given: dict[str, Any], options: RunOptions, default: str | None =
         given["schedule"] = {**schedule, **length}
     if not lengths and default is not None:
         given["schedule"] = {**schedule, "length": default}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

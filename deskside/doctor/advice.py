@@ -1,4 +1,4 @@
-"""From facts and results to what a person does: what to use on this machine, and what to mend, most important first.
+"""From facts and results to what a person does: what to use on this machine, and what to fix, most important first.
 
 Plain functions of plain data; nothing is run or asked here.
 """
@@ -183,7 +183,7 @@ def _choice(what: str, value: str, why: str, option: str) -> dict[str, str]:
     return {"what": what, "value": value, "why": why, "option": option}
 
 
-# What to mend
+# What to fix
 
 
 def fix(facts: Facts, results: Results, quick: bool) -> list[dict[str, str]]:

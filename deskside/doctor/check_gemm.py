@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deskside.config.recipes import recipe_named
 from deskside.doctor.check_tools import Result, compare, median_seconds, speed, warm_up, wrong
-from deskside.doctor.nvml import Card
-from deskside.doctor.scaled_operands import FORMATS, Format, Operand
+from deskside.doctor.nvml import NvmlDevice
+from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
 from deskside.precision.selfcheck import check_gemm
 from deskside.train.environment_record import Sensors
@@ -128,7 +128,7 @@ def _square_rate(seconds_of: Callable[[int], float], device: torch.device) -> fl
 def _square_product(form: Format, device: torch.device, side: int) -> Callable[[], Tensor]:
     generator = torch.Generator(device).manual_seed(0)
 
-    def operand() -> Operand:
+    def operand() -> ScaledOperand:
         return form.quantize(torch.randn(side, side, generator=generator, device=device), False)
 
     a, b = operand(), operand()
@@ -160,7 +160,7 @@ def link(device: torch.device) -> dict[str, Any]:
     source = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(HOST_BYTES, dtype=torch.uint8, device=device)
     seconds = median_seconds(lambda: target.copy_(source, non_blocking=True), device, runs=5)
-    card = Card.of(device)
+    card = NvmlDevice.of(device)
     for _ in range(20):  # some 100 ms of copying, in which the link is asked about
         target.copy_(source, non_blocking=True)
     state = card.pcie() if card else {}

@@ -1,8 +1,8 @@
-"""The list of checks, and how they are run: each in a child with a time limit, one child at a time.
+"""The list of checks, each run in a child process with a time limit, one child at a time.
 
-Cheap checks that share code share a child, since a child costs the seconds of importing torch. When such a child does
-not come back, each of its checks is run again alone, so that a crash or a hang is charged to the one that made it.
-Nothing here imports torch: the parent holds no CUDA context, and lives when torch does not.
+Cheap checks that share code share a child, because importing torch takes seconds. If such a child crashes or hangs,
+each of its checks runs again in its own child, so that the failure is attributed to the right one. This module imports
+no torch: the parent holds no CUDA context and survives a torch that does not start.
 """
 
 import math
@@ -22,24 +22,32 @@ MINUTE = 60.0
 
 @dataclass(frozen=True)
 class Check:
-    """One check. target: "module:function" called with `arguments` in a child; child: checks with the same word share.
+    """One check.
 
-    answer: the result where it is known without running anything.
+    Attributes:
+        id: Name in JSON.
+        group: matmul, precision, memory, attention, training or libraries.
+        name: Name in the table.
+        target: "module:function", called with `arguments` in a child process.
+        arguments: Keyword arguments of the target.
+        child: Checks with the same word share a child process.
+        timeout: Time limit in seconds.
+        precomputed_result: The result, if it is known without running anything.
     """
 
     id: str
-    group: str  # matmul, precision, memory, attention, training, libraries
+    group: str
     name: str
     target: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     child: str = ""
     timeout: float = MINUTE
-    answer: Mapping[str, Any] | None = None
+    precomputed_result: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Library:
-    """An optional library: how it is found and installed, and its checks as (id, name, function, arguments)."""
+    """An optional library: module, package, command to install it, and checks as (id, name, function, arguments)."""
 
     module: str
     package: str
@@ -92,18 +100,18 @@ PRECISION = "deskside.doctor.check_recipes"
 NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
 
 
-# What a run on a CPU depends on: it trains in FP32, and products in BF16 and FP16 took a third of a quick look.
+# The checks that a CPU run depends on. It trains in FP32; BF16 and FP16 matmuls took a third of a quick doctor.
 ESSENTIAL = ("fp32", "attention", "step_fp32")
 
 
 def essential(facts: Mapping[str, Any]) -> list[Check]:
     """Return the quick checks that a run depends on: on a CPU `ESSENTIAL`, on a card all of them."""
-    checks = listing(facts, quick=True)
+    checks = all_checks(facts, quick=True)
     return checks if facts["device"] == "cuda" else [check for check in checks if check.id in ESSENTIAL]
 
 
-def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
-    """The checks for this machine. quick: plain matmuls, memory, the choice of attention, eager training steps."""
+def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
+    """Return the checks for this machine; with `quick` plain matmuls, memory, attention and eager steps only."""
     on = {"device": _device(facts)}
     together = "quick" if quick else "plain"
     checks = [
@@ -145,8 +153,7 @@ def listing(facts: Mapping[str, Any], quick: bool) -> list[Check]:
 
 
 def _recipes(on: Mapping[str, str]) -> list[Check]:
-    """Every recipe of training that quantises, as training carries it out, and the head in FP8, which any of them may
-    have. Those of a kind compile the same kernels."""
+    """Return a check of every quantized training recipe and of the FP8 head. Recipes of one format share kernels."""
     return [
         Check(
             f"recipe_{name}",
@@ -163,12 +170,12 @@ def _recipes(on: Mapping[str, str]) -> list[Check]:
 
 
 def _device(facts: Mapping[str, Any]) -> str:
-    """The first card with its number, which some of torch's questions insist on."""
+    """Return the first GPU with its index, which some torch functions require."""
     return "cuda:0" if facts["device"] == "cuda" else "cpu"
 
 
 def _attention(facts: Mapping[str, Any]) -> list[Check]:
-    """Every registered backend with and without a window; what it declares not to take is not run."""
+    """Return checks of every attention backend with and without a window, except declared limitations."""
     checks = []
     for backend in facts["attention_backends"]:
         name = backend["name"]
@@ -192,7 +199,7 @@ def _attention(facts: Mapping[str, Any]) -> list[Check]:
 
 
 def _executions(facts: Mapping[str, Any]) -> list[Check]:
-    """The ways to run a step faster than eager: what training does on a card by itself, and torch.compile."""
+    """Return checks of the ways to run a step faster than eager: the fused kernels and torch.compile."""
     precision = "bf16" if facts["device"] == "cuda" else "fp32"
     on = {"precision": precision, "device": _device(facts)}
     no_compiler = facts["device"] == "cpu" and facts["cxx_compiler"] is None
@@ -223,8 +230,8 @@ def _libraries(device: str) -> list[Check]:
     checks = []
     for library in LIBRARIES:
         if not is_installed(library.module):
-            answer = {"verdict": "not installed", "reason": library.pip}
-            checks.append(Check(library.package, "libraries", library.package, answer=answer))
+            result = {"verdict": "not installed", "reason": library.pip}
+            checks.append(Check(library.package, "libraries", library.package, precomputed_result=result))
             continue
         for id, name, function, arguments in library.uses:
             target = f"{USE}:{function}"
@@ -235,7 +242,7 @@ def _libraries(device: str) -> list[Check]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found, without importing anything: an import might start CUDA in this process."""
+    """Return whether a module can be found. Nothing is imported, because that might start CUDA in this process."""
     package, *rest = module.split(".")
     spec = util.find_spec(package)
     if spec is None or not rest:
@@ -245,7 +252,7 @@ def is_installed(module: str) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the optional libraries that are installed."""
+    """Return the versions of the optional libraries, None for those not installed."""
     found: dict[str, str | None] = {}
     for library in LIBRARIES:
         try:
@@ -258,19 +265,21 @@ def versions() -> dict[str, str | None]:
 def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> list[dict[str, Any]]:
     """Return the results in the order of `checks`: {"id", "group", "name", "verdict", "reason", ...}.
 
-    Raises TimeoutError when they are not done by the deadline, in seconds of `time.monotonic`.
+    Raises TimeoutError at the deadline, in seconds of `time.monotonic`.
     """
     results: dict[str, dict[str, Any]] = {}
     done = 0
     for check in checks:
         if check.id in results:
             continue
-        if check.answer is not None:
-            results[check.id] = dict(check.answer)
+        if check.precomputed_result is not None:
+            results[check.id] = dict(check.precomputed_result)
             done += 1
             continue
         together = [
-            c for c in checks if c.answer is None and (c.id == check.id or c.child == check.child != "")
+            c
+            for c in checks
+            if c.precomputed_result is None and (c.id == check.id or c.child == check.child != "")
         ]
         say(f"{done + 1} of {len(checks)}: {', '.join(c.name for c in together)}")
         results |= _run(together, say, deadline)
@@ -279,7 +288,7 @@ def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> li
 
 
 def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[str, Any]]:
-    """Run checks in one child; in a child for each when that does not come back."""
+    """Run checks in one child process, or in one each if that fails."""
     calls = [{"target": c.target, "arguments": dict(c.arguments)} for c in checks]
     limit = min(max(c.timeout for c in checks), max(0.0, deadline - time.monotonic()))
     outcome = child_process.run("deskside.doctor.check_tools:several", {"calls": calls}, limit)
@@ -288,15 +297,15 @@ def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[s
     if outcome.status == "ok":
         return {check.id: result for check, result in zip(checks, outcome.value, strict=True)}
     if len(checks) > 1:
-        say(f"{outcome.error}: each of these again, alone")
+        say(f"{outcome.error}: running each of these again, alone")
         return {id: result for check in checks for id, result in _run([check], say, deadline).items()}
     return {checks[0].id: failure(outcome)}
 
 
 def failure(outcome: child_process.Outcome) -> dict[str, Any]:
-    """What became of a check whose child brought no result.
+    """Return the result of a check whose child process failed.
 
-    crashed: the process died, or CUDA in it did. unsupported: an exception that is none of our child's business.
+    The verdict is crashed if the process or its CUDA context died, and unsupported for any other exception.
     """
     verdicts = {"timeout": "timeout", "oom": "out of memory", "failed": "unsupported"}
     verdict = verdicts[outcome.status]

@@ -1,8 +1,8 @@
-"""Does a precision recipe train right here: the layers and kernels that training uses, forward and both gradients.
+"""Check the layers and kernels of the precision recipes: the forward pass and both gradients.
 
-The judge is `deskside.precision.check`, which a run asks too before it begins: what works here is what that run will
-do, on this card and with this code. Raw products of torch are another question (`doctor_gemm`): a card may have them
-while a recipe's kernels fail, and a recipe may be emulated on a card that has none.
+The check is `deskside.precision.check`, which a run also makes before it starts, so the result holds for training on
+this GPU with this code. torch's own matmuls are checked separately (`check_gemm`): a GPU may support them while a
+recipe's kernels fail, and a recipe may be emulated on a GPU without them.
 """
 
 import torch
@@ -16,17 +16,17 @@ CANNOT = "cannot run here: "
 
 
 def recipe(name: str, device: str) -> Result:
-    """One recipe's own linear layer. details: {"native": on tensor cores of its format, "emulated_because": words}."""
+    """Check a recipe's linear layer. details: {"native": on tensor cores of its format, "emulated_because": reason}."""
     return judged(check(name, torch.device(device)), recipe_named(name).tolerance)
 
 
 def head(device: str) -> Result:
-    """The output head in FP8, `precision.head`: loss and both gradients. details: as of a recipe."""
+    """Check the output head in FP8 (`precision.head`): the loss and both gradients."""
     return judged(check_head(torch.device(device)), HEAD_TOLERANCE)
 
 
 def judged(found: CheckResult, tolerance: float) -> Result:
-    """The result as the doctor reports it. An error that is not finite becomes None, as JSON has it."""
+    """Return the result as the doctor reports it. An error that is not finite becomes None for JSON."""
     errors = {
         what: float(f"{error:.3e}") if error == error and error != float("inf") else None
         for what, error in found.errors.items()

@@ -37,7 +37,7 @@ LEARNS = 0.99  # the loss after the steps must be below this share of the first
 
 
 @dataclass(frozen=True)
-class Size:
+class ProblemSize:
     """A small training problem: hidden size, layers, rows and tokens of a row."""
 
     hidden: int
@@ -46,8 +46,8 @@ class Size:
     tokens: int
 
 
-SMALL = Size(128, 2, 4, 64)
-EXECUTED = {"cpu": SMALL, "cuda": Size(512, 4, 16, 512)}
+SMALL = ProblemSize(128, 2, 4, 64)
+EXECUTED = {"cpu": SMALL, "cuda": ProblemSize(512, 4, 16, 512)}
 
 
 def step(precision: str, device: str) -> Result:
@@ -96,7 +96,7 @@ def compare_step(stepper: Stepper, batch: Batch, precision: str, reference_devic
     return {**result, "reason": "; ".join(problems), "errors": {"loss": of_loss, "gradients": errors[worst]}}
 
 
-def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper, Batch]:
+def _stepper(size: ProblemSize, precision: str, device: torch.device) -> tuple[Stepper, Batch]:
     config = RunConfig(model=_model_config(size))
     model = Transformer(config.model)
     # Nothing may begin as zero here: what stands before a zero matrix gets no gradient to be checked.
@@ -116,7 +116,7 @@ def _stepper(size: Size, precision: str, device: torch.device) -> tuple[Stepper,
     return stepper, _batch(size, config.model.vocab_size, device)
 
 
-def _model_config(size: Size) -> ModelConfig:
+def _model_config(size: ProblemSize) -> ModelConfig:
     return ModelConfig(
         vocab_size=512,
         hidden_size=size.hidden,
@@ -129,7 +129,7 @@ def _model_config(size: Size) -> ModelConfig:
     )
 
 
-def _batch(size: Size, vocab: int, device: torch.device) -> Batch:
+def _batch(size: ProblemSize, vocab: int, device: torch.device) -> Batch:
     tokens = torch.randint(
         vocab, (size.rows, size.tokens + 1), generator=torch.Generator().manual_seed(0)
     ).to(device)

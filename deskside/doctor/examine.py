@@ -1,4 +1,4 @@
-"""Examine this machine: what it is, what works on it and with what numbers, what to use and what to fix.
+"""Examine this machine: its hardware and software, what works and how fast, what to use and what to fix.
 
 Facts and checks come from child processes (`machine_facts`, `check_list`), advice from plain data (`advice`). This
 process imports no torch, so it can report a torch that does not start.
@@ -44,33 +44,33 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
         raise TimeoutError(f"the doctor was not done after {seconds:.0f} s")
     if outcome.status != "ok":
         problem = f"torch does not start here: {outcome.error}"
-        mend = {
+        fix = {
             "severity": "stops training",
             "problem": problem,
             "remedy": "install torch again: pip install --force-reinstall torch",
         }
-        found |= {"trains": False, "why": problem, "machine": {}, "checks": [], "use": [], "fix": [mend]}
+        found |= {"trains": False, "why": problem, "machine": {}, "checks": [], "use": [], "fix": [fix]}
         return found | {"power": None, "stderr": outcome.stderr, "seconds": _since(began)}
     facts = outcome.value
     facts["libraries"] = check_list.versions()
     limited = quick and seconds < float("inf")
-    checks = check_list.essential(facts) if limited else check_list.listing(facts, quick)
+    checks = check_list.essential(facts) if limited else check_list.all_checks(facts, quick)
     results = check_list.run_all(checks, say, deadline)
     return found | conclude(facts, results, quick) | {"seconds": _since(began)}
 
 
 def conclude(facts: dict[str, Any], results: list[dict[str, Any]], quick: bool) -> dict[str, Any]:
-    """What facts and results come to. No device is asked."""
+    """Derive the conclusions from facts and results. Uses no device."""
     advice.add_ratios(results)
-    mends = advice.fix(facts, results, quick)
+    fixes = advice.fix(facts, results, quick)
     trains = advice.trains(results)
     return {
         "trains": trains,
-        "why": "" if trains else mends[0]["problem"],
+        "why": "" if trains else fixes[0]["problem"],
         "machine": facts,
         "checks": results,
         "use": advice.use(facts, results, quick),
-        "fix": mends,
+        "fix": fixes,
         "power": advice.power(facts),
     }
 

@@ -22,7 +22,7 @@ CC = ("gcc", "clang", "cc")  # what Triton looks for; CC in the environment come
 
 
 def collect() -> dict[str, Any]:
-    """Facts for `doctor.examine`: "device" ("cuda" or "cpu"), "gpus", and what a person may have to mend."""
+    """Facts for `doctor.examine`: "device" ("cuda" or "cpu"), "gpus", and what a person may have to fix."""
     driver = nvml.driver()
     memory = _memory_before_cuda(driver)
     cuda_error = _cuda_error()
@@ -66,7 +66,7 @@ def _memory_before_cuda(driver: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """By UUID: memory and processes of all cards, before this process holds some itself."""
     found = {}
     for index in range(driver["cards"]):
-        card = nvml.Card.numbered(index)
+        card = nvml.NvmlDevice.numbered(index)
         if card is not None:
             found[card.uuid()] = {**card.memory(), "processes": card.processes()}
     return found
@@ -83,7 +83,7 @@ def _gpu(device: torch.device, before: dict[str, dict[str, Any]]) -> dict[str, A
         "used_bytes": None,
         "processes": [],
     }
-    card = nvml.Card.of(device)
+    card = nvml.NvmlDevice.of(device)
     sheet = of_device(properties.name, properties.total_memory)
     return {
         "index": device.index,

@@ -12,13 +12,13 @@ import torch
 
 
 @dataclass(frozen=True)
-class Card:
+class NvmlDevice:
     """One card as NVML knows it."""
 
     handle: Any
 
     @classmethod
-    def of(cls, device: torch.device) -> Card | None:
+    def of(cls, device: torch.device) -> NvmlDevice | None:
         """The card behind a torch device, None where NVML is hidden. By UUID, as CUDA may count cards otherwise."""
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         with contextlib.suppress(pynvml.NVMLError):
@@ -28,7 +28,7 @@ class Card:
         return None
 
     @classmethod
-    def numbered(cls, index: int) -> Card | None:
+    def numbered(cls, index: int) -> NvmlDevice | None:
         """The card that NVML counts as this one, None when it cannot be asked."""
         handle = ask(pynvml.nvmlDeviceGetHandleByIndex, index)
         return None if handle is None else cls(handle)

@@ -24,7 +24,7 @@ MX_BLOCK, NV_BLOCK = 32, 16
 
 
 @dataclass(frozen=True)
-class Operand:
+class ScaledOperand:
     """A quantized matrix (R, K). scales: as the kernel takes them; steps_RB: float32, one factor for K / B codes."""
 
     codes: Tensor
@@ -50,26 +50,26 @@ class Format:
     of a product of normal variables against float64, about twice what the format's rounding gives.
     """
 
-    quantize: Callable[[Tensor, bool], Operand]
-    multiply: Callable[[Operand, Operand, bool], Tensor]
+    quantize: Callable[[Tensor, bool], ScaledOperand]
+    multiply: Callable[[ScaledOperand, ScaledOperand, bool], Tensor]
     tolerance: float
 
 
-def quantize_tensor(x_RK: Tensor, gradient: bool) -> Operand:
+def quantize_tensor(x_RK: Tensor, gradient: bool) -> ScaledOperand:
     """One scale for all. Gradients are E5M2, which trades a bit of precision for range."""
     dtype = E5M2 if gradient else E4M3
     step = (x_RK.abs().amax() / torch.finfo(dtype).max).float()
-    return Operand(_cast(x_RK / step, dtype), [step], step.expand(x_RK.shape[0], 1))
+    return ScaledOperand(_cast(x_RK / step, dtype), [step], step.expand(x_RK.shape[0], 1))
 
 
-def quantize_rows(x_RK: Tensor, gradient: bool) -> Operand:
+def quantize_rows(x_RK: Tensor, gradient: bool) -> ScaledOperand:
     """One scale per row."""
     dtype = E5M2 if gradient else E4M3
     step_R1 = (x_RK.abs().amax(dim=1, keepdim=True) / torch.finfo(dtype).max).float()
-    return Operand(_cast(x_RK / step_R1, dtype), [step_R1], step_R1)
+    return ScaledOperand(_cast(x_RK / step_R1, dtype), [step_R1], step_R1)
 
 
-def quantize_mx(x_RK: Tensor, gradient: bool) -> Operand:
+def quantize_mx(x_RK: Tensor, gradient: bool) -> ScaledOperand:
     """A power of two for 32 values, the smallest that brings them into E4M3. Gradients too: the scale has the range."""
     R, K = x_RK.shape
     x_RBN = x_RK.float().view(R, K // MX_BLOCK, MX_BLOCK)
@@ -78,10 +78,10 @@ def quantize_mx(x_RK: Tensor, gradient: bool) -> Operand:
     steps_RB = ((exponent_RB + 127).int() << 23).view(torch.float32)  # exact, as no power function need be
     codes = _cast(x_RBN / steps_RB[:, :, None], E4M3).view(R, K)
     scales = (exponent_RB + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return Operand(codes, [swizzle(scales)], steps_RB)
+    return ScaledOperand(codes, [swizzle(scales)], steps_RB)
 
 
-def quantize_nv(x_RK: Tensor, gradient: bool) -> Operand:
+def quantize_nv(x_RK: Tensor, gradient: bool) -> ScaledOperand:
     """An E4M3 scale for 16 values of E2M1, and one float32 scale that brings the largest of them to 448."""
     R, K = x_RK.shape
     x_RBN = x_RK.float().view(R, K // NV_BLOCK, NV_BLOCK)
@@ -92,7 +92,7 @@ def quantize_nv(x_RK: Tensor, gradient: bool) -> Operand:
     safe_RB = torch.where(steps_RB > 0, steps_RB, 1.0)
     codes_RK = encode_e2m1(torch.where(steps_RB[:, :, None] > 0, x_RBN / safe_RB[:, :, None], 0.0)).view(R, K)
     packed = (codes_RK[:, ::2] | (codes_RK[:, 1::2] << 4)).view(torch.float4_e2m1fn_x2)
-    return Operand(packed, [swizzle(scale_RB), overall], steps_RB)
+    return ScaledOperand(packed, [swizzle(scale_RB), overall], steps_RB)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def swizzle(scales_RB: Tensor) -> Tensor:
     return tiles.reshape(-1).view(scales_RB.dtype)
 
 
-def multiply_tensor(a: Operand, b: Operand, gradient: bool) -> Tensor:
+def multiply_tensor(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
     # Fast accumulation in the forward alone, as training with FP8 has it: gradients need the full sums.
     return torch._scaled_mm(
         a.codes,
@@ -137,7 +137,7 @@ def multiply_tensor(a: Operand, b: Operand, gradient: bool) -> Tensor:
     )
 
 
-def multiply_rows(a: Operand, b: Operand, gradient: bool) -> Tensor:
+def multiply_rows(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
     return torch._scaled_mm(
         a.codes,
         b.codes.t(),
@@ -148,11 +148,11 @@ def multiply_rows(a: Operand, b: Operand, gradient: bool) -> Tensor:
     )
 
 
-def multiply_mx(a: Operand, b: Operand, gradient: bool) -> Tensor:
+def multiply_mx(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
     return _multiply_blocks(a, b, [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4])
 
 
-def multiply_nv(a: Operand, b: Operand, gradient: bool) -> Tensor:
+def multiply_nv(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
     return _multiply_blocks(
         a,
         b,
@@ -161,7 +161,7 @@ def multiply_nv(a: Operand, b: Operand, gradient: bool) -> Tensor:
     )
 
 
-def _multiply_blocks(a: Operand, b: Operand, recipe: list[Any], order: list[Any]) -> Tensor:
+def _multiply_blocks(a: ScaledOperand, b: ScaledOperand, recipe: list[Any], order: list[Any]) -> Tensor:
     return F.scaled_mm(
         a.codes,
         b.codes.t(),

@@ -1,4 +1,4 @@
-"""An examination as a person reads it: facts, a table of checks, what to use, what to mend. Made for 80 columns."""
+"""An examination as a person reads it: facts, a table of checks, what to use, what to fix. Made for 80 columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -249,13 +249,13 @@ def _use(choices: Sequence[Mapping[str, str]]) -> Table:
     return table
 
 
-def _fixes(mends: Sequence[Mapping[str, str]]) -> Table:
+def _fixes(fixes: Sequence[Mapping[str, str]]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 1))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for number, mend in enumerate(mends, 1):
-        text = Text.assemble((f"{mend['severity']}: ", SEVERITIES[mend["severity"]]), mend["problem"])
-        text.append(f"\n{mend['remedy']}", "cyan")
+    for number, fix in enumerate(fixes, 1):
+        text = Text.assemble((f"{fix['severity']}: ", SEVERITIES[fix["severity"]]), fix["problem"])
+        text.append(f"\n{fix['remedy']}", "cyan")
         table.add_row(f"{number}.", text)
     return table
 

@@ -38,7 +38,7 @@ NARROWEST = (
 Reduce = Callable[[Tensor], object]
 
 
-class Attention(Protocol):
+class AttentionNames(Protocol):
     """Names of attention backends, for full and for windowed layers (None: the same)."""
 
     @property
@@ -78,7 +78,7 @@ def evaluate_dataset(
     micro_rows: int,
     device: torch.device | str,
     max_tokens: int | None = None,
-    attention: Attention | None = None,
+    attention: AttentionNames | None = None,
     document_mask: bool = False,
     rank: int = 0,
     world_size: int = 1,
@@ -134,7 +134,7 @@ def evaluate_text(
     sequence_length: int,
     batch_tokens: int,
     device: torch.device | str,
-    attention: Attention | None = None,
+    attention: AttentionNames | None = None,
 ) -> BitsPerByte:
     """Bits per byte of plain documents; each begins with `start_token` and sees nothing of the others.
 
@@ -164,7 +164,7 @@ def evaluate_text(
     return _result(totals, "the input")
 
 
-def _context(attention: Attention | None) -> AttentionContext:
+def _context(attention: AttentionNames | None) -> AttentionContext:
     if attention is None:
         return AttentionContext()
     return AttentionContext(backend=attention.full, window_backend=attention.windowed)

@@ -7,11 +7,11 @@ from tokenizers import Tokenizer
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.kv_budget import cache_tokens
 from deskside.engine.requests import Answer, Request
-from deskside.evaluate.answers import code_in, number_in, same_words
 from deskside.evaluate.items import Item
 from deskside.evaluate.likelihood import CACHE_BYTES
-from deskside.evaluate.sandbox import Verdict, check_many
-from deskside.evaluate.tasks import Code, Generated, Match, Number
+from deskside.evaluate.sandbox import SandboxResult, check_many
+from deskside.evaluate.scoring import code_in, number_in, same_words
+from deskside.evaluate.tasks import CodeTask, Generated, Match, Number
 from deskside.model.transformer import Transformer
 
 ROWS = 64
@@ -62,9 +62,9 @@ def write(
     return [answer.text for answer in answers.values()]
 
 
-def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bool) -> list[Verdict]:
+def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bool) -> list[SandboxResult]:
     """Whether each text is right, and what it was taken for. Raises RunError where code cannot be locked in."""
-    if isinstance(task, Code):
+    if isinstance(task, CodeTask):
         return check_many(
             [(program(item, text, chat), *item.check) for item, text in zip(items, texts, strict=True)]
         )
@@ -72,10 +72,10 @@ def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bo
     for item, text in zip(items, texts, strict=True):
         if isinstance(task, Number):
             found, wanted = number_in(text), number_in(item.answers[0])
-            verdicts.append(Verdict(found is not None and found == wanted, f"{found}"))
+            verdicts.append(SandboxResult(found is not None and found == wanted, f"{found}"))
         else:
             assert isinstance(task, Match)
-            verdicts.append(Verdict(same_words(text, item.answers), text.strip()[:80]))
+            verdicts.append(SandboxResult(same_words(text, item.answers), text.strip()[:80]))
     return verdicts
 
 

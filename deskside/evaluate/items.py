@@ -17,13 +17,13 @@ from deskside.evaluate.datasets import READERS
 from deskside.evaluate.tasks import (
     HUB,
     Choice,
-    Chosen,
-    Code,
-    Completion,
+    CodeTask,
+    CompletionTask,
     Generated,
     Match,
     Number,
     Schema,
+    SelectedTask,
     Task,
 )
 from deskside.utils.errors import UsageError
@@ -56,7 +56,7 @@ class Item:
         return [(before + self.contexts[0], delimiter + answer) for answer in self.answers]
 
 
-def read(chosen: Chosen, bad: BadInputLog, *, chat: bool = False) -> list[Item]:
+def read(chosen: SelectedTask, bad: BadInputLog, *, chat: bool = False) -> list[Item]:
     """All items of a task's data, in its order. chat: code is asked for in a message.
 
     Raises UsageError when there is none.
@@ -82,7 +82,7 @@ class Examples:
     Raises UsageError when some item has too few others.
     """
 
-    def __init__(self, chosen: Chosen, items: Sequence[Item]):
+    def __init__(self, chosen: SelectedTask, items: Sequence[Item]):
         self._chosen, self._items = chosen, items
         self._pools: dict[object, list[int]] = {}
         for number, item in enumerate(items):
@@ -112,7 +112,7 @@ class Examples:
         return chosen.task.between.join([*(self._items[n].example for n in drawn), ""])
 
 
-def _items(chosen: Chosen, bad: BadInputLog, chat: bool) -> Iterator[Item]:
+def _items(chosen: SelectedTask, bad: BadInputLog, chat: bool) -> Iterator[Item]:
     task = chosen.task
     fields, convert = _fields(task), None
     if chosen.source.startswith(HUB):
@@ -140,12 +140,12 @@ def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
         gold = _gold(record[task.gold], len(options))
         return Item(origin, options, (prompt,), gold, options[gold] + task.delimiter + prompt, same)
     answer = _text(task.answer, record) if task.answer else ""
-    if isinstance(task, Completion):
+    if isinstance(task, CompletionTask):
         if not answer.strip():
             raise ValueError("the answer is empty")
         return Item(origin, (prompt,), (answer,), 0, prompt + task.delimiter + answer, same)
     example = prompt + answer
-    if isinstance(task, Code):
+    if isinstance(task, CodeTask):
         asked = _text(task.chat_prompt, record) if chat else prompt
         tests, entry_point, helpers = (
             _text(template, record) for template in (task.tests, task.entry_point, task.helpers)
@@ -188,13 +188,13 @@ def _fields(task: Task) -> tuple[str, ...]:
         templates += [] if isinstance(task.choices, str) else task.choices
     elif isinstance(task, Schema):
         names += [task.gold, task.options]
-    elif isinstance(task, (Completion, Number, Match, Code)):
+    elif isinstance(task, (CompletionTask, Number, Match, CodeTask)):
         templates.append(task.answer)
     if isinstance(task, Number):
         templates.append(task.reference)
     elif isinstance(task, Match):
         names.append(task.references)
-    elif isinstance(task, Code):
+    elif isinstance(task, CodeTask):
         templates += [task.tests, task.chat_prompt, task.entry_point, task.helpers]
     for template in templates:
         for _, name, _, _ in Formatter().parse(template):

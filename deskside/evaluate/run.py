@@ -12,8 +12,8 @@ from deskside.data.corpus.sources import BadInputLog
 from deskside.evaluate.generated import judge, write
 from deskside.evaluate.items import Examples, Item, limited, read
 from deskside.evaluate.likelihood import Encoder, Likelihood, likelihoods
-from deskside.evaluate.scores import centred, mean_centred, wilson
-from deskside.evaluate.tasks import Choice, Chosen, Completion, Generated, Schema
+from deskside.evaluate.scoring import centred, mean_centred, wilson
+from deskside.evaluate.tasks import Choice, CompletionTask, Generated, Schema, SelectedTask
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 
@@ -39,7 +39,7 @@ class TaskResult:
     damaged: reasons and places of records that were left out, as BadInputLog gives them.
     """
 
-    chosen: Chosen
+    chosen: SelectedTask
     right: int
     n: int
     seconds: float
@@ -95,13 +95,13 @@ def core(results: Sequence[TaskResult]) -> Core | None:
 class Prepared:
     """A task with its items, their examples, and what was left out of its data."""
 
-    chosen: Chosen
+    chosen: SelectedTask
     items: Sequence[Item]
     examples: Examples
     bad: BadInputLog
 
 
-def prepare(chosen: Chosen, chat: bool = False) -> Prepared:
+def prepare(chosen: SelectedTask, chat: bool = False) -> Prepared:
     """Read a task's data. Raises UsageError when it has no item, or too few for the examples."""
     bad = BadInputLog()
     items = read(chosen, bad, chat=chat)
@@ -148,7 +148,7 @@ def answers_of(prepared: Prepared, limit: int | None) -> int:
 
 def _likely(
     subject: Subject,
-    task: Choice | Schema | Completion,
+    task: Choice | Schema | CompletionTask,
     items: Sequence[Item],
     before: Sequence[str],
     tick: Callable[[int], object] | None,
@@ -165,7 +165,7 @@ def _likely(
     for item in items:
         of_item = [next(found) for _ in range(max(len(item.contexts), len(item.answers)))]
         records.append(_record(task, item, of_item))
-    if isinstance(task, Completion):
+    if isinstance(task, CompletionTask):
         mean = math.fsum(record["logprobs"][0] for record in records) / len(records)
         # Past e^700 a float ends, and so does any meaning.
         return (
@@ -181,11 +181,13 @@ def _likely(
     return sum(record["right"] for record in records), more, records
 
 
-def _record(task: Choice | Schema | Completion, item: Item, found: Sequence[Likelihood]) -> dict[str, Any]:
+def _record(
+    task: Choice | Schema | CompletionTask, item: Item, found: Sequence[Likelihood]
+) -> dict[str, Any]:
     """What one item's answers got. acc, acc_norm and acc_bytes are the numbers of the chosen answers; of equal ones the
     first is chosen, as in lm-eval."""
     logprobs = [each.logprob for each in found]
-    if isinstance(task, Completion):
+    if isinstance(task, CompletionTask):
         return {"logprobs": logprobs, "right": found[0].greedy}
     record: dict[str, Any] = {"gold": item.gold, "logprobs": logprobs, "acc": _best(logprobs)}
     chosen = record["acc"]
@@ -232,7 +234,7 @@ def _generated(
     return sum(verdict.passed for verdict in verdicts), {}, records
 
 
-def check_chat(chosen: Sequence[Chosen], chat: bool) -> None:
+def check_chat(chosen: Sequence[SelectedTask], chat: bool) -> None:
     """Raises UsageError for a task that a chat model cannot be asked in one message."""
     schema = next((each.name for each in chosen if isinstance(each.task, Schema)), None)
     if chat and schema is not None:

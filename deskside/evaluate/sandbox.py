@@ -55,7 +55,7 @@ SERVER = ("-m", "deskside.evaluate.sandboxed.server")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SandboxResult:
     """Whether the tests came to their end, and why not: an exception's name and text, or what stopped it."""
 
     passed: bool
@@ -70,7 +70,7 @@ def check(
     *,
     seconds: float = SECONDS,
     memory_mib: int = MEMORY_MIB,
-) -> Verdict:
+) -> SandboxResult:
     """Run `code`, then `tests`, which call its functions and raise where it is wrong.
 
     Args:
@@ -104,7 +104,7 @@ def check(
             f"sandbox: this system does not let a process give up its rights ({outcome['refused']}; it takes Linux "
             "with seccomp on x86-64 or ARM64), so no code of a model is run here; use a reward or a task without code"
         )
-    return Verdict(bool(outcome["passed"]), str(outcome["reason"]))
+    return SandboxResult(bool(outcome["passed"]), str(outcome["reason"]))
 
 
 def check_many(
@@ -113,7 +113,7 @@ def check_many(
     seconds: float = SECONDS,
     memory_mib: int = MEMORY_MIB,
     workers: int | None = None,
-) -> list[Verdict]:
+) -> list[SandboxResult]:
     """Run `check` for several jobs at a time and return the verdicts in order.
 
     Args:

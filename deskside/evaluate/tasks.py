@@ -97,7 +97,7 @@ class Schema(_Base):
     delimiter: str = " "
 
 
-class Completion(_Base):
+class CompletionTask(_Base):
     """Whether greedy decoding would give exactly the answer."""
 
     kind: Literal["completion"]
@@ -127,7 +127,7 @@ class Match(Generated):
     references: str
 
 
-class Code(Generated):
+class CodeTask(Generated):
     """The written code passes the tests in the sandbox.
 
     chat_prompt: what a chat model is asked. entry_point: the function under test. helpers: trusted source whose other
@@ -141,13 +141,13 @@ class Code(Generated):
     chat_prompt: str
 
 
-Task = Annotated[Choice | Schema | Completion | Number | Match | Code, Field(discriminator="kind")]
+Task = Annotated[Choice | Schema | CompletionTask | Number | Match | CodeTask, Field(discriminator="kind")]
 _TASKS: TypeAdapter[dict[str, Task]] = TypeAdapter(dict[str, Task])
 GROUPS = ("core", "all")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedTask:
     """A task to evaluate, with its number of examples and its data: a file, or a data set on the hub."""
 
     name: str
@@ -158,10 +158,10 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Selection:
+class TaskSelection:
     """What to evaluate. `left_out`: tasks of a group whose data is not there."""
 
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[SelectedTask, ...]
     left_out: tuple[str, ...]
 
 
@@ -171,7 +171,7 @@ def known() -> dict[str, Task]:
     return _read(files("deskside.evaluate").joinpath("tasks.toml").read_text("utf-8"), "tasks.toml")
 
 
-def select(names: Sequence[str], folder: str | None, shots: int | None = None) -> Selection:
+def select(names: Sequence[str], folder: str | None, shots: int | None = None) -> TaskSelection:
     """Tasks by name or group ("core", "all"), with their data under `folder` or, for "hf:", on the hub.
 
     A group takes what has data; a name must have it. Raises UsageError for a name that is not known, for no data, and
@@ -208,10 +208,12 @@ def select(names: Sequence[str], folder: str | None, shots: int | None = None) -
             left_out.append(name)
             continue
         own = task.core_shots if core and task.core_shots is not None else task.shots
-        chosen.append(Chosen(name, task, own if shots is None else shots, source, core and shots is None))
+        chosen.append(
+            SelectedTask(name, task, own if shots is None else shots, source, core and shots is None)
+        )
     if not chosen:
         raise UsageError(f"--tasks-dir {folder}: holds the data of none of these tasks; {WHERE}")
-    return Selection(tuple(chosen), tuple(left_out))
+    return TaskSelection(tuple(chosen), tuple(left_out))
 
 
 def _members(group: str, tasks: Mapping[str, Task]) -> list[str]:

@@ -25,7 +25,7 @@ HF_SEQUENCE_LENGTH = 2048  # of a model that comes without a run: the presets' o
 
 
 @dataclass(frozen=True)
-class Measured:
+class TextBpb:
     """Bits per byte of a source."""
 
     result: BitsPerByte
@@ -43,7 +43,7 @@ def measure(
     data: str | None,
     sequence_length: int | None,
     batch_tokens: int,
-) -> Measured:
+) -> TextBpb:
     """Bits per byte of a text, of prepared data, or of the run's own; tokens that the model sees: None is the run's.
 
     Raises UsageError for what cannot be read, or was made with another tokenizer.
@@ -68,7 +68,7 @@ def measure(
             device=device,
             attention=attention,
         )
-        return Measured(result, {}, text, length)
+        return TextBpb(result, {}, text, length)
     masked = config.data.document_mask if config else False
     dataset = _dataset(loaded, config, data, length)
     attention = _attention(loaded, length, batch_tokens, masked, device)
@@ -84,7 +84,7 @@ def measure(
         )
     split = dataset.index.splits["val"]
     baselines = {"gzip_bpb": split.gzip_bpb, "unigram_bpb": split.unigram_bpb}
-    return Measured(result, baselines, str(dataset.directory), length)
+    return TextBpb(result, baselines, str(dataset.directory), length)
 
 
 def run_config(loaded: Loaded) -> RunConfig | None:

@@ -21,7 +21,7 @@ from deskside.plan.planner import make_plan
 from deskside.plan.request import Request, ask
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
-from deskside.probe.sweep import Finding, Surveyor
+from deskside.probe.sweep import ProbeResult, Sweep
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, gib
 from deskside.utils.signals import Interrupted
@@ -98,7 +98,7 @@ class ProbeReporter:
     def begin(self, title: str, seconds: float) -> None:
         self.say(f"probe: {title}, about {seconds:.0f} s")
 
-    def end(self, finding: Finding) -> None:
+    def end(self, finding: ProbeResult) -> None:
         if finding.status == "ok" and finding.row is not None:
             self.say(f"probe: {finding.row['result']['tokens_per_second']:,.0f} tokens/s")
         else:
@@ -122,7 +122,7 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     if seconds < needed:
         return skipped(f"it needs {needed:.0f} s, and {_allowed(seconds)}")
     try:
-        survey = Surveyor(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds).survey(
+        survey = Sweep(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds).measure(
             points
         )
     except Busy:

@@ -1,8 +1,8 @@
-"""Measuring points one at a time, each in a process of its own, until all are done or the time is up.
+"""Measure points one at a time, each in its own process, until all are done or the time is up.
 
-Every result is in the store before the next point begins, so whatever ends a survey, what was measured stays measured,
-and the same survey goes on where it was. A point is not begun when it would probably end after the deadline, and ended
-when it does; that says nothing about the point, so nothing is stored of it.
+Every result is stored before the next point starts, so an interrupted sweep continues where it stopped. A point is not
+started if it would probably end after the deadline, and is killed at the deadline. That says nothing about the point,
+so nothing is stored for it.
 """
 
 import time
@@ -23,18 +23,18 @@ from deskside.probe.grid import (
 from deskside.utils import child_process, signals
 
 MEASURE_POINT = "deskside.probe.point:measure_point"
-MEASURE_CARD = "deskside.probe.card:measure_card"
-POINT_LIMIT, CARD_LIMIT = 600.0, 180.0  # seconds after which a measurement without a deadline is given up
-SHORTEST = 2.0  # seconds in which nothing can be measured
+MEASURE_CARD = "deskside.probe.card_benchmark:measure_card"
+POINT_LIMIT, CARD_LIMIT = 600.0, 180.0  # time limit of a measurement in seconds
+MIN_SECONDS = 2.0  # nothing can be measured in less
 
 Origin = Literal["measured", "stored", "concluded", "no time"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What is known of a point: its row, and whether it was measured now, stored before, or concluded.
+class ProbeResult:
+    """Result of a point: its row, and whether it was measured now, stored before, or concluded from other points.
 
-    row is None for a point that there was no time for.
+    `row` is None if there was no time to measure the point.
     """
 
     point: Point
@@ -46,20 +46,20 @@ class Finding:
         return "no time" if self.row is None else str(self.row["status"])
 
 
-class Watcher(Protocol):
-    """Is told what happens. seconds: how long the next measurement will probably take."""
+class SweepListener(Protocol):
+    """Receives the progress of a sweep. `seconds` is the estimated time of the next measurement."""
 
     def begin(self, title: str, seconds: float) -> None: ...
-    def end(self, finding: Finding) -> None: ...
+    def end(self, finding: ProbeResult) -> None: ...
     def card(self, row: Row) -> None: ...
 
 
 @dataclass
-class Survey:
-    """Findings in the order in which they came; those that were stored before come first."""
+class SweepResult:
+    """Results in the order of measurement, after those that were stored before."""
 
     card: Row | None = None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ProbeResult] = field(default_factory=list)
     interrupted: int = 0  # the number of the signal that ended it early
 
     def rows(self) -> list[tuple[Point, Row]]:
@@ -67,16 +67,24 @@ class Survey:
 
 
 @dataclass
-class Surveyor:
-    """Where results go, how long it may take, and who is told.
+class Sweep:
+    """Measures points and stores their results.
 
-    deadline: of `clock`, in seconds, None without one; again: measure what is stored too; run: how a target is called
-    in a process of its own, as `child_process.run`.
+    Attributes:
+        store: Where results are stored.
+        machine: The machine that is measured.
+        watcher: Receives the progress.
+        deadline: Time of `clock` in seconds, None without a limit.
+        again: Whether stored points are measured again.
+        point_target: Function that measures a point, called in a child process.
+        card_target: Function that measures the GPU itself.
+        run: Calls a target in a child process, like `child_process.run`.
+        clock: Current time in seconds.
     """
 
     store: Store
     machine: Machine
-    watcher: Watcher
+    watcher: SweepListener
     deadline: float | None = None
     again: bool = False
     point_target: str = MEASURE_POINT
@@ -84,24 +92,23 @@ class Surveyor:
     run: Callable[..., child_process.Outcome] = child_process.run
     clock: Callable[[], float] = time.monotonic
 
-    def survey(self, points: Sequence[Point]) -> Survey:
-        """Measure the card, then the points in this order, as far as the time goes.
+    def measure(self, points: Sequence[Point]) -> SweepResult:
+        """Measure the GPU, then the points in this order, until the deadline.
 
-        KeyboardInterrupt ends it and is no error: the survey says that it was interrupted. Raises RunError when a
-        result cannot be stored, UsageError when the store cannot be read or written, Busy when there is something to
-        measure and another process is measuring.
+        KeyboardInterrupt ends the sweep, and the result says so. Raises RunError if a result cannot be stored,
+        UsageError if the store cannot be read or written, and Busy if another process is measuring.
         """
         done, pending, _ = self._known(points)
         if done.card is not None and not pending:
             return done
         with self.store.measuring(self.machine.card):
-            # Read again: what another process measured until now need not be measured.
+            # Read the store again: another process may have measured some points meanwhile.
             return self._rest(points, *self._known(points))
 
-    def _known(self, points: Sequence[Point]) -> tuple[Survey, list[Point], dict[str, Row]]:
-        """What is stored already, the points that are left, and all rows by their hash."""
+    def _known(self, points: Sequence[Point]) -> tuple[SweepResult, list[Point], dict[str, Row]]:
+        """Return the stored results, the remaining points, and all rows by their hash."""
         stored = {} if self.again else {row["hash"]: row for row in self.store.rows(self.machine)}
-        done = Survey()
+        done = SweepResult()
         card = stored.get(hash_of(make_key(self.machine, {})))
         if card is not None and card["kind"] == "card" and card["status"] == "ok":
             done.card = card
@@ -109,15 +116,15 @@ class Surveyor:
         for point in points:
             row = stored.get(hash_of(self._key(point)))
             if row is not None and row["kind"] == "point" and row["status"] in FINAL:
-                done.findings.append(Finding(point, row, "stored"))
+                done.findings.append(ProbeResult(point, row, "stored"))
             else:
                 pending.append(point)
         return done, pending, stored
 
     def _rest(
-        self, points: Sequence[Point], done: Survey, pending: list[Point], stored: Mapping[str, Row]
-    ) -> Survey:
-        """Measure what is left."""
+        self, points: Sequence[Point], done: SweepResult, pending: list[Point], stored: Mapping[str, Row]
+    ) -> SweepResult:
+        """Measure the remaining points."""
         try:
             done.card = done.card or self._card()
             pending = self._without_too_large(pending, done, done.rows(), stored)
@@ -131,17 +138,17 @@ class Surveyor:
         except KeyboardInterrupt as error:
             done.interrupted = signals.number_of(error)
         known = {id(finding.point) for finding in done.findings}
-        done.findings += [Finding(point, None, "no time") for point in points if id(point) not in known]
+        done.findings += [ProbeResult(point, None, "no time") for point in points if id(point) not in known]
         return done
 
     def _card(self) -> Row | None:
-        """Measure the card itself, if there is time."""
+        """Run the GPU benchmark, if there is time."""
         expected = CARD_SECONDS[self.machine.device]
         if self._left() < expected:
             return None
         self.watcher.begin("the card itself", expected)
         outcome = self.run(self.card_target, {"device": self.machine.device}, min(CARD_LIMIT, self._left()))
-        if outcome.status == "timeout" and self._left() < SHORTEST:
+        if outcome.status == "timeout" and self._left() < MIN_SECONDS:
             return None
         key = make_key(self.machine, {})
         row = make_row("card", key, outcome.status, outcome.value, outcome.error, outcome.seconds)
@@ -149,21 +156,21 @@ class Surveyor:
         self.watcher.card(row)
         return row
 
-    def _next(self, pending: list[Point], done: Survey) -> Point | None:
-        """The first point that there is time for."""
+    def _next(self, pending: list[Point], done: SweepResult) -> Point | None:
+        """Return the first point that fits in the remaining time."""
         left = self._left()
-        if left < SHORTEST:
+        if left < MIN_SECONDS:
             return None
         return next((point for point in pending if self._expected(point, done) <= left), None)
 
     def _without_too_large(
         self,
         pending: list[Point],
-        done: Survey,
+        done: SweepResult,
         rows: Sequence[tuple[Point, Row]],
         stored: Mapping[str, Row],
     ) -> list[Point]:
-        """The points left to be tried: one that needs more memory than one that had too little is not."""
+        """Drop points that need more memory than one that ran out of it, and record them as skipped."""
         left: list[Point] = []
         full = [point for point, row in rows if row["status"] == "oom"]
         for point in pending:
@@ -176,11 +183,11 @@ class Surveyor:
             known = stored.get(row["hash"])
             if known is None or (known["status"], known["error"]) != ("skipped", reason):
                 self.store.add(row)
-            done.findings.append(Finding(point, row, "concluded"))
+            done.findings.append(ProbeResult(point, row, "concluded"))
             self.watcher.end(done.findings[-1])
         return left
 
-    def _measure(self, point: Point, done: Survey) -> Finding:
+    def _measure(self, point: Point, done: SweepResult) -> ProbeResult:
         device = self.machine.device
         self.watcher.begin(point.title(), self._expected(point, done))
         spec = {
@@ -190,14 +197,14 @@ class Surveyor:
             "seconds": COUNTED_SECONDS[device],
         }
         outcome = self.run(self.point_target, {"spec": spec}, min(POINT_LIMIT, self._left()))
-        if outcome.status == "timeout" and self._left() < SHORTEST:
-            return Finding(point, None, "no time")
+        if outcome.status == "timeout" and self._left() < MIN_SECONDS:
+            return ProbeResult(point, None, "no time")
         key = self._key(point)
         row = make_row("point", key, outcome.status, outcome.value, outcome.error, outcome.seconds)
         self.store.add(row)
-        return Finding(point, row, "measured")
+        return ProbeResult(point, row, "measured")
 
-    def _expected(self, point: Point, done: Survey) -> float:
+    def _expected(self, point: Point, done: SweepResult) -> float:
         measured = [
             (other, float(row["result"]["step_seconds"]["median"]), float(row["seconds"]))
             for other, row in done.rows()

@@ -1,4 +1,4 @@
-"""What a person sees while a probe measures: a bar on a terminal, plain lines elsewhere; all on standard error."""
+"""Progress of a sweep on standard error: a progress bar in a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -10,12 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deskside.measurements.store import Row
 from deskside.probe import table
-from deskside.probe.sweep import Finding, Watcher
+from deskside.probe.sweep import ProbeResult, SweepListener
 
 
 @contextmanager
-def watcher(points: int) -> Iterator[Watcher]:
-    """Says what is being measured, how long it will probably take, and what came of it."""
+def watcher(points: int) -> Iterator[SweepListener]:
+    """Yield a listener that shows the current measurement, its estimated time and its result."""
     if not sys.stderr.isatty():
         yield Lines(points)
         return
@@ -31,7 +31,7 @@ def watcher(points: int) -> Iterator[Watcher]:
 
 
 class Lines:
-    """One line when a measurement begins, one when it ends."""
+    """Prints a line when a measurement starts and one when it ends."""
 
     def __init__(self, points: int) -> None:
         self._points, self._done = points, 0
@@ -41,7 +41,7 @@ class Lines:
         self._began = time.monotonic()
         self._say(f"{title}: about {seconds:.0f} s")
 
-    def end(self, finding: Finding) -> None:
+    def end(self, finding: ProbeResult) -> None:
         self._done += 1
         self._say(f"{self._done} of {self._points}: {outcome(finding)}")
 
@@ -53,7 +53,7 @@ class Lines:
 
 
 class Bar:
-    """The measurement in progress beside a bar, what came of each above it."""
+    """Shows the current measurement beside a progress bar, and results above it."""
 
     def __init__(self, bar: Progress, points: int) -> None:
         self._bar = bar
@@ -62,7 +62,7 @@ class Bar:
     def begin(self, title: str, seconds: float) -> None:
         self._bar.update(self._task, description=f"{title} (about {seconds:.0f} s)")
 
-    def end(self, finding: Finding) -> None:
+    def end(self, finding: ProbeResult) -> None:
         self._bar.console.print(outcome(finding), highlight=False)
         self._bar.advance(self._task)
 
@@ -70,8 +70,8 @@ class Bar:
         self._bar.console.print(card_outcome(row), highlight=False)
 
 
-def outcome(finding: Finding) -> str:
-    """One line: what came of a point."""
+def outcome(finding: ProbeResult) -> str:
+    """Return the result of a point in one line."""
     title, row = finding.point.title(), finding.row
     if row is None:
         return f"{title}: ended, the time is up"
@@ -85,7 +85,7 @@ def outcome(finding: Finding) -> str:
 
 
 def card_outcome(row: Row) -> str:
-    """One line: what came of the card's own measurement."""
+    """Return the result of the GPU benchmark in one line."""
     if row["status"] != "ok":
         return f"the card itself: {row['status']}: {row['error']}"
     result = row["result"]

@@ -1,4 +1,4 @@
-"""The tables of a probe: what was measured at each point, and what a day at that speed comes to. 80 columns suffice."""
+"""Tables of a sweep in 80 columns: measurements of each point, and tokens per day at that speed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +13,10 @@ from rich.text import Text
 from deskside.budget.shape import num_params
 from deskside.measurements.store import Row
 from deskside.probe.grid import Point
-from deskside.probe.sweep import Finding
+from deskside.probe.sweep import ProbeResult
 from deskside.utils.format import count, gib_digits, hours
 
-TOKENS_PER_PARAMETER = (
-    20  # the rule of thumb of Hoffmann et al. 2022 (arXiv 2203.15556), all parameters counted
-)
+TOKENS_PER_PARAMETER = 20  # rule of thumb of Hoffmann et al. 2022 (arXiv 2203.15556); counts all parameters
 DAY = 86400.0
 GIB = 2**30
 SPEED_COLUMNS = (
@@ -28,7 +26,7 @@ SPEED_COLUMNS = (
 
 
 def derived(point: Point, row: Row) -> dict[str, float]:
-    """What follows from a measured speed: tokens per 24 h, and the hours for 20 tokens per parameter."""
+    """Return tokens per 24 h, and the hours for 20 tokens per parameter, at the measured speed."""
     speed = float(row["result"]["tokens_per_second"])
     tokens = TOKENS_PER_PARAMETER * num_params(point.model)
     return {
@@ -38,8 +36,8 @@ def derived(point: Point, row: Row) -> dict[str, float]:
     }
 
 
-def tables(findings: Sequence[Finding]) -> RenderableType:
-    """Both tables, one pair of blocks for each combination of options, and the reasons of what did not come out ok."""
+def tables(findings: Sequence[ProbeResult]) -> RenderableType:
+    """Return the tables of speed, one per combination of options, the table of days, and the reasons of failures."""
     parts: list[RenderableType] = []
     ordered = sorted(
         findings, key=lambda f: (f.point.options, num_params(f.point.model), f.point.sequence_length)
@@ -52,8 +50,8 @@ def tables(findings: Sequence[Finding]) -> RenderableType:
     return Group(*parts)
 
 
-def reasons(findings: Sequence[Finding]) -> list[str]:
-    """One line for each kind of result that is none, and for each that should not be trusted."""
+def reasons(findings: Sequence[ProbeResult]) -> list[str]:
+    """Return a line for each kind of missing result, and for each unreliable one."""
     lines = []
     for finding in findings:
         title, row = finding.point.title(), finding.row
@@ -61,7 +59,7 @@ def reasons(findings: Sequence[Finding]) -> list[str]:
             lines.append(f"{finding.status}: {title}: {row['error']}")
         if row is not None and finding.status == "ok" and not row["result"].get("finite", True):
             lines.append(
-                f"unstable: {title}: a loss or gradient was not finite; a run with this would not stand"
+                f"unstable: {title}: a loss or gradient was not finite; a run with these settings would fail"
             )
     if any(
         f.row is not None and f.status == "ok" and f.row["result"].get("device") == "cpu" for f in findings
@@ -74,11 +72,11 @@ def reasons(findings: Sequence[Finding]) -> list[str]:
     skipped = Counter(f.row["error"] for f in findings if f.row is not None and f.status == "skipped")
     lines += [f"skipped: {_points(number)}: {reason}" for reason, number in skipped.items()]
     if missing := sum(finding.row is None for finding in findings):
-        lines.append(f"no time: {_points(missing)}; the same command goes on with what is missing")
+        lines.append(f"no time: {_points(missing)}; run the same command again to measure them")
     return lines
 
 
-def _speed(findings: Sequence[Finding], options: tuple[str, str, str]) -> Table:
+def _speed(findings: Sequence[ProbeResult], options: tuple[str, str, str]) -> Table:
     precision, optimizer, checkpointing = options
     recipes = {str(f.row["result"]["precision"]) for f in findings if f.row and f.status == "ok"}
     number = "/".join(sorted(recipes)) or precision
@@ -96,7 +94,7 @@ def _speed(findings: Sequence[Finding], options: tuple[str, str, str]) -> Table:
     return table
 
 
-def _state(finding: Finding) -> str:
+def _state(finding: ProbeResult) -> str:
     if finding.row is not None and not finding.row["result"].get("finite", True):
         return "unstable"
     return "stored" if finding.origin == "stored" else "ok"
@@ -115,7 +113,7 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _days(findings: Sequence[Finding]) -> Table:
+def _days(findings: Sequence[ProbeResult]) -> Table:
     table = _table("modelled: a day at the measured speed")
     for name in (
         "shape",
@@ -158,13 +156,13 @@ def _table(title: str) -> Table:
 
 
 def spread(result: dict[str, Any]) -> float:
-    """Half of the way from the 10th to the 90th percentile of a step's time, as a share of the median."""
+    """Return half the distance between the 10th and 90th percentile of the step time, relative to the median."""
     seconds = result["step_seconds"]
     return float((seconds["p90"] - seconds["p10"]) / 2 / seconds["median"])
 
 
 def memory(result: dict[str, Any]) -> str:
-    """GiB: peak allocated / peak reserved; of a CPU the resident set alone."""
+    """Return peak allocated / peak reserved memory in GiB; only the resident set on a CPU."""
     allocated, reserved = result["peak_allocated_bytes"], result["peak_reserved_bytes"]
     return gib_digits(allocated) + ("" if reserved is None else f"/{gib_digits(reserved)}")
 

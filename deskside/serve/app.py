@@ -1,7 +1,7 @@
-"""The server's paths: OpenAI's three, /health, /openapi.json, and a page to chat in.
+"""HTTP routes: the three of the OpenAI API, /health, /openapi.json, and the chat page.
 
-A request takes one place for each choice that it wants, from its admission to its last byte. When all are taken the
-next one hears 429 and when to come back. A client that goes away gives its places back at once.
+A request takes one place per choice from its admission to its last byte. When all places are taken, further requests
+get 429 with Retry-After. A client that disconnects frees its places at once.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from starlette.types import Receive, Scope, Send
 from deskside import __version__
 from deskside.engine.requests import Answer, Event, check_prompt
 from deskside.engine.requests import Request as EngineRequest
-from deskside.serve.answers import DONE, Writer, sse
 from deskside.serve.openapi import document
 from deskside.serve.protocol import ChatRequest, CompletionRequest, Refusal, read
+from deskside.serve.responses import DONE, ResponseWriter, sse
 from deskside.serve.templating import Prompts, TooLong
-from deskside.serve.worker import Ticket, Told, Worker
+from deskside.serve.worker import EngineMessage, RequestFuture, Worker
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded
 
@@ -37,14 +37,22 @@ T = TypeVar("T")
 RETRY_SECONDS = 1
 SHORT_CHARACTERS = (
     1 << 14
-)  # of a request whose texts are encoded apart from longer ones: some ten milliseconds of work
+)  # up to this length (about 10 ms of tokenization) texts do not queue behind longer ones
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 @dataclass(frozen=True)
 class Service:
-    """What is served. places: choices that run or wait at once. max_tokens: of one answer. longest: tokens that a
-    prompt and its answer may have together."""
+    """The served model and its limits.
+
+    Attributes:
+        loaded: The model.
+        worker: The thread that computes.
+        name: Model name in the API.
+        places: Maximum number of running and waiting choices.
+        max_tokens: Maximum tokens per answer.
+        longest: Maximum tokens of a prompt and its answer together.
+    """
 
     loaded: Loaded
     worker: Worker
@@ -55,13 +63,13 @@ class Service:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application."""
-    desk = _Desk(service)
+    """Return the ASGI application."""
+    queue = RequestQueue(service)
     text, policy = _read_page()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     vocabulary = service.loaded.config.vocab_size
-    api = document(service.places, service.max_tokens, vocabulary, desk.prompts.roles)
+    api = document(service.places, service.max_tokens, vocabulary, queue.prompts.roles)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
@@ -70,13 +78,13 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> Response:
-        told = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
-        return JSONResponse(told.body, error.status_code, {**HEADERS, **(error.headers or {})})
+        message = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+        return JSONResponse(message.body, error.status_code, {**HEADERS, **(error.headers or {})})
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        told = Refusal(500, "the server failed on this request; its own log says why")
-        return JSONResponse(told.body, 500, HEADERS)
+        message = Refusal(500, "the server failed on this request; its own log says why")
+        return JSONResponse(message.body, 500, HEADERS)
 
     @app.get("/")
     async def page() -> Response:
@@ -93,20 +101,20 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [desk.card]}, headers=HEADERS)
+        return JSONResponse({"object": "list", "data": [queue.card]}, headers=HEADERS)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        desk.check_model(name)
-        return JSONResponse(desk.card, headers=HEADERS)
+        queue.check_model(name)
+        return JSONResponse(queue.card, headers=HEADERS)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await desk.answer(read(ChatRequest, await request.body()), request)
+        return await queue.answer(read(ChatRequest, await request.body()), request)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await desk.answer(read(CompletionRequest, await request.body()), request)
+        return await queue.answer(read(CompletionRequest, await request.body()), request)
 
     return app
 
@@ -143,13 +151,13 @@ class _Lane:
         return prompts
 
 
-class _Desk:
-    """Where requests are admitted and answered."""
+class RequestQueue:
+    """Admits requests and answers them."""
 
     def __init__(self, service: Service):
         self.service = service
         self._taken = 0
-        # Encoding must not stop the event loop, nor long texts the short ones.
+        # Tokenization must not block the event loop, and long texts must not delay short ones.
         self._lanes = (_Lane(service, "short prompts"), _Lane(service, "long prompts"))
         self.prompts = self._lanes[0].prompts
         step = service.loaded.step
@@ -164,7 +172,7 @@ class _Desk:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Raises Refusal for a model that is not served here."""
+        """Raise Refusal for another model than the served one."""
         if name is not None and name != self.service.name:
             raise Refusal(
                 404,
@@ -174,12 +182,12 @@ class _Desk:
             )
 
     async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
-        """The response, or one that will stream. Raises Refusal."""
+        """Return the response, which may be a stream. Raises Refusal."""
         self.check_model(asked.model)
         many = len(asked.prompts()) if isinstance(asked, CompletionRequest) else 1
         weight = many * asked.count
         self._take(weight)
-        job: _Job | None = None
+        job: PendingResponse | None = None
         try:
             lane = self._lanes[asked.characters > SHORT_CHARACTERS]
             prompts = await asyncio.get_running_loop().run_in_executor(lane.thread, lane.encode, asked)
@@ -206,15 +214,15 @@ class _Desk:
             )
         self._taken += weight
 
-    def _end(self, job: "_Job | None", weight: int) -> None:
-        """Give places back, and what the engine still holds for them."""
+    def _end(self, job: "PendingResponse | None", weight: int) -> None:
+        """Free the places, and cancel what still runs."""
         self._taken -= weight
         if job is not None:
             job.cancel()
 
     def _begin(
         self, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], weight: int
-    ) -> "_Job":
+    ) -> "PendingResponse":
         service = self.service
         most = service.max_tokens
         if asked.limit is not None and asked.limit > most:
@@ -241,57 +249,57 @@ class _Desk:
             raise Refusal(400, str(error), param=str(error).partition(":")[0]) from None
         chat = isinstance(asked, ChatRequest)
         tokenizer = service.loaded.tokenizer
-        writer = Writer(chat, service.name, self._fingerprint, tokenizer, asked.wants_logprobs)
-        return _Job(
+        writer = ResponseWriter(chat, service.name, self._fingerprint, tokenizer, asked.wants_logprobs)
+        return PendingResponse(
             service.worker, requests, writer, asked.usage_in_stream, lambda job: self._end(job, weight)
         )
 
 
-class _Job:
-    """The engine's requests that one HTTP request has become. ended: gives its places back."""
+class PendingResponse:
+    """The engine requests of one HTTP request. `ended` frees its places."""
 
     def __init__(
         self,
         worker: Worker,
         requests: Sequence[EngineRequest],
-        writer: Writer,
+        writer: ResponseWriter,
         usage: bool,
-        ended: Callable[["_Job"], None],
+        ended: Callable[["PendingResponse"], None],
     ):
         self.ended = ended
         self._worker, self._requests, self._writer, self._usage = worker, requests, writer, usage
-        self._news: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[int, EngineMessage]] = asyncio.Queue()
         self._left = sum(request.samples for request in requests)
-        self._tickets: list[Ticket] = []
+        self._futures: list[RequestFuture] = []
         try:
             for number, request in enumerate(requests):
-                self._tickets.append(worker.submit(request, partial(self._hear, number)))
+                self._futures.append(worker.submit(request, partial(self._hear, number)))
         except RunError as error:
             self.cancel()
             raise Refusal(503, str(error)) from None
 
-    def _hear(self, number: int, told: Told) -> None:
-        self._news.put_nowait((number, told))
+    def _hear(self, number: int, message: EngineMessage) -> None:
+        self._news.put_nowait((number, message))
 
     @property
     def _prompts(self) -> list[int]:
         return [len(request.prompt) for request in self._requests]
 
     def cancel(self) -> None:
-        """End what has not ended."""
+        """Cancel unfinished requests."""
         if self._left:
-            for ticket in self._tickets:
-                self._worker.cancel(ticket)
+            for future in self._futures:
+                self._worker.cancel(future)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer when all of it is there. Raises Refusal when the engine fails."""
+        """Return the complete answer. Raises Refusal if the engine fails."""
         answers = [Answer(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
         async for choice, event in self._events():
             answers[choice].add(event)
         return self._writer.whole(answers, self._prompts)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer as it comes. A failure is the last thing that is said, as OpenAI says it."""
+        """Yield the answer as it is generated. A failure is the last event, in OpenAI's form."""
         choices = self._left
         said, count = [0] * choices, 0
         if self._writer.chat:
@@ -313,19 +321,19 @@ class _Job:
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
         samples = self._requests[0].samples
         while self._left:
-            number, told = await self._news.get()
-            if isinstance(told, UsageError):
-                raise Refusal(400, str(told))
-            if isinstance(told, RunError):
-                raise Refusal(503 if self._worker.failed is not None else 500, str(told))
-            self._left -= told.reason is not None
-            yield number * samples + told.sample, told
+            number, message = await self._news.get()
+            if isinstance(message, UsageError):
+                raise Refusal(400, str(message))
+            if isinstance(message, RunError):
+                raise Refusal(503 if self._worker.failed is not None else 500, str(message))
+            self._left -= message.reason is not None
+            yield number * samples + message.sample, message
 
 
 class _Streamed(Response):
     """A stream of server-sent events, which ends its job however it ends."""
 
-    def __init__(self, job: _Job):
+    def __init__(self, job: PendingResponse):
         super().__init__(media_type="text/event-stream", headers=HEADERS)
         self._job = job
         del self.headers["content-length"]

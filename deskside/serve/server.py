@@ -14,12 +14,12 @@ from deskside.engine.engine import Engine
 from deskside.weights.load import Loaded
 
 if TYPE_CHECKING:
-    from deskside.serve.guard import Limits
+    from deskside.serve.request_guard import ClientLimits
 
 
-GRACE_SECONDS = 10  # that answers may still take once the server is asked to stop
-# An idle connection is left open for longer than clients leave theirs (httpx, and so OpenAI's: 5 s). Otherwise both end
-# it at once, and a request that is sent in that moment is lost.
+GRACE_SECONDS = 10  # for running answers after the server was asked to stop
+# Idle connections stay open longer than clients keep theirs (httpx, and so OpenAI's client: 5 s). Otherwise both sides
+# may close at the same moment, and a request sent then is lost.
 IDLE_SECONDS = 30
 
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -27,10 +27,7 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the server is told by its command.
-
-    hosts: names under which it may be asked, None for any; token: what clients have to know, None for nothing.
-    """
+    """Options of the server. `hosts` are the allowed Host headers, None for any; `token` is None for no token."""
 
     host: str
     name: str
@@ -39,7 +36,7 @@ class ServerOptions:
     max_tokens: int
     hosts: frozenset[str] | None
     token: str | None
-    limits: "Limits"
+    limits: "ClientLimits"
 
 
 def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: socket.socket) -> None:
@@ -47,7 +44,7 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
     import uvicorn
 
     from deskside.serve.app import Service, make_app
-    from deskside.serve.guard import MAX_HEAD, Guard, connection_class
+    from deskside.serve.request_guard import MAX_HEAD, RequestGuard, connection_class
     from deskside.serve.worker import Worker
 
     _quiet()
@@ -59,7 +56,7 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
     at = "" if loaded.step is None else f", step {loaded.step}"
 
     class Server(uvicorn.Server):
-        """uvicorn's, which ends well when it is told to end, and says when it is there."""
+        """uvicorn's server with our signal handling and start message."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -72,14 +69,14 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
             await super().startup(sockets)
             print(f"serving {name}{at}: {address}  (Ctrl-C stops it)", flush=True)
             say(
-                f"API: {address}/v1, {options.max_batch} answers at once, cache of {engine.nbytes / 2**30:.2f} GiB"
+                f"API: {address}/v1, batch size {options.max_batch}, KV cache of {engine.nbytes / 2**30:.2f} GiB"
             )
 
     async def run() -> None:
         worker = Worker(engine, asyncio.get_running_loop(), lambda line: say(f"deskside: {line}"))
         app = make_app(Service(loaded, worker, name, options.concurrency, options.max_tokens, longest))
         config = uvicorn.Config(
-            Guard(app, options.hosts, options.token, options.limits),
+            RequestGuard(app, options.hosts, options.token, options.limits),
             http=connection_class(options.limits),
             ws="none",
             loop="asyncio",
@@ -100,12 +97,12 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
             worker.stop()
 
     asyncio.run(run())
-    # It has ended as it was asked to; asking again must not make that a failure.
+    # The server has stopped as requested; a second SIGTERM must not turn that into a failure.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class _OneLine(logging.Formatter):
-    """Errors without their traceback."""
+    """Formats errors in one line, without traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
@@ -114,10 +111,10 @@ class _OneLine(logging.Formatter):
 
 
 def _quiet() -> None:
-    """uvicorn's errors, in one line each. What clients do wrong is theirs to hear."""
+    """Print only uvicorn's own errors, in one line each; mistakes of clients are reported to the clients."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
-    # Answers that are cut off when the server stops are no error.
+    # Answers cut off by stopping the server are not errors.
     handler.addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
     )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from deskside.doctor import advice
-from tests.probe import doctor_samples as samples
+from tests.doctor import samples
 
 BROKEN = {"verdict": "wrong numbers", "reason": "gradient of embed.weight is all zero"}
 CUDA_GONE: dict[str, Any] = {"device": "cpu", "gpus": [], "cuda_error": "no CUDA-capable device is detected"}

@@ -9,7 +9,7 @@ from deskside.config.recipes import RECIPES
 from deskside.doctor import check_list
 from deskside.doctor.check_list import Check, run_all
 
-PLANTED = "tests.probe.doctor_planted"
+PLANTED = "tests.doctor.planted"
 NUMBERS = (
     "right_product slightly_wrong_product zero_gradient_product zero_gradient_attention windowless_attention "
     "zero_gradient_recipe"
@@ -137,7 +137,7 @@ FACTS: dict[str, Any] = {
 
 
 def test_listing_covers_what_the_issue_asks_for() -> None:
-    ids = [c.id for c in check_list.listing(FACTS, quick=False)]
+    ids = [c.id for c in check_list.all_checks(FACTS, quick=False)]
     assert len(ids) == len(set(ids))
     assert {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "copy"} <= set(ids)
     assert {"attention_cudnn", "attention_cudnn_window", "attention_flex", "attention_flex_window"} <= set(
@@ -146,7 +146,7 @@ def test_listing_covers_what_the_issue_asks_for() -> None:
     assert {"step_fp32", "step_bf16", "fused", "compile"} <= set(ids)
     quantized = {f"recipe_{name}" for name, recipe in RECIPES.items() if recipe.quantized}
     assert {id for id in ids if id.startswith("recipe_")} == quantized
-    quick = check_list.listing(FACTS, quick=True)
+    quick = check_list.all_checks(FACTS, quick=True)
     assert {c.child for c in quick} == {"quick"}, "a quick look takes one child"
     assert {"bf16", "attention", "step_fp32", "step_bf16"} <= {c.id for c in quick}
     if FACTS["device"] == "cuda":
@@ -156,16 +156,16 @@ def test_listing_covers_what_the_issue_asks_for() -> None:
 
 
 def test_what_a_backend_declares_is_not_run() -> None:
-    by_id = {c.id: c for c in check_list.listing(FACTS, quick=False)}
-    declared = by_id["attention_cudnn_window"].answer
+    by_id = {c.id: c for c in check_list.all_checks(FACTS, quick=False)}
+    declared = by_id["attention_cudnn_window"].precomputed_result
     assert declared == {"verdict": "unsupported", "reason": "has no sliding window", "declared": True}
-    assert by_id["attention_cudnn"].answer is None
+    assert by_id["attention_cudnn"].precomputed_result is None
 
 
 def test_compile_on_a_cpu_without_a_compiler_says_so() -> None:
     facts = {**FACTS, "device": "cpu"}
-    (check,) = [c for c in check_list.listing(facts, quick=False) if c.id == "compile"]
-    assert check.answer is not None and "no C++ compiler" in check.answer["reason"]
+    (check,) = [c for c in check_list.all_checks(facts, quick=False) if c.id == "compile"]
+    assert check.precomputed_result is not None and "no C++ compiler" in check.precomputed_result["reason"]
     facts["cxx_compiler"] = "/usr/bin/g++"
-    (check,) = [c for c in check_list.listing(facts, quick=False) if c.id == "compile"]
-    assert check.answer is None
+    (check,) = [c for c in check_list.all_checks(facts, quick=False) if c.id == "compile"]
+    assert check.precomputed_result is None

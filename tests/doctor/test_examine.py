@@ -20,7 +20,7 @@ from deskside.cli import doctor as doctor_command
 from deskside.cli.main import main
 from deskside.doctor import check_list, examine, summary
 from deskside.utils import child_process
-from tests.probe import doctor_samples as samples
+from tests.doctor import samples
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 80
@@ -81,16 +81,18 @@ def planted(monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:
     outcome = child_process.Outcome("ok", samples.facts(), "", 0.1)
     monkeypatch.setattr(child_process, "run", lambda *_: outcome)
     steps = [
-        check_list.Check(f"step_{p}", "training", p, answer={"verdict": verdict, "reason": "planted"})
+        check_list.Check(
+            f"step_{p}", "training", p, precomputed_result={"verdict": verdict, "reason": "planted"}
+        )
         for p in ("fp32", "bf16")
     ]
     ways = [
-        check_list.Check(id, "training", id, answer={"verdict": "unsupported", "reason": "x"})
+        check_list.Check(id, "training", id, precomputed_result={"verdict": "unsupported", "reason": "x"})
         for id in ("fused", "compile")
     ]
-    copy = check_list.Check("copy", "memory", "copy", answer={"verdict": "works", "reason": ""})
-    bf16 = check_list.Check("bf16", "matmul", "BF16", answer={"verdict": "works", "reason": ""})
-    monkeypatch.setattr(check_list, "listing", lambda facts, quick: [bf16, copy, *steps, *ways])
+    copy = check_list.Check("copy", "memory", "copy", precomputed_result={"verdict": "works", "reason": ""})
+    bf16 = check_list.Check("bf16", "matmul", "BF16", precomputed_result={"verdict": "works", "reason": ""})
+    monkeypatch.setattr(check_list, "all_checks", lambda facts, quick: [bf16, copy, *steps, *ways])
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("works", 0), ("wrong numbers", 1), ("crashed", 1)])

@@ -7,9 +7,9 @@ import pynvml
 import pytest
 
 from deskside.doctor import nvml
-from deskside.doctor.nvml import Card
+from deskside.doctor.nvml import NvmlDevice
 
-CARD = Card("handle")
+CARD = NvmlDevice("handle")
 
 
 def silent(*_: Any) -> Any:
@@ -67,7 +67,7 @@ def test_who_holds_memory(answers: Any) -> None:
 def test_a_card_that_tells_nothing(answers: Any) -> None:
     assert set(CARD.power().values()) == {None} and set(CARD.pcie().values()) == {None}
     assert set(CARD.memory().values()) == {None} and CARD.processes() == []
-    assert Card.numbered(0) is None
+    assert NvmlDevice.numbered(0) is None
 
 
 def test_driver(answers: Any) -> None:

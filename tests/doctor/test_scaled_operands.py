@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deskside.doctor import check_gemm
 from deskside.doctor import scaled_operands as formats
-from deskside.doctor.scaled_operands import FORMATS, Format, Operand
+from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
 
 CPU = torch.device("cpu")
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 0.0, 1e-38]
@@ -103,7 +103,7 @@ def unswizzle(flat: np.ndarray, rows: int, blocks: int) -> np.ndarray:
     return out
 
 
-def emulated(operand: Operand) -> np.ndarray:
+def emulated(operand: ScaledOperand) -> np.ndarray:
     """What a kernel makes of the bytes of an operand, with ml_dtypes' formats and the layout above."""
     if operand.codes.dtype == torch.float4_e2m1fn_x2:
         packed = operand.codes.view(torch.uint8).numpy()
@@ -119,7 +119,7 @@ def emulated(operand: Operand) -> np.ndarray:
     return values * np.repeat(scales, block, axis=1)
 
 
-def emulated_product(a: Operand, b: Operand, gradient: bool) -> Tensor:
+def emulated_product(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
     return torch.from_numpy(emulated(a) @ emulated(b).T).to(torch.bfloat16)
 
 

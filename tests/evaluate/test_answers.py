@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.evaluate.answers import code_in, number_in, same_words
+from deskside.evaluate.scoring import code_in, number_in, same_words
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from deskside.engine.sampling import GREEDY
 from deskside.evaluate import generated
 from deskside.evaluate.generated import judge, write
 from deskside.evaluate.items import Item, read
-from deskside.evaluate.tasks import Code, Generated, Match, Number, known, select
+from deskside.evaluate.tasks import CodeTask, Generated, Match, Number, known, select
 from tests.evaluate.made_model import POSITIONS, Made, make
 
 PROMPT = 'import math\n\n\ndef area(r):\n    """Of a circle.\n    """\n'
@@ -102,7 +102,7 @@ def test_code_is_judged_in_the_sandbox(tmp_path: Path) -> None:
     record = {"prompt": PROMPT, "test": TESTS, "entry_point": "area"}
     (tmp_path / "HumanEval.jsonl").write_text(json.dumps(record) + "\n")
     (chosen,) = select(["humaneval"], str(tmp_path)).chosen
-    assert isinstance(chosen.task, Code)
+    assert isinstance(chosen.task, CodeTask)
     (base,) = read(chosen, BadInputLog())
     assert base.contexts == (PROMPT,)
     texts = ["    return math.pi * r * r\n", "    return r\n", "    return 'as\n", "```python\nx\n```"]

@@ -8,13 +8,13 @@ import pytest
 
 from deskside.data.corpus.sources import BadInputLog
 from deskside.evaluate.items import Examples, limited, read
-from deskside.evaluate.tasks import Chosen, select
+from deskside.evaluate.tasks import SelectedTask, select
 from deskside.utils.errors import UsageError
 
 GOOD = {"query": "Question: which?", "choices": ["this", "that"], "gold": 1}
 
 
-def chosen(folder: Path, name: str, rows: list[Any], file: str, shots: int | None = None) -> Chosen:
+def chosen(folder: Path, name: str, rows: list[Any], file: str, shots: int | None = None) -> SelectedTask:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return select([name], str(folder), shots).chosen[0]

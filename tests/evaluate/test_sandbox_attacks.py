@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deskside.evaluate.sandbox import Verdict, check, check_many
+from deskside.evaluate.sandbox import SandboxResult, check, check_many
 from tests.evaluate.sandbox_attacks import ATTACKS, HONEST, KINDS, MARKER, RIGHT, TESTS
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "verifiable"
@@ -116,7 +116,7 @@ def test_the_server_is_started_again() -> None:
     assert sandbox._server._process is not None
     sandbox._server._process.kill()
     sandbox._server._process.wait()
-    assert check(RIGHT, TESTS) == Verdict(True, "")
+    assert check(RIGHT, TESTS) == SandboxResult(True, "")
 
 
 def test_a_forked_child_has_a_server_of_its_own() -> None:
@@ -134,7 +134,7 @@ def test_helpers_of_the_task_are_not_the_code_s_to_replace() -> None:
     tests = "assert twice(half(4)) == 4\n"
     right = prompt + "    return x / 2\n"
     forged = "def half(x):\n    return 0\ndef twice(x):\n    return 4\n"
-    assert check(right, tests, "half", prompt) == Verdict(True, "")
+    assert check(right, tests, "half", prompt) == SandboxResult(True, "")
     assert not check(forged, tests, "half", prompt).passed
     assert not check("twice = 1", tests, "half", prompt).passed
 
@@ -192,7 +192,7 @@ def test_helpers_of_the_task_are_not_the_code_s_to_replace() -> None:
     }.values(),
 )  # fmt: skip
 def test_right_solutions_pass(code: str, tests: str) -> None:
-    assert check(code, tests) == Verdict(True, "")
+    assert check(code, tests) == SandboxResult(True, "")
 
 
 # The data sets whose reference solutions must pass

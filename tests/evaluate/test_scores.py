@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from deskside.evaluate.scores import centred, mean_centred, wilson
+from deskside.evaluate.scoring import centred, mean_centred, wilson
 
 
 @given(st.integers(1, 5000), st.floats(0, 1))

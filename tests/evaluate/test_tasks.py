@@ -6,7 +6,7 @@ import pytest
 
 from deskside.data.corpus.sources import Source
 from deskside.evaluate.datasets import READERS
-from deskside.evaluate.tasks import Selection, known, select
+from deskside.evaluate.tasks import TaskSelection, known, select
 from deskside.utils.errors import UsageError
 
 
@@ -16,7 +16,7 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).write_text("")
 
 
-def names(selection: Selection) -> list[str]:
+def names(selection: TaskSelection) -> list[str]:
     return [chosen.name for chosen in selection.chosen]
 
 

@@ -121,7 +121,7 @@ def test_quick_look_is_quick() -> None:
 
 
 def test_a_poisoned_card_is_charged_to_the_check_that_did_it() -> None:
-    planted = "tests.probe.doctor_planted"
+    planted = "tests.doctor.planted"
     found = run_all(
         [
             Check("before", "matmul", "before", f"{planted}:fine", {}, "shared"),

@@ -17,7 +17,7 @@ from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
 from deskside.probe import table
 from deskside.probe.grid import make_point
-from deskside.probe.sweep import Surveyor
+from deskside.probe.sweep import Sweep
 from deskside.utils.errors import UsageError
 from tests.measurements.test_store import MACHINE
 from tests.probe import fakes
@@ -94,7 +94,7 @@ def used(folder: Path) -> None:
 
 
 def surveyed(folder: Path) -> None:
-    survey = Surveyor(open_store(folder), UNKNOWN, World(), run=World().run).survey([POINT])
+    survey = Sweep(open_store(folder), UNKNOWN, World(), run=World().run).measure([POINT])
     assert survey.findings
     table.tables(survey.findings)
     for finding in survey.findings:

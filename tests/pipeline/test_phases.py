@@ -15,7 +15,7 @@ from deskside.pipeline import phases
 from deskside.pipeline.phases import PipelineRequest
 from deskside.plan import request as planner
 from deskside.probe.grid import calibration_points
-from deskside.probe.sweep import Surveyor
+from deskside.probe.sweep import Sweep
 from deskside.utils import child_process
 from deskside.utils.errors import RunError, UsageError
 
@@ -119,7 +119,7 @@ def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child_process.Outcome) -
             return outcome
         return replace(outcome, value=result_of(arguments["spec"]) if "spec" in arguments else CARD_RESULT)
 
-    monkeypatch.setattr(phases, "Surveyor", functools.partial(Surveyor, run=run))
+    monkeypatch.setattr(phases, "Surveyor", functools.partial(Sweep, run=run))
     return asked
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from deskside.measurements.store import make_key, make_row
 from deskside.probe import table
 from deskside.probe.grid import Point, make_point
-from deskside.probe.sweep import Finding
+from deskside.probe.sweep import ProbeResult
 from tests.measurements.test_store import MACHINE
 from tests.probe import fakes
 from tests.probe.test_grid import depth
@@ -17,12 +17,14 @@ from tests.probe.test_grid import depth
 SMALL = make_point(depth(8).model, 1024, 8192)
 
 
-def found(point: Point, status: str = "ok", error: str = "", **changes: Any) -> Finding:
+def found(point: Point, status: str = "ok", error: str = "", **changes: Any) -> ProbeResult:
     result = {**fakes.answer(dict(SMALL.spec)), **changes} if status == "ok" else None
-    return Finding(point, make_row("point", make_key(MACHINE, point.spec), status, result, error), "measured")
+    return ProbeResult(
+        point, make_row("point", make_key(MACHINE, point.spec), status, result, error), "measured"
+    )
 
 
-def lines(*findings: Finding, width: int = 80) -> list[str]:
+def lines(*findings: ProbeResult, width: int = 80) -> list[str]:
     page = io.StringIO()
     Console(file=page, width=width, highlight=False).print(table.tables(findings))
     return page.getvalue().splitlines()
@@ -92,7 +94,7 @@ def test_what_has_no_result_says_why() -> None:
     assert skipped == "skipped: 2 points: why"
     (oom,) = table.reasons([found(SMALL, "oom", "OutOfMemoryError")])
     assert oom.startswith("oom: ")
-    (late,) = table.reasons([Finding(SMALL, None, "no time")])
+    (late,) = table.reasons([ProbeResult(SMALL, None, "no time")])
     assert late.startswith("no time: 1 point;")
     (unstable,) = table.reasons([found(SMALL, finite=False)])
     assert unstable.startswith("unstable: ")

@@ -9,7 +9,7 @@ import pytest
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Event, Request
 from deskside.engine.sampling import Sampling
-from deskside.serve.worker import Told, Worker
+from deskside.serve.worker import EngineMessage, Worker
 from deskside.utils.errors import RunError, UsageError
 from tests.engine.test_generate import make, plain
 
@@ -25,15 +25,15 @@ class Client:
     """Hears of one request."""
 
     def __init__(self) -> None:
-        self.told: list[Told] = []
+        self.told: list[EngineMessage] = []
         self.ended = asyncio.Event()
 
-    def hear(self, told: Told) -> None:
+    def hear(self, told: EngineMessage) -> None:
         self.told.append(told)
         if not isinstance(told, Event) or told.reason is not None:
             self.ended.set()
 
-    async def end(self) -> Told:
+    async def end(self) -> EngineMessage:
         await asyncio.wait_for(self.ended.wait(), 60)
         return self.told[-1]
 
@@ -60,7 +60,7 @@ def with_worker(engine: Engine, work: Callable[[Worker, list[str]], Awaitable[No
     return lines
 
 
-async def asked(worker: Worker, request: Request) -> tuple[Told, list[int]]:
+async def asked(worker: Worker, request: Request) -> tuple[EngineMessage, list[int]]:
     client = Client()
     worker.submit(request, client.hear)
     return await client.end(), client.tokens

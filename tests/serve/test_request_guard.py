@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deskside.serve.address import is_loopback
-from deskside.serve.guard import MAX_HEAD, Guard, Limits, connection_class
+from deskside.cli.shared_options import is_loopback
+from deskside.serve.request_guard import MAX_HEAD, ClientLimits, RequestGuard, connection_class
 
-LIMITS = Limits(body_bytes=1000, head_seconds=0.6, body_seconds=0.8, stall_seconds=0.8, connections=12)
+LIMITS = ClientLimits(body_bytes=1000, head_seconds=0.6, body_seconds=0.8, stall_seconds=0.8, connections=12)
 GOOD = {"Host": "127.0.0.1", "Content-Type": "application/json"}
 
 
@@ -35,7 +35,7 @@ def guarded(
 ) -> Iterator[tuple[int, uvicorn.Server]]:
     hosts = frozenset({"localhost", "127.0.0.1", "::1"}) if hosts is None else hosts
     config = uvicorn.Config(
-        Guard(echo, hosts, token, LIMITS),
+        RequestGuard(echo, hosts, token, LIMITS),
         http=connection_class(LIMITS),
         ws="none",
         loop="asyncio",

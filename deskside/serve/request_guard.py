@@ -1,13 +1,15 @@
-"""What stands between the network and the server: who may ask, how much, and how slowly.
+"""Access control and limits between the network and the server.
 
-Threats on a machine that somebody works at, and what answers each:
+Threats on a workstation, and the defense against each:
 
-- another page in the person's browser. It can send requests to 127.0.0.1, so what names another origin is refused, no
-  CORS header is ever sent, and bodies have to be application/json, which a page cannot send elsewhere without asking
-  first. It can also give its own name this machine's address (DNS rebinding): the Host header has to be one of ours.
-- somebody on the network. Any address but this machine's own needs a token, compared in constant time.
-- a client that sends too much, too slowly, or reads nothing. Heads and bodies have a size and a time, connections a
-  number, and a reader that stands still is dropped.
+- Another web page in the user's browser can send requests to 127.0.0.1. Requests with a foreign Origin are refused, no
+  CORS header is ever sent, and bodies must be application/json, which a page cannot send across origins without a
+  preflight. A page can also resolve its own name to this machine (DNS rebinding), so the Host header must be known.
+  Starlette's TrustedHostMiddleware is not used: it splits `[::1]:8000` at the first colon, and answers in plain text
+  where OpenAI's clients expect JSON.
+- Anyone on the network. Every address but loopback requires a token, which is compared in constant time.
+- A client that sends too much or too slowly, or does not read. Heads and bodies have a maximum size and time,
+  connections a maximum number, and a client that stops reading is disconnected.
 """
 
 import asyncio
@@ -29,27 +31,31 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 MAX_HEAD = 16 * 1024  # bytes of a request's line and headers
-OPEN = ("/", "/health")  # paths that need no token: they tell nothing but that the server is there
+OPEN = ("/", "/health")  # paths without a token; they only show that the server is running
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds on what clients can take. Times in seconds."""
+class ClientLimits:
+    """Limits of what clients can use. Times are in seconds."""
 
     body_bytes: int = 1 << 20
     head_seconds: float = 10
     body_seconds: float = 20
-    stall_seconds: float = 30  # that a client may leave what is written to it unread
+    stall_seconds: float = 30  # maximum time without reading the response
     connections: int = 256
 
 
-class Guard:
-    """ASGI around an app: refuses, or hands on with the whole body read.
+class RequestGuard:
+    """ASGI middleware that refuses requests, or passes them on with their complete body.
 
-    hosts: names that the Host header may hold; None takes any. token: None asks for none.
+    Args:
+        app: The application.
+        hosts: Allowed names in the Host header, None for any.
+        token: The bearer token, None for none.
+        limits: Sizes and times.
     """
 
-    def __init__(self, app: App, hosts: frozenset[str] | None, token: str | None, limits: Limits):
+    def __init__(self, app: App, hosts: frozenset[str] | None, token: str | None, limits: ClientLimits):
         self._app, self._hosts, self._limits = app, hosts, limits
         self._token = None if token is None else _digest(token.encode())
 
@@ -64,7 +70,7 @@ class Guard:
             await answer(send, refusal)
             return
         if body is None:
-            return  # the client went away
+            return  # the client has disconnected
         given = False
 
         async def replay() -> Message:
@@ -97,7 +103,7 @@ class Guard:
             raise self._too_large()
 
     async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes | None:
-        """All of it; None when the client left. Raises Refusal."""
+        """Read the whole body; None if the client has disconnected. Raises Refusal."""
         parts: list[bytes] = []
         size = 0
         try:
@@ -120,7 +126,7 @@ class Guard:
 
 
 async def answer(send: Send, refusal: Refusal) -> None:
-    """Send a refusal. The connection is closed after it where a body may still be on its way."""
+    """Send a refusal, and close the connection if a body may still be in transit."""
     body = json.dumps(refusal.body).encode()
     headers = [
         (b"content-type", b"application/json"),
@@ -139,22 +145,22 @@ async def answer(send: Send, refusal: Refusal) -> None:
 
 
 def _digest(token: bytes) -> bytes:
-    """Of one length, so that comparing takes the same time for every token that is given."""
+    """Return a hash of fixed length, so that comparing takes the same time for every token."""
     return hashlib.sha256(token).digest()
 
 
 def _name(host: str) -> str:
-    """The Host header without its port."""
+    """Return the Host header without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
-def connection_class(limits: Limits) -> type[H11Protocol]:
-    """uvicorn's HTTP connection, with the times and the number that it leaves open.
+def connection_class(limits: ClientLimits) -> type[H11Protocol]:
+    """Return uvicorn's HTTP connection class with further limits.
 
-    uvicorn bounds how long a connection idles after a response, but not how long the first byte, or the rest of a
-    request's head, may take; and it waits for ever for a client that reads nothing.
+    uvicorn limits how long a connection idles after a response, but not how long the head of a request may take, and
+    it waits forever for a client that does not read.
     """
 
     class Connection(H11Protocol):
@@ -194,7 +200,7 @@ def connection_class(limits: Limits) -> type[H11Protocol]:
             self._unset("_stalled")
 
         def _expect_head(self) -> None:
-            """From its first byte on, or the connection's beginning: later bytes buy no time."""
+            """Start the timer of a request head, unless it runs: more bytes do not extend it."""
             if self._late is None:
                 self._late = self.loop.call_later(limits.head_seconds, self.transport.abort)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deskside.doctor import check_attention, check_gemm, check_recipes
-from deskside.doctor.scaled_operands import FORMATS, Format, Operand
+from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
 from deskside.kernels.attention import AttentionBackend, AttentionContext, backend_named
 from deskside.kernels.attention.context import register
 from deskside.precision import selfcheck
@@ -25,7 +25,7 @@ def right_product() -> dict[str, Any]:
 def slightly_wrong_product() -> dict[str, Any]:
     """A kernel that is off by 3 %, which the rounding of the operands would hide."""
 
-    def multiply(a: Operand, b: Operand, gradient: bool) -> Tensor:
+    def multiply(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
         return RIGHT.multiply(a, b, gradient) * 1.03
 
     return check_gemm.check_format(_format(multiply), torch.device("cpu"))
@@ -34,7 +34,7 @@ def slightly_wrong_product() -> dict[str, Any]:
 def zero_gradient_product() -> dict[str, Any]:
     """A library whose output is right and whose gradients are all zero."""
 
-    def multiply(a: Operand, b: Operand, gradient: bool) -> Tensor:
+    def multiply(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
         product = RIGHT.multiply(a, b, gradient)
         return torch.zeros_like(product) if gradient else product
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.probe import card
+from deskside.probe import card_benchmark as card
 
 
 @pytest.fixture(scope="module")

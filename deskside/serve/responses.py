@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API: whole, or as a stream of server-sent events.
+"""Responses of the OpenAI API, complete or as a stream of server-sent events.
 
 A stream is a list of JSON objects behind `data: `, each followed by an empty line, and `data: [DONE]` at its end
 (WHATWG HTML, "Server-sent events"; the objects are OpenAI's chunks).
@@ -20,12 +20,12 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"
 
 
 def sse(value: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+    """Return one event of a stream."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def usage(prompts: Sequence[int], completion: int) -> dict[str, int]:
-    """Counts of tokens: prompts once each, and everything that was generated."""
+    """Return token counts: each prompt once, and all generated tokens."""
     return {
         "prompt_tokens": sum(prompts),
         "completion_tokens": completion,
@@ -33,8 +33,8 @@ def usage(prompts: Sequence[int], completion: int) -> dict[str, int]:
     }
 
 
-class Writer:
-    """Objects of one response. chat: of which of the two kinds."""
+class ResponseWriter:
+    """Makes the JSON objects of one chat or text completion."""
 
     def __init__(self, chat: bool, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool):
         self.chat, self.logprobs = chat, logprobs
@@ -47,7 +47,7 @@ class Writer:
         }
 
     def whole(self, answers: Sequence[Answer], prompts: Sequence[int]) -> dict[str, Any]:
-        """The response to a request that does not stream. answers: in the order of their choices."""
+        """Return the response to a request without streaming; `answers` are in the order of the choices."""
         choices: list[dict[str, Any]] = []
         for index, answer in enumerate(answers):
             assert answer.reason is not None
@@ -62,11 +62,11 @@ class Writer:
         return {**self._head, "object": kind, "choices": choices, "usage": usage(prompts, count)}
 
     def first(self, index: int) -> bytes:
-        """What opens a choice of a chat's stream."""
+        """Return the first chunk of a choice in a chat stream."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def piece(self, index: int, event: Event, offset: int) -> bytes:
-        """A part of a choice, its end included. offset: characters of the choice before it."""
+        """Return a chunk of a choice, or its end. `offset` counts the characters of the choice before it."""
         content: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
         if self.chat and not event.text and event.reason is not None:
             content = {"delta": {}}
@@ -76,7 +76,7 @@ class Writer:
         return self._chunk(index, content, given, FINISH[event.reason] if event.reason is not None else None)
 
     def counts(self, prompts: Sequence[int], completion: int) -> bytes:
-        """The last chunk of a stream that wants usage."""
+        """Return the last chunk of a stream, with token counts."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return sse({**self._head, "object": kind, "choices": [], "usage": usage(prompts, completion)})
 
@@ -86,7 +86,7 @@ class Writer:
         return sse({**self._head, "object": kind, "choices": [choice]})
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
-        """Tokens as text with their logprobs. A token that is no whole character shows as U+FFFD."""
+        """Return tokens as text with log-probabilities. A partial character is shown as U+FFFD."""
         texts = [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
         if self.chat:
             content = [
