@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deskside.dashboard import studies
 from deskside.dashboard.scan import scan
-from deskside.run.record import TAIL_BYTES, read_brief, read_metrics
+from deskside.run.record import read_brief
 from tests.dashboard import made_up
 
 JSON = st.recursive(
@@ -45,33 +45,6 @@ def test_a_run_that_ended(tmp_path: Path) -> None:
     assert studies.card_name(brief.environment) == "a card that was made up"
     assert studies.summary_metrics(brief)["tokens_per_second"] == 131072.0
     assert "watts" not in studies.summary_metrics(brief)  # not measured is absent, not 0
-
-
-def test_runs_in_bad_states_are_told_and_not_raised(tmp_path: Path) -> None:
-    made_up.broken(tmp_path)
-    garbage = read_brief(tmp_path / "runs/garbage")
-    assert any("run.json" in problem for problem in garbage.missing)
-    assert any("summary.json" in problem for problem in garbage.missing)
-    assert any("plan.json is not a JSON object" in problem for problem in garbage.missing)
-    half = read_brief(tmp_path / "runs/half")
-    assert not half.finished and half.total_steps == 60
-    rows = read_metrics(tmp_path / "runs/half")
-    assert [row["step"] for row in rows.rows] == list(range(1, 13)) and rows.problem == ""
-
-
-def test_a_damaged_line_is_counted_and_the_others_stay(tmp_path: Path) -> None:
-    made_up.run(tmp_path / "r", steps=5)
-    path = tmp_path / "r/metrics.jsonl"
-    path.write_text(path.read_text() + "???\n[1]\n" + json.dumps(made_up.row(6)) + "\n")
-    rows = read_metrics(tmp_path / "r")
-    assert [row["step"] for row in rows.rows] == [1, 2, 3, 4, 5, 6]
-    assert rows.problem == "metrics.jsonl: 2 damaged lines were left out"
-
-
-def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
-    made_up.run(tmp_path / "r", steps=3000)
-    rows = read_metrics(tmp_path / "r", TAIL_BYTES)
-    assert rows.rows[-1]["step"] == 3000 and 50 < len(rows.rows) < 1000 and rows.problem == ""
 
 
 @given(run=JSON, summary=JSON, plan=JSON, environment=JSON)

@@ -23,7 +23,7 @@ from deskside.study.results import Arm, ClaimResult, Comparison, Group, Results
 from deskside.study.stats.compare import compare
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import RunError, UsageError
-from tests.report.test_report import Page
+from tests.report.test_run_report import Page
 from tests.study import made
 
 HOSTILE = "<script>alert(1)</script> | `x` $\\frac{1}$ [a](http://b) \x07\ud800 \u4e2d"

@@ -1,0 +1,89 @@
+"""Reports show every text as text: no block lets markup through, in HTML or in Markdown."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from deskside.report.document import (
+    Bullets,
+    CodeBlock,
+    Details,
+    Paragraph,
+    ReportDocument,
+    Sample,
+    Section,
+    Table,
+    render_html,
+    render_markdown,
+)
+from deskside.utils.format import printable
+
+MARKUP = "<script>alert(1)</script><img src=x onerror=y> [a](http://b) ![c](d) **e** `f` | {{ 7 * 7 }} {% raw %} &lt;"
+
+
+def document(text: str) -> ReportDocument:
+    table = Table((text, "b"), [(text, text), ("", text)])
+    blocks = [Paragraph(text), Bullets([text, text]), CodeBlock(text), Sample(text, text), table]
+    return ReportDocument(text, text, [Section(text, [*blocks, Details(text, blocks)])])
+
+
+class Page(HTMLParser):
+    """Tags and text of a page outside of its style sheet."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.texts: list[str] = []
+        self.feed(html.split("</style>")[1])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert {name for name, _ in attrs} <= {"class"}
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_html_escapes_every_block() -> None:
+    page = Page(render_html(document(MARKUP)))
+    assert not page.tags & {"script", "img", "a", "b", "iframe"}
+    assert (
+        sum(MARKUP in text for text in page.texts) == 2 + 1 + 1 + 2 * 9
+    )  # title, verdict, section, summary, blocks
+
+
+def test_markdown_escapes_every_block() -> None:
+    tokens = MarkdownIt("commonmark").enable("table").parse(render_markdown(document(MARKUP), Path(".")))
+    inline = [child for token in tokens for child in token.children or []]
+    assert {child.type for child in inline} <= {
+        "text",
+        "text_special",
+        "strong_open",
+        "strong_close",
+        "softbreak",
+    }
+    html = [token.content for token in tokens if token.type == "html_block"]
+    assert (
+        all(block.startswith(("<details><summary>&lt;script&gt;", "</details>")) for block in html) and html
+    )
+
+
+@given(st.text(max_size=40))
+def test_any_text_comes_back_from_html(text: str) -> None:
+    page = Page(render_html(ReportDocument("t", "v", [Section("s", [CodeBlock(f"x{text}x")])])))
+    assert f"x{printable(text)}x".replace("\r", "\n") in [t.replace("\r", "\n") for t in page.texts]
+
+
+@pytest.mark.parametrize("text", ["1. x", "- y", "# z", "> w", "+ v", "---"])
+def test_wrapped_markdown_never_starts_a_list_or_heading(text: str) -> None:
+    words = " ".join(["word"] * 15)
+    markdown = render_markdown(
+        ReportDocument("t", "v", [Section("s", [Paragraph(f"{words} {text} {words} {text}")])]), Path(".")
+    )
+    tokens = [token.type for token in MarkdownIt("commonmark").parse(markdown)]
+    assert tokens.count("heading_open") == 2 and "bullet_list_open" not in tokens and "hr" not in tokens
+    assert "ordered_list_open" not in tokens and "blockquote_open" not in tokens
