@@ -1,7 +1,7 @@
-"""README.md of an export: what the model is, what it was trained on, for how long, how good it is, what it is not for.
+"""The model card (README.md) of an export: training data, duration, quality, and limitations.
 
-Only facts that run directories hold (history.py). Where one is missing the card says "not recorded", so that a reader
-never has to ask whether a number was measured or meant.
+It states only facts from run directories (run/lineage.py), and writes "not recorded" for missing ones, so that
+every number in it was measured.
 """
 
 import json
@@ -23,8 +23,9 @@ MOST_SOURCES = 30
 def model_card(
     loaded: Loaded, form: str, dtype: str, warn: Warn, file: str | None = None, needs: str | None = None
 ) -> str:
-    """The card. form: hf, gguf or peft. file: the name of the one file that holds the model, where there is one; needs:
-    a sentence on what can load it."""
+    """Return the card. form: hf, gguf or peft. file: the name of a single-file model. needs: a sentence on what can
+    load it.
+    """
     history = stages(loaded.run_dir, warn) if loaded.run_dir is not None else []
     chats = own_template(loaded.tokenizer_dir) is not None
     parts = [
@@ -51,15 +52,15 @@ def model_card(
     return "\n".join(parts)
 
 
-MOST_UNTAGGED = 0.1  # of the tokens: with more, the tagged languages would be taken for all of them
+MOST_UNTAGGED = 0.1  # share of tokens; above it the tagged languages would not represent the data
 
 
 def _front(history: Sequence[Stage], form: str) -> str:
-    """The metadata that model hubs read."""
+    """Return the metadata header that model hubs read."""
     languages = _languages(history) if _untagged(history) <= MOST_UNTAGGED else []
     lines = ["---", f"library_name: {'transformers' if form == 'hf' else form}"]
     lines += ["pipeline_tag: text-generation", "license: unknown", "tags:", "- deskside"]
-    # Quoted, because `no` is a language too, and in YAML the word for false.
+    # Quoted, because YAML reads the language `no` as false.
     lines += ["language:", *(f"- {json.dumps(name)}" for name in languages)] if languages else []
     return "\n".join([*lines, "---", ""])
 
@@ -102,7 +103,7 @@ def _use(form: str, chats: bool, file: str | None) -> str:
             ")",
         ]
     else:
-        # In training every document begins with this token.
+        # Every training document begins with this token.
         lines += [
             'inputs = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")',
         ]
@@ -248,7 +249,7 @@ def _software(stage: Stage) -> str:
 
 
 def _evaluation(loaded: Loaded, history: Sequence[Stage]) -> str:
-    """What the last stage measured at its end."""
+    """Return the final measurements of the last stage."""
     if not history or not history[-1].summary:
         return f"{_upper(UNKNOWN)}. Measure it with: `deskside eval`\n"
     summary = history[-1].summary

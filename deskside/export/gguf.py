@@ -1,12 +1,12 @@
-"""GGUF: one file with weights, shape and tokenizer, which llama.cpp and what is built on it load.
+"""Export to GGUF: one file with weights, shape and tokenizer for llama.cpp and programs built on it.
 
-Names, layouts and keys are those that llama.cpp's loader asks for (ggml-org/llama.cpp: src/models/, and gguf-py for the
-names). Three things differ from a Hugging Face directory: Llama's q and k have their rows paired for interleaved
-rotation, GPT-2's matrices are (out, in), and the experts of a layer are one tensor. What llama.cpp computes otherwise
-than the model was trained is refused by name: a file that loads and says something else is worse than none.
+Names, layouts and keys are those that llama.cpp's loader expects (ggml-org/llama.cpp: src/models/, and gguf-py for
+the names). Three things differ from a Hugging Face directory: Llama's q and k have their rows paired for
+interleaved rotation, GPT-2's matrices are (out, in), and the experts of a layer are one tensor. Options that
+llama.cpp would compute differently are refused by name, because a file that loads but gives other results is worse
+than none.
 
-Tensors are written one after another, and every one is read back and compared with its source before the file gets its
-name.
+Tensors are written one by one, and all are read back and compared with their sources before the file gets its name.
 """
 
 import math
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 GgufType = Literal["float32", "float16", "bfloat16", "q8_0"]
 TYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "llama": "llama", "gpt2": "gpt2"}
-# Small, and read in full precision by llama.cpp whatever the file's type is.
+# Small tensors, which llama.cpp keeps in full precision for every file type.
 _FULL_PRECISION = ("ffn_gate_inp.weight", "position_embd.weight")
-COMPARED_AT_ONCE = 1 << 22  # weights, because bounds are in float64
+COMPARED_AT_ONCE = 1 << 22  # weights at a time, because the bounds are in float64
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 _ROTATED = re.compile(r".*\.(q|k)_proj\.(weight|bias)")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What was written. fallback: tensors in float16, because their rows are not whole blocks of q8_0."""
+    """The exported file. fallback: tensors in float16 because their rows are not whole blocks of q8_0."""
 
     file: Path
     fallback: tuple[str, ...]
@@ -51,7 +51,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor under its GGUF name. `shape` is numpy's, outermost first; `make` gives its values in float32."""
+    """A tensor with its GGUF name. shape: numpy's order, outermost first. make: returns its values in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,9 +59,9 @@ class GgufTensor:
 
 
 def check_gguf(config: ModelConfig) -> str:
-    """llama.cpp's name of this architecture.
+    """Return llama.cpp's name of this architecture.
 
-    Raises UsageError naming options that llama.cpp does not compute for it, or without the `gguf` package.
+    Raises UsageError naming unsupported options, or if the `gguf` package is missing.
     """
     _package()
     family = family_of(config)
@@ -80,7 +80,7 @@ def check_gguf(config: ModelConfig) -> str:
 
 
 def gguf_tensors(model: Transformer, config: ModelConfig) -> list[GgufTensor]:
-    """Every tensor of the file, in order. Raises UsageError as `check_gguf` does."""
+    """Return every tensor of the file, in order. Raises UsageError as `check_gguf` does."""
     gguf = _package()
     name = check_gguf(config)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
@@ -116,11 +116,11 @@ def save_gguf(
     card: str | None = None,
     tick: Callable[[int], None] = lambda weights: None,
 ) -> Saved:
-    """Write OUT/NAME-TYPE.gguf, the model card and deskside.json, all or nothing, over an earlier export only.
+    """Write OUT/NAME-TYPE.gguf, the model card and deskside.json as a whole, replacing only an earlier export.
 
-    tick gets the number of weights that were written, and again when they were read back.
-    Raises UsageError as `check_gguf` and `check_out` do, RunError when weights do not fit the type, when the disk is
-    too small, or when what is read back is not what was written.
+    tick is called with the number of weights written, and again with the number read back. Raises UsageError as
+    `check_gguf` and `check_out` do, and RunError if weights do not fit the type, the disk is too small, or the file
+    reads back differently.
     """
     gguf = _package()
     tensors = gguf_tensors(model, config)
@@ -154,12 +154,12 @@ def save_gguf(
 
 
 def gguf_name(name: str, dtype: GgufType) -> str:
-    """The file's name for a model's, such as my-model-Q8_0.gguf."""
+    """Return the file name for a model, such as my-model-Q8_0.gguf."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'model'}-{TYPE_NAMES[dtype]}.gguf"
 
 
 def _package() -> Any:
-    """The `gguf` package, which nothing else needs."""
+    """Import the optional `gguf` package."""
     try:
         import gguf
     except ModuleNotFoundError:
@@ -194,7 +194,9 @@ def _maker(
 
 
 def _interleaved(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of each head from (first halves, second halves) to pairs: what is rotated together stands together."""
+    """Reorder the rows of each head from (first halves, second halves) to pairs, as interleaved rotation needs
+    them.
+    """
     rest = tensor.shape[1:]
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *rest)
     return halves.transpose(1, 2).reshape(tensor.shape)
@@ -214,7 +216,7 @@ def _encoded(tensor: GgufTensor, kind: "gguf.GGMLQuantizationType") -> NDArray[A
 def _describe(
     writer: "gguf.GGUFWriter", config: ModelConfig, tokenizer: GgufTokenizer, name: str, dtype: GgufType
 ) -> None:
-    """Everything that llama.cpp asks for beside the tensors."""
+    """Write all metadata that llama.cpp needs."""
     gguf = _package()
     kinds = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_type("model")
@@ -241,7 +243,7 @@ def _describe(
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_tokenizer_model("gpt2")  # of byte-level BPE, whatever the model is
+    writer.add_tokenizer_model("gpt2")  # llama.cpp's name of byte-level BPE
     writer.add_tokenizer_pre(tokenizer.pre)
     writer.add_token_list(tokenizer.tokens)
     writer.add_token_types(tokenizer.types)
@@ -265,12 +267,12 @@ def _compare(
     types: Mapping[str, "gguf.GGMLQuantizationType"],
     tick: Callable[[int], None],
 ) -> None:
-    """Raises RunError unless the file holds every tensor, as exactly as its type can."""
+    """Raise RunError unless the file holds every tensor, as exactly as its type allows."""
     gguf = _package()
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     if stored.keys() != {tensor.name for tensor in tensors}:
         odd = min(stored.keys() ^ {tensor.name for tensor in tensors})
-        raise RunError(f"{file.name}: was not written right: '{odd}' stands on one side only")
+        raise RunError(f"{file.name}: was not written correctly: only one of file and model has '{odd}'")
     for tensor in tensors:
         found, kind = stored[tensor.name], types[tensor.name]
         values = tensor.make()
@@ -281,15 +283,15 @@ def _compare(
             back = gguf.dequantize(found.data[start : start + rows], kind).reshape(part.shape)
             same = same and bool((np.abs(back - part) <= rounding_bound(part, kind.name)).all())
         if not same:
-            raise RunError(f"{file.name}: {tensor.name} is read back otherwise than it was; check the disk")
+            raise RunError(f"{file.name}: {tensor.name} reads back differently; check the disk")
         tick(math.prod(tensor.shape))
 
 
 def rounding_bound(values: NDArray[np.float32], kind: str) -> NDArray[np.float64]:
-    """The largest error that each value may have after a round trip through a type.
+    """Return the largest error of each value after a round trip through a type.
 
-    Half a unit in the last place for the 16-bit floats. In q8_0 every 32 values share d = max / 127, stored as float16:
-    half of d for the rounding, and 127 times what float16 does to d.
+    For 16-bit floats it is half a unit in the last place. In q8_0, 32 values share d = max / 127, stored as
+    float16: the bound is d / 2 for the rounding, plus 127 times the rounding of d to float16.
     """
     size = np.abs(values.astype(np.float64))
     if kind == "F32":

@@ -1,8 +1,8 @@
-"""A tokenizer.json as llama.cpp wants it: byte-level BPE, with the split pattern known by a name.
+"""Conversion of a tokenizer.json to llama.cpp's form: byte-level BPE with a named split pattern.
 
-llama.cpp has the split patterns compiled in and finds them by name (`tokenizer.ggml.pre`), so a tokenizer whose pattern
-it does not know cannot be exported: it would split another text than training did. The names and their patterns are
-those of `llm_tokenizer_bpe` in llama.cpp's src/llama-vocab.cpp.
+llama.cpp has the split patterns compiled in and selects one by name (`tokenizer.ggml.pre`), so a tokenizer with an
+unknown pattern cannot be exported: it would split text differently from training. The names and patterns are those
+of `llm_tokenizer_bpe` in llama.cpp's src/llama-vocab.cpp.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# (split pattern, whether a whole word that is in the vocabulary is taken without merging) -> llama.cpp's name
+# (split pattern, whether a word in the vocabulary is used without merging) -> llama.cpp's name
 _BY_PATTERN = {
     (SPLIT_PATTERN, False): GGUF_PRE_TOKENIZER,
     (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST, False): "qwen2",
@@ -32,11 +32,11 @@ _BY_PATTERN = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """Tokens by id (padded to the model's vocabulary), their types, merges by rank, and the named tokens.
+    """Tokens by id (padded to the model's vocabulary), their types, merges by rank, and the special tokens.
 
-    ends: the token that ends an answer first, then others that end a text. end: what a chat template that asks for
-    `eos_token` was rendered with, else ends[0]. add_start: whether `start` stands before every text. nfc: whether the
-    tokenizer brings text into Unicode's NFC first, which llama.cpp does not.
+    ends: the tokens that end a text, first the one that ends an answer. end: the token that a chat template renders
+    as `eos_token`, by default ends[0]. add_start: whether every text begins with `start`. nfc: whether the
+    tokenizer normalizes text to Unicode's NFC, which llama.cpp does not.
     """
 
     pre: str
@@ -53,7 +53,7 @@ class GgufTokenizer:
 
 
 def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
-    """The tokenizer of a run or a Hugging Face directory. start: the token that stands before a text.
+    """Convert the tokenizer of a run or of a Hugging Face directory. start: the token that begins a text.
 
     Raises UsageError for a tokenizer that llama.cpp cannot run.
     """
@@ -67,7 +67,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
         raise UsageError(
             f"{file}: has token {max(vocabulary.values())}, above the model's vocab_size {vocab_size}"
         )
-    # A vocabulary is padded so that matrix products are fast; llama.cpp counts rows by the tokens listed here.
+    # The vocabulary is padded for fast matrix products; llama.cpp takes the number of rows from this list.
     tokens = [_filler(number, vocabulary) for number in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for token, number in vocabulary.items():
@@ -106,7 +106,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
 
 
 def _filler(number: int, vocabulary: Mapping[str, int]) -> str:
-    """A name for a row without a token. llama.cpp aborts where two tokens are spelt alike."""
+    """Return a name for a row without a token. llama.cpp aborts if two tokens have the same text."""
     name = f"[PAD{number}]"
     while name in vocabulary:
         name += "]"
@@ -121,13 +121,13 @@ def _ends(folder: Path, end: int) -> tuple[int, ...]:
 
 
 def _pre_tokenizer(spec: dict[str, Any], file: Path) -> str:
-    """llama.cpp's name of how this tokenizer splits a text. Raises UsageError where it has none."""
+    """Return llama.cpp's name of the split pattern. Raises UsageError if it has none."""
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise UsageError(f"{file}: is not byte-level BPE, which is all that --to gguf writes; use --to hf")
     wrong = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     normalizer = (spec.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):  # llama.cpp leaves NFC to the text, as it does for Qwen's own models
+    if normalizer not in (None, "NFC"):  # llama.cpp does not normalize to NFC, also for Qwen's own models
         wrong.append(f"normalizer {normalizer}")
     if wrong:
         raise UsageError(f"{file}: has {', '.join(wrong)}, which llama.cpp does not know; use --to hf")
@@ -135,7 +135,7 @@ def _pre_tokenizer(spec: dict[str, Any], file: Path) -> str:
     steps = found.get("pretokenizers", []) if found.get("type") == "Sequence" else [found]
     kinds = [step.get("type") for step in steps]
     last = steps[-1] if steps else {}
-    # A space before the first word is what no name of llama.cpp's stands for.
+    # No pattern of llama.cpp adds a space before the first word.
     byte_level = last.get("type") == "ByteLevel" and not last.get("add_prefix_space")
     whole_words, own_pattern = bool(model.get("ignore_merges")), last.get("use_regex", True)
     name = None
@@ -154,7 +154,7 @@ def _pre_tokenizer(spec: dict[str, Any], file: Path) -> str:
 
 
 def _starts_every_text(processor: object, token: str) -> bool:
-    """Whether a post-processor of tokenizer.json puts this token before a text."""
+    """Return whether a post-processor of tokenizer.json puts this token before every text."""
     if not isinstance(processor, dict):
         return False
     if processor.get("type") == "Sequence":

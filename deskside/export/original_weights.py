@@ -1,8 +1,8 @@
-"""Merge a run's adapters into the weights that it was started from, in place of the rounded ones that it keeps.
+"""Merging a run's adapters into the original weights instead of the rounded base that the run keeps.
 
-A run with adapters keeps its base in BF16, INT8 or NF4. Where the original is still at hand, an export in float32 need
-not carry that rounding. That it is the original is proved, not assumed: frozen once more, it must give the base that
-the run keeps, bit for bit.
+A run with adapters keeps its base in BF16, INT8 or NF4. If the original is still available, an export in float32
+avoids that rounding. Freezing the original again must reproduce the run's base bit for bit, which proves that it is
+the original.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from deskside.weights.merge import merge_into, read_adapted
 
 
 class Unavailable(Exception):
-    """The original weights cannot be used; the text says why."""
+    """The original weights cannot be used; the message gives the reason."""
 
 
 def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
-    """Overwrite the weights of a loaded run with its adapters merged into the original weights; return their path.
+    """Overwrite a loaded run's weights with its adapters merged into the original weights; return their path.
 
-    Needs memory for the original in float32, and for its frozen form. Raises Unavailable.
+    Needs memory for the original in float32 and for its frozen form. Raises Unavailable.
     """
     run_dir = loaded.run_dir
     assert run_dir is not None

@@ -1,7 +1,8 @@
-"""A run's adapters as a directory that peft.PeftModel.from_pretrained loads beside the model that they were trained on.
+"""Export of a run's adapters to a directory that peft.PeftModel.from_pretrained loads on top of the base model.
 
-adapter_config.json and adapter_model.safetensors, in the layout of the PEFT library: `lora_A` and `lora_B` of every
-projection under Hugging Face's module names, and the trained rows of new tokens as trainable_token_indices.
+The directory has adapter_config.json and adapter_model.safetensors in the layout of the PEFT library: `lora_A` and
+`lora_B` of every projection under Hugging Face's module names, and the trained embedding rows of new tokens as
+trainable_token_indices.
 """
 
 import json
@@ -27,10 +28,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def to_peft(
     model: Transformer, adapter: AdapterConfig, init: str | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """adapter_config.json's content, and the tensors. init: what the run began from.
+    """Return the content of adapter_config.json and the tensors. init: the base model's name or path.
 
-    Raises UsageError for architectures without a Hugging Face form, and for GPT-2, whose q, k and v are one module
-    there and cannot have an adapter each.
+    Raises UsageError for architectures without a Hugging Face form, and for GPT-2, whose fused q, k, v module
+    cannot have an adapter for each.
     """
     family = family_of(model.config)
     if family.transposed:
@@ -71,7 +72,7 @@ def to_peft(
             owner = owner.removesuffix(".weight")
             tensors[f"{PREFIX}{owner}.token_adapter.trainable_tokens_delta"] = trained.rows.detach()
     if ids:
-        # A tied head follows the embedding's rows by itself when they are given as one list.
+        # With a plain list, PEFT applies the embedding's rows to a tied head as well.
         content["trainable_token_indices"] = ids if len(ids) > 1 else next(iter(ids.values()))
     return content, {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
 
@@ -84,8 +85,10 @@ def save_peft(
     about: Mapping[str, Any] | None = None,
     card: str | None = None,
 ) -> Path:
-    """Write the directory, all or nothing, over an earlier export only; `card` is its README.md. Raises UsageError as
-    `to_peft` and `check_out` do."""
+    """Write the directory as a whole, replacing only an earlier export. card: the content of README.md.
+
+    Raises UsageError as `to_peft` and `check_out` do.
+    """
     content, tensors = to_peft(model, adapter, init)
     with replaced_when_complete(out_dir) as folder:
         (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")

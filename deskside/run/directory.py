@@ -1,15 +1,15 @@
-"""The run directory: everything about a run, readable without us.
+"""The run directory, readable without deskside.
 
-    runs/<name>/run.json         the resolved configuration, when, where and how it was started
-                environment.json the machine and the software
-                plan.json        planned steps and their journalled revisions, micro-batch, attention backend
+    runs/<name>/run.json         the resolved configuration; when, where and how the run was started
+                environment.json hardware and software
+                plan.json        planned steps and their revisions, micro-batch, attention backend
                 metrics.jsonl    one object per step
-                events.log       what happened, in sentences
-                checkpoints/     see checkpoint.py
+                events.log       dated sentences
+                checkpoints/     see weights/checkpoint.py
                 summary.json     the outcome, written at the end
 
-JSON files are replaced whole (temporary name, then rename), lines are appended whole; so a kill leaves at most one
-half-written last line, which readers skip and a resumed run cuts away.
+JSON files are replaced atomically and lines are appended in one write, so a kill leaves at most one half-written
+last line, which readers skip and a resumed run removes.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class RunDirectory:
 
     @staticmethod
     def check_name(root: Path, name: str | None) -> None:
-        """Raise UsageError for a name that cannot be used, or is taken; costs nothing, so call it first."""
+        """Raise UsageError for an invalid or used name, before anything expensive happens."""
         if name is None:
             return
         if not name or name in (".", "..") or "/" in name or "\\" in name:
@@ -51,12 +51,12 @@ class RunDirectory:
         if (root / name).exists():
             path = root / name
             raise UsageError(
-                f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
+                f"{path} exists; choose another --name, or continue it with: deskside train --resume {path}"
             )
 
     @classmethod
     def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
-        """A new directory. A name that was asked for must be free; the default gets a number when it is taken."""
+        """Create a directory. A given name must be free; the default gets a number if it is not."""
         if name is not None and (not name or name in (".", "..") or "/" in name or "\\" in name):
             raise UsageError(f"--name {name!r}: must be a plain folder name")
         path, number = root / (name or default), 2
@@ -68,7 +68,7 @@ class RunDirectory:
                 except FileExistsError:
                     if name is not None:
                         raise UsageError(
-                            f"{path} exists; choose another --name, or go on with: deskside train --resume {path}"
+                            f"{path} exists; choose another --name, or continue it with: deskside train --resume {path}"
                         ) from None
                     path, number = root / f"{default}-{number}", number + 1
                 else:
@@ -77,20 +77,20 @@ class RunDirectory:
         except (FileExistsError, NotADirectoryError):
             raise UsageError(f"--runs {root}: is a file, or lies below one; give a folder") from None
         except OSError as error:
-            raise RunError(f"{error.filename or path}: cannot be made: {error.strerror}") from None
+            raise RunError(f"{error.filename or path}: cannot be created: {error.strerror}") from None
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """An existing run. Raises UsageError where there is none."""
+        """Open an existing run. Raises UsageError if there is none."""
         if not (path / "run.json").is_file():
             raise UsageError(f"{path}: is not a run (no run.json); runs are made by: deskside train PRESET")
         return cls(path)
 
     @contextlib.contextmanager
     def held(self, first: bool) -> Iterator[None]:
-        """Held by the training process; `first` is whether this is the one that writes. The lock dies with it.
+        """Lock the run for training. The lock ends with the process; only the process with `first` takes it.
 
-        Raises UsageError when another process is training this run.
+        Raises UsageError if another process is training this run.
         """
         if not first:
             yield
@@ -100,7 +100,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def alone(self, lock: str, doing: str) -> Iterator[None]:
-        """Hold the file `lock` of the run. Raises UsageError when another process, which is `doing` it, has it."""
+        """Lock the file `lock` of the run. Raises UsageError if another process, which is `doing` something, holds
+        it.
+        """
         with (self.path / lock).open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +111,7 @@ class RunDirectory:
             yield
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run. Raises RunError naming the file when it is damaged."""
+        """Read a JSON file of the run. Raises RunError if it is missing or damaged."""
         try:
             value = json_value((self.path / name).read_bytes())
         except FileNotFoundError:
@@ -125,16 +127,16 @@ class RunDirectory:
         return value
 
     def config(self) -> RunConfig:
-        """The configuration that the run was started with, its paths as they are reached from here.
+        """Return the run's configuration with its paths resolved.
 
-        Raises RunError when run.json does not hold one.
+        Raises RunError if run.json is invalid.
         """
         run = self.read_json("run.json")
         try:
             config = RunConfig.model_validate(run["config"])
         except (KeyError, TypeError, ValueError) as error:
             reason = first_problem(error) if isinstance(error, ValidationError) else "it has no config"
-            raise RunError(f"{self.path / 'run.json'}: holds no configuration of a run ({reason})") from None
+            raise RunError(f"{self.path / 'run.json'}: has no valid run configuration ({reason})") from None
         if run.get("schema_version") != SCHEMA_VERSION:
             raise RunError(
                 f"{self.path / 'run.json'}: has schema version {run.get('schema_version')}; this deskside reads "
@@ -143,32 +145,32 @@ class RunDirectory:
         return reached_by(config, run)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        """Replace a JSON file whole, safe against a kill at any moment."""
+        """Replace a JSON file atomically."""
         write_atomically(self.path / name, strict_json.dumps(value, indent=1) + "\n")
 
     def event(self, text: str) -> None:
-        """Append one dated sentence to events.log."""
+        """Append a dated sentence to events.log."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         append_line(self.path / "events.log", f"{now} {text}")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append one step's numbers; one that is not finite is null, because JSON has no name for it."""
+        """Append the metrics of one step. Numbers that are not finite become null, as JSON has no NaN."""
         append_line(self.metrics, strict_json.dumps(row))
 
     def sync_metrics(self) -> None:
-        """Force the logged steps to the disk: a checkpoint must not outlive the rows of its steps.
+        """Sync the logged steps, so that a checkpoint never survives a crash that loses the rows of its steps.
 
-        Raises RunError when the disk refuses.
+        Raises RunError if the disk fails.
         """
         try:
-            for path in (self.metrics, self.path):  # the folder too, which holds the file's name
+            for path in (self.metrics, self.path):  # and the folder, which holds the file's name
                 if path.exists():  # no step has been logged before the first checkpoint
                     sync(path)
         except OSError as error:
             raise write_error(self.metrics, error) from None
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The logged steps; a half-written last line is skipped. Raises RunError naming a line that is damaged."""
+        """Yield the logged steps, skipping a half-written last line. Raises RunError naming a damaged line."""
         if self.metrics.exists():
             with self.metrics.open("rb") as file:
                 for number, line in enumerate(file, 1):
@@ -188,12 +190,12 @@ class RunDirectory:
         return row
 
     def has_begun(self) -> bool:
-        """Return whether there is a checkpoint, perhaps damaged, or a logged step, which had a checkpoint before it."""
+        """Return whether the run has a checkpoint (even a damaged one) or a logged step."""
         entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return any(not entry.name.startswith(".tmp-") for entry in entries) or any(self.read_metrics())
 
     def cut_metrics(self, step: int) -> int:
-        """Drop rows after `step`, so that a repeated step stands there once. Returns how many rows were dropped."""
+        """Drop rows after `step`, so that a repeated step is logged once. Returns the number of dropped rows."""
         rows = list(self.read_metrics())
         kept = [row for row in rows if row["step"] <= step]
         write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))

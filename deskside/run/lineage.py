@@ -1,7 +1,7 @@
-"""How a model came to be, from run directories alone: one stage for each run, from the first to the last.
+"""The history of a model, read from run directories: one stage for each run, from first to last.
 
-A run that began from another run's weights names it, so the stages before are read too, as long as they are there. A
-fact that a directory does not have is None: nothing is derived from what the configuration meant to do.
+A run that started from another run's weights names it, so earlier stages are included as long as they exist. Facts
+that a directory does not record are None, and nothing is inferred from the configuration.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """One source of text: its tag and language in the data's index, and how much of the training split it is."""
+    """A source of text: tag, language, and share of the training split."""
 
     name: str
     lang: str
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Energy:
-    """Of one GPU, summed over logged steps that have a reading; `steps` of `logged` have one."""
+    """The energy of one GPU over logged steps that have a power reading: `steps` of `logged`."""
 
     kilowatt_hours: float
     steps: int
@@ -47,9 +47,9 @@ class Energy:
 
 @dataclass(frozen=True)
 class Stage:
-    """One run. summary, environment and plan are its files, empty where they are missing or damaged.
+    """One run. summary, environment and plan are its files, empty if missing or damaged.
 
-    specs: sources as they were named. began_from: the name of a run or model, or "random weights"; None: unknown.
+    specs: the sources as given. began_from: the name of a run or model, "random weights", or None if unknown.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Stage:
 
 
 def stages(run_dir: Path, warn: Warn) -> list[Stage]:
-    """The run and those that it was built on, the first one first. warn gets a sentence for each damaged file."""
+    """Return the run and its predecessors, oldest first. warn is called for each damaged file."""
     found: list[Stage] = []
     seen: set[Path] = set()
     path: Path | None = run_dir
@@ -84,7 +84,7 @@ def stages(run_dir: Path, warn: Warn) -> list[Stage]:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run that a path of --init names: the run itself, the model exported in it, or one of its checkpoints."""
+    """Return the run that a path of --init refers to: the run, its exported model, or one of its checkpoints."""
     for folder in (path, path.parent, path.parent.parent):
         if (folder / "run.json").is_file():
             return folder
@@ -115,7 +115,7 @@ def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) 
 
 
 def _index(folder: Path) -> DatasetIndex | None:
-    """The index of prepared text or conversations; None where it is gone, or holds pairs or questions."""
+    """Return the index of prepared text or conversations, or None if it is gone or of another kind."""
     try:
         return read_index(folder)
     except (UsageError, RunError, OSError):
@@ -123,14 +123,14 @@ def _index(folder: Path) -> DatasetIndex | None:
 
 
 def _sources(index: DatasetIndex, bundled: bool) -> list[Source]:
-    """What the training split was made of, the largest first."""
+    """Return the sources of the training split, largest first."""
     counts: dict[int, list[int]] = {}
     for shard in index.splits["train"].shards:
         for tag, count in shard.tags.items():
             sums = counts.setdefault(tag, [0, 0])
             sums[0] += count.documents
             sums[1] += count.tokens
-    licences = _bundled_licences() if bundled else {}
+    licences = _bundled_licenses() if bundled else {}
     found = []
     for tag, (documents, tokens) in counts.items():
         info = index.tags[tag]
@@ -140,8 +140,8 @@ def _sources(index: DatasetIndex, bundled: bool) -> list[Source]:
     return sorted(found, key=lambda s: -s.tokens)
 
 
-def _bundled_licences() -> dict[str, str]:
-    """Licences of the texts that come with deskside: the last cell of every row that begins with a name."""
+def _bundled_licenses() -> dict[str, str]:
+    """Return the licenses of the bundled texts, from the table in their README."""
     text = (files("deskside.data") / "bundled" / "LICENCES.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     named = [row for row in rows if row[0].startswith("`")]

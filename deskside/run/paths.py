@@ -1,4 +1,4 @@
-"""Where a run's files lie: relative paths in its configuration count from the directory in which it was begun."""
+"""Resolution of relative paths in a run's configuration, which refer to the directory where the run was started."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +9,10 @@ from deskside.config.run import RunConfig
 
 
 def reached(path: str, directory: object) -> str:
-    """A path of a configuration as it is reached from here.
+    """Resolve a path of a configuration.
 
-    directory: what the run says it was begun in, None where it does not. What is not there any more, because the tree
-    was moved, is looked for from here as well.
+    directory: where the run was started, if known. A path that no longer exists there, because the tree was moved,
+    is also looked up from the current directory.
     """
     if not isinstance(directory, str) or Path(path).is_absolute() or Path(directory) == Path.cwd():
         return path
@@ -21,7 +21,7 @@ def reached(path: str, directory: object) -> str:
 
 
 def reached_by(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:
-    """The configuration with its prepared data and its reward's file as they are reached. run: what run.json holds."""
+    """Return the configuration with the paths of its data and reward file resolved. run: the content of run.json."""
     directory = run.get("directory")
     if config.data.path is not None:
         data = config.data.model_copy(update={"path": reached(config.data.path, directory)})

@@ -1,13 +1,13 @@
-"""Checkpoints: written so that no kill, full disk or flipped bit can lose more than one interval.
+"""Checkpoints that survive kills, full disks and flipped bits: at most one checkpoint interval is lost.
 
-A checkpoint is a folder `step-000001000` with the weights and optimizer state (safetensors: nothing executes on load),
-`state.json` and `manifest.json`, which holds size and checksum of every other file. It is written under a temporary
-name, every file and the folder forced to the disk, then renamed: a folder with a final name is complete. Loading
-verifies the manifest; a damaged checkpoint is named and the next older one is used. Where every one is damaged the run
-stops: starting over is for a person to decide.
+A checkpoint is a folder `step-000001000` with weights and optimizer state (safetensors, which executes no code on
+load), `state.json`, and `manifest.json` with the size and checksum of every other file. It is written under a
+temporary name, synced, and then renamed, so a folder with its final name is complete. Loading verifies the
+manifest; if a checkpoint is damaged, a warning names it and the next older one is used. If all are damaged, the run
+stops, because only the user should decide to start over.
 
-Sharded runs write one set of safetensors files per rank instead (export/shards.py), in the same folder under the same
-manifest.
+Sharded runs write one set of safetensors files per rank instead (sharded_files.py), in the same folder under the
+same manifest.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ Tensors = dict[str, Tensor]
 def save(
     folder: Path, step: int, model: Tensors, optimizer: Tensors, state: dict[str, Any], sharded: bool = False
 ) -> Checkpoint:
-    """Write one checkpoint. Every rank calls this when `sharded`, otherwise rank 0 alone.
+    """Write one checkpoint. Every rank calls this if `sharded`, otherwise rank 0 only.
 
-    Raises RunError, on every rank that called, when the disk refuses one of them; then nothing stands under the final
-    name and older checkpoints are untouched.
+    Raises RunError on every calling rank if one of them fails to write; older checkpoints are then untouched, and
+    there is no folder with the final name.
     """
     temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)
     try:
@@ -78,9 +78,9 @@ def save(
 
 
 def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies. Each damaged one is named through `warn`. None where there is none at all.
+    """Return the newest checkpoint that verifies, or None if there are no checkpoints. Damaged ones go to `warn`.
 
-    Raises RunError when there are checkpoints and all of them are damaged.
+    Raises RunError if all checkpoints are damaged.
     """
     found = find(folder)
     for checkpoint in found:
@@ -99,9 +99,9 @@ def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def set_aside(folder: Path, newer_than: int) -> list[Path]:
-    """Rename checkpoints of later steps, so that they neither count as kept nor stand in the way.
+    """Rename checkpoints of later steps, which are damaged, so that they neither count as kept nor block new ones.
 
-    For damaged ones: all those newer than the newest good one. Returns the new paths.
+    Returns the new paths.
     """
     moved = []
     for checkpoint in find(folder):
@@ -115,7 +115,7 @@ def set_aside(folder: Path, newer_than: int) -> list[Path]:
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The JSON part of a checkpoint. Raises RunError when it cannot be read."""
+    """Return the JSON state of a checkpoint. Raises RunError if it cannot be read."""
     path = checkpoint.path / STATE
     try:
         state = json_value(path.read_bytes())
@@ -127,7 +127,7 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Tensors:
-    """`name` is WEIGHTS or OPTIMIZER; of a checkpoint that is not sharded."""
+    """Load WEIGHTS or OPTIMIZER of an unsharded checkpoint."""
     return load_file(checkpoint.path / name, device=str(device))
 
 
@@ -142,20 +142,20 @@ def load_sharded(checkpoint: Checkpoint, model: Tensors, optimizer: Tensors) -> 
 
 
 def prune(folder: Path, keep: int, permanent: Callable[[Checkpoint], bool]) -> None:
-    """Delete checkpoints beyond the newest `keep`, but for those that `permanent` keeps for good."""
+    """Delete checkpoints beyond the newest `keep`, except those that `permanent` selects."""
     for checkpoint in find(folder)[keep:]:
         if not permanent(checkpoint):
             _delete(checkpoint.path)
 
 
 def clean(folder: Path) -> None:
-    """Remove what an interrupted save or deletion left."""
+    """Remove the leftovers of an interrupted save or deletion."""
     for entry in folder.glob(".tmp-*"):
         shutil.rmtree(entry)
 
 
 def _by_writer(sharded: bool, work: Callable[[], None]) -> None:
-    """`work` on one process. Its OSError is raised on every rank: none may wait for one that has failed."""
+    """Run `work` on rank 0, and raise its OSError on every rank, so that no rank waits for a failed one."""
     if not sharded:
         work()
         return
@@ -176,7 +176,7 @@ def _prepare(folder: Path, temporary: Path) -> None:
 
 
 def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
-    """State and manifest beside the tensors, all forced to the disk, then the final name."""
+    """Write state and manifest, sync everything, and rename the folder to its final name."""
     (temporary / STATE).write_text(json.dumps(state), "utf-8")
     files = files_of(temporary)
     listing = {
@@ -194,7 +194,7 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
 
 
 def _delete(path: Path) -> None:
-    # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint under a final name.
+    # Renamed first: a kill during the deletion must not leave an incomplete checkpoint with its final name.
     doomed = path.with_name(f".tmp-old-{path.name}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)

@@ -1,7 +1,7 @@
-"""Reading checkpoints of a run: which there are, whether they are whole, and their weights.
+"""Reading a run's checkpoints: listing, verification, and loading of weights.
 
-A checkpoint is a folder `step-000001000` whose manifest.json holds size and checksum (XXH3-128) of every other file.
-`deskside/weights/checkpoint.py` writes them and says why they look as they do.
+A checkpoint is a folder `step-000001000` whose manifest.json has the size and the checksum (XXH3-128) of every
+other file. `deskside/weights/checkpoint.py` writes them and explains the design.
 """
 
 import re
@@ -18,7 +18,7 @@ from deskside.utils.parsing import json_value
 NAME = re.compile(r"step-(\d{9})")
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDED, MANIFEST = "sharded", "manifest.json"
-PICKLED = ".metadata"  # beside the shards of versions before 2026-11-22, in torch.distributed.checkpoint's own format
+PICKLED = ".metadata"  # written by versions before 2026-11-22, in torch.distributed.checkpoint's own format
 SCHEMA_VERSION = 1
 
 
@@ -31,21 +31,21 @@ class Checkpoint:
 
     @property
     def sharded(self) -> bool:
-        """Whether the tensors are shards, in a folder of their own (export/shards.py)."""
+        """Return whether the tensors are in shards, in a folder of their own (weights/sharded_files.py)."""
         return (self.path / SHARDED).is_dir()
 
 
 class Damaged(Exception):
-    """A checkpoint whose files do not match its manifest; the text says which and how."""
+    """A checkpoint whose files do not match its manifest. The message names the file and the difference."""
 
 
 def folder_name(step: int) -> str:
-    """step-000001000 for step 1000."""
+    """Return step-000001000 for step 1000."""
     return f"step-{step:09d}"
 
 
 def find(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints, newest first."""
+    """Return the complete checkpoints, newest first."""
     found = []
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = NAME.fullmatch(entry.name)
@@ -55,9 +55,9 @@ def find(folder: Path) -> list[Checkpoint]:
 
 
 def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
-    """Check size and checksum of every file, or of every one that holds weights, against the manifest.
+    """Check size and checksum of every file, or only of those with weights, against the manifest.
 
-    Raises Damaged when one differs, and RunError for the old sharded format.
+    Raises Damaged if one differs, and RunError for the old sharded format.
     """
     refuse_pickle(checkpoint)
     path = checkpoint.path
@@ -80,7 +80,7 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
     for name, expected in listed.items():
         try:
             found = fingerprint(path / name)
-        except (OSError, ValueError) as error:  # a flipped bit may have made a name that no file can have
+        except (OSError, ValueError) as error:  # a flipped bit can make a file name invalid
             raise Damaged(f"{path / name} cannot be read ({error})") from None
         for what, is_, should in zip(("bytes", "xxh3_128"), found, expected, strict=True):
             if is_ != should:
@@ -88,31 +88,31 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
 
 
 def refuse_pickle(checkpoint: Checkpoint) -> None:
-    """Raise RunError for a sharded checkpoint in the old format: its metadata is a pickle, which can run any code."""
+    """Raise RunError for the old sharded format, whose metadata is a pickle and may execute any code."""
     old = checkpoint.path / SHARDED / PICKLED
     if old.exists():
         raise RunError(
             f"{old}: this checkpoint is in the sharded format of deskside before 2026-11-22, a pickle, which can run "
             f"code when it is read, so it is not read; if you trust it, export it with the version that wrote it "
-            f"(deskside export RUN --to hf --out DIR) and go on from its weights with: deskside train --init DIR"
+            f"(deskside export RUN --to hf --out DIR) and continue from its weights with: deskside train --init DIR"
         )
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Every file of a checkpoint, in order of name."""
+    """Return every file of a checkpoint, sorted by name."""
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], trained_only: bool = False) -> None:
-    """Copy tensors into a model's parameters by name; trained_only: into those that train, and leave frozen ones.
+    """Copy tensors into a model's parameters by name.
 
-    Raises RunError when names or shapes differ.
+    trained_only: into trainable parameters only. Raises RunError if names or shapes differ.
     """
     own = {n: p for n, p in model.named_parameters() if p.requires_grad or not trained_only}
     if own.keys() != tensors.keys():
         odd = min(own.keys() ^ tensors.keys())
-        raise RunError(f"these weights belong to another architecture: '{odd}' stands on one side only")
+        raise RunError(f"these weights belong to another architecture: only one of both has '{odd}'")
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
             raise RunError(

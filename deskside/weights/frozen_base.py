@@ -1,8 +1,9 @@
-"""The frozen model below an adapter run: made from weights, kept in the run, read again.
+"""The frozen base model of an adapter run: frozen once from given weights, saved in the run, and loaded on a
+resume.
 
-A run with adapters keeps its base once, as `base.safetensors`: the codes that it trains beside, so that a resumed run
-finds the same to the last bit, and so that the run is whole without the model that it began from. Checkpoints then
-hold nothing but what trains. `base.json` has size and checksum, and the tokens whose rows train.
+A run with adapters saves its (possibly quantized) base once as `base.safetensors`, so that a resumed run trains
+beside exactly the same bits, and the run is complete without the model that it started from. Checkpoints then hold
+only the trained tensors. `base.json` has the size, the checksum, and the tokens whose embedding rows train.
 """
 
 import json
@@ -30,7 +31,7 @@ BASE, FACTS = "base.safetensors", "base.json"
 
 
 class BaseFacts(Part):
-    """base.json: what base.safetensors must be, and the tokens whose rows train."""
+    """The content of base.json: size and checksum of base.safetensors, and the tokens whose rows train."""
 
     schema_version: int = Field(1, ge=1, le=1)
     bytes: NonNegativeInt
@@ -47,17 +48,17 @@ def make(
     device: torch.device | str,
     trained_tokens: Sequence[int] = (),
 ) -> Transformer:
-    """A model with `weights` (by parameter name, anywhere) frozen on `device`, and fresh adapters.
+    """Return a model with `weights` (by parameter name, on any device) frozen on `device`, and new adapters.
 
-    One block at a time is on the device in full precision. Raises RunError for another architecture's weights, and
-    UsageError as `attach` does.
+    Only one block at a time is on the device in full precision. Raises RunError if the weights do not fit the
+    architecture, and UsageError as `attach` does.
     """
     with torch.device("meta"):
         model = Transformer(config)
     own = dict(model.named_parameters())
     if own.keys() != weights.keys():
         odd = min(own.keys() ^ weights.keys())
-        raise RunError(f"these weights belong to another architecture: '{odd}' stands on one side only")
+        raise RunError(f"these weights belong to another architecture: only one of both has '{odd}'")
 
     def fill(prefix: str, module: nn.Module, dtype: torch.dtype) -> None:
         for path, part in module.named_modules():
@@ -73,7 +74,7 @@ def make(
                     kind = dtype if parameter.ndim >= 2 else torch.float32
                     part.register_parameter(leaf, nn.Parameter(given.detach().to(device, kind, copy=True)))
 
-    # Codes are made from full precision; what stays in 16 bits never needs more.
+    # Quantization starts from full precision; weights that stay in BF16 do not need it.
     for number, block in enumerate(model.layers):
         fill(f"layers.{number}", block, torch.bfloat16 if adapter.base == "bf16" else torch.float32)
         freeze(block, adapter.base)
@@ -84,7 +85,7 @@ def make(
 
 
 def keep(model: Transformer, run_dir: Path) -> None:
-    """Write base.safetensors and base.json into a run. Raises RunError when the disk refuses."""
+    """Write base.safetensors and base.json into a run. Raises RunError if they cannot be written."""
     tensors = _frozen(model)
     rows = [module for module in model.modules() if isinstance(module, TrainedRows)]
     try:
@@ -105,7 +106,7 @@ def keep(model: Transformer, run_dir: Path) -> None:
 def reopen(
     run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, device: torch.device | str
 ) -> Transformer:
-    """The model that `keep` was given, with fresh adapters. Raises RunError when it is not there or was changed."""
+    """Load the model that `keep` saved, with new adapters. Raises RunError if it is missing or damaged."""
     path = run_dir / BASE
     facts = _verify(run_dir)
     with torch.device("meta"):
@@ -131,9 +132,9 @@ def reopen(
 def is_made_from(
     run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, weights: Mapping[str, Tensor]
 ) -> bool:
-    """Return whether freezing `weights` gives the base that a run keeps, bit for bit.
+    """Return whether freezing `weights` reproduces the run's base, bit for bit.
 
-    Raises RunError when the base is damaged, or the weights are of another architecture.
+    Raises RunError if the base is damaged, or if the weights do not fit the architecture.
     """
     facts = _verify(run_dir)
     frozen = _frozen(make(config, adapter, seed, weights, "cpu", facts.trained_tokens))
@@ -150,32 +151,34 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _verify(run_dir: Path) -> BaseFacts:
-    """Return what base.json says of base.safetensors. Raises RunError when one of them is missing or was changed."""
+    """Check base.safetensors against base.json, and return base.json. Raises RunError if they differ or are
+    missing.
+    """
     path = run_dir / BASE
     try:
         facts = BaseFacts.model_validate_json((run_dir / FACTS).read_bytes())
         found = fingerprint(path)
     except OSError as error:
         raise RunError(
-            f"{error.filename}: cannot be read ({error.strerror}); adapters are nothing without it: restore it, or "
+            f"{error.filename}: cannot be read ({error.strerror}); the adapters need it: restore it, or "
             f"start another run"
         ) from None
     except ValidationError as error:
         raise RunError(f"{run_dir / FACTS}: {first_problem(error)}; restore it") from None
     if found != (facts.bytes, facts.xxh3_128):
-        raise RunError(f"{path}: is damaged: its checksum is not that of {FACTS}; restore it")
+        raise RunError(f"{path}: is damaged: its checksum differs from {FACTS}; restore it")
     return facts
 
 
 def _frozen(model: Transformer) -> dict[str, Tensor]:
-    """Return the tensors of a model that do not train, by name."""
+    """Return the tensors that do not train, by name."""
     trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     named = ((clean_name(name), tensor) for name, tensor in model.state_dict().items())
     return {name: tensor.contiguous() for name, tensor in named if name not in trained}
 
 
 def _without_blocks(model: Transformer) -> nn.Module:
-    """The modules beside the blocks, under their names."""
+    """Return a module with everything except the blocks, under the same names."""
     rest = nn.Module()
     for name, module in model.named_children():
         if module is not model.layers:

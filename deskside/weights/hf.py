@@ -1,7 +1,7 @@
-"""Hugging Face directories: write one that AutoModelForCausalLM and AutoTokenizer load, and read published ones.
+"""Hugging Face directories: export for AutoModelForCausalLM and AutoTokenizer, and loading of published models.
 
-What is written lists itself in deskside.json, with checksums. Only a directory that holds nothing but what its list
-says is ever replaced: a file that a person added or changed is theirs.
+An export lists its files with checksums in deskside.json. Only a directory with nothing but unchanged listed files
+is ever replaced, so user files and edits are safe.
 """
 
 import json
@@ -32,13 +32,14 @@ from deskside.weights.hf_config import from_hf_config
 from deskside.weights.hf_families import FAMILIES, Family, family_of, to_hf_config
 
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-MARK = "deskside.json"  # where an export came from, and its files
+MARK = "deskside.json"  # the origin of an export, and its files
 
 
 def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json's content, and the state under Hugging Face's names (new tensors only where theirs stack ours).
+    """Return the content of config.json and the state dict under Hugging Face's names.
 
-    Raises UsageError naming the options that have no Hugging Face form.
+    Tensors are new only where Hugging Face stacks several. Raises UsageError naming options without a Hugging Face
+    form.
     """
     return to_hf_config(config), hf_tensors(model, family_of(config), lambda tensor: tensor.view)
 
@@ -46,7 +47,7 @@ def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict
 def hf_tensors(
     model: Transformer, family: Family, value_of: Callable[[LogicalTensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Any per-parameter values (weights, gradients) under Hugging Face's names and in their layout."""
+    """Return per-parameter values (weights, gradients) under Hugging Face's names and in their layout."""
     result: dict[str, Tensor] = {}
     for name, parts in _by_hf_name(model, family).items():
         values = [value_of(part) for part in parts]
@@ -66,11 +67,14 @@ def save_hf(
 ) -> Path:
     """Write config.json, generation_config.json, model.safetensors, the tokenizer's files and deskside.json.
 
-    tokenizer_path: a tokenizer.json, or a directory with one (its chat template and settings come along); None writes
-    none. `about` goes into deskside.json, `card` is README.md. All or nothing: the directory appears under its name
-    when it is complete, and replaces an earlier export. Returns `out_dir`.
-    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or where `check_out` refuses, and
-    RunError where the disk is too small.
+    The directory is written under a temporary name and renamed when complete; it may replace an earlier export.
+    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or as `check_out` does, and RunError
+    if the disk is too small.
+
+    Args:
+        tokenizer_path: A tokenizer.json, or a directory with one (and its chat template and settings); None writes none.
+        about: Extra content of deskside.json.
+        card: Content of README.md.
     """
     hf_config, state = to_hf(model, config)
     size = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
@@ -86,7 +90,7 @@ def save_hf(
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
         try:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # what a full disk is to safetensors
+        except SafetensorError as error:  # safetensors reports a full disk so
             raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
         if card is not None:
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -98,7 +102,7 @@ def seal(folder: Path, about: Mapping[str, Any] | None) -> None:
     """Write deskside.json, the last file of an export: `about`, and size and checksum of every other file."""
     listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
     _write_json(folder / MARK, {**(about or {}), "files": listing})
-    # safetensors and temporary folders let their owner alone read; all shall be open to whom the others are.
+    # safetensors files and temporary folders are readable by their owner only; give them the default permissions.
     mode = (folder / MARK).stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)
@@ -106,9 +110,9 @@ def seal(folder: Path, about: Mapping[str, Any] | None) -> None:
 
 
 def check_out(out_dir: Path) -> set[str]:
-    """The names of the files of an earlier export in `out_dir`; none where it is empty or not there.
+    """Return the file names of an earlier export in `out_dir`, or none if it is empty or missing.
 
-    Raises UsageError when it is a file, or holds anything else than what an export wrote.
+    Raises UsageError if it is a file, or contains anything that an export did not write.
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise UsageError(f"--out {out_dir}: is a file; choose a directory")
@@ -130,10 +134,10 @@ def check_out(out_dir: Path) -> set[str]:
 def load_hf(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, Transformer]:
-    """Read a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
+    """Load a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
 
-    dtype: of weights with two or more dimensions; the others are float32. Raises UsageError when it is not one or has
-    options that are not computed here, RunError when config.json or the weights are damaged.
+    dtype: of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
+    architecture or option, RunError if config.json or the weights are damaged.
     """
     source = json_object(folder / "config.json")
     try:
@@ -166,7 +170,7 @@ def load_hf(
 
 
 class _Stored:
-    """The tensors of a directory, in one safetensors file or in shards with an index."""
+    """The tensors of a directory: one safetensors file, or shards with an index."""
 
     def __init__(self, folder: Path, family: Family, stack: ExitStack):
         self.folder, self.family = folder, family
@@ -191,7 +195,7 @@ class _Stored:
             self.file_of |= dict.fromkeys(file.keys(), file)
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its full name, or by the name without the family's prefix."""
+        """Read a tensor by its full name, or by the name without the family's prefix."""
         for candidate in (name, name.removeprefix(self.family.prefix)):
             if candidate in self.file_of:
                 self.seen.add(candidate)
@@ -200,13 +204,13 @@ class _Stored:
         raise RunError(f"{self.folder} has no tensor {name}; its config.json says it should")
 
     def unread(self, tied: bool) -> list[str]:
-        """Weights that nobody asked for. A tied model may store its head once more."""
+        """Return the tensors that were not read. A tied model may store its head once more."""
         known = (*self.family.buffers, *(["lm_head.weight"] if tied else []))
         return sorted(name for name in self.file_of if name not in self.seen and not name.endswith(known))
 
 
 def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:
-    """Their name -> our tensors, in the order in which theirs stacks them."""
+    """Map Hugging Face's names to our tensors, in the order in which Hugging Face stacks them."""
     result: dict[str, list[LogicalTensor]] = {}
     for tensor in logical_tensors(model):
         result.setdefault(hf_name(tensor.name, family), []).append(tensor)
@@ -214,7 +218,7 @@ def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTen
 
 
 def hf_name(name: str, family: Family) -> str:
-    """A logical tensor's name as that architecture calls it."""
+    """Return the Hugging Face name of a logical tensor."""
     module, _, leaf = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
     return f"{family.names[re.sub(r'(?<=[.])[0-9]+(?=[.])', '{}', module)].format(*numbers)}.{leaf}"
@@ -225,9 +229,9 @@ def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
 
 
 def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Copy or write the tokenizer's files; returns the ids of the tokens that begin, end and pad a text.
+    """Copy or write the tokenizer's files; return the ids of the begin, end and padding tokens.
 
-    Of a tokenizer for conversations several tokens end a text: those of the generation_config.json beside it.
+    A chat tokenizer has several end tokens: those of the generation_config.json beside it.
     """
     file = source / "tokenizer.json" if source.is_dir() else source
     content = json_object(file)
@@ -263,15 +267,15 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
 
 @contextmanager
 def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
-    """A temporary directory beside `out_dir` that takes its name at the end, or vanishes when something fails.
+    """Yield a temporary directory that is renamed to `out_dir` at the end, and deleted on an error.
 
-    size: bytes that it will hold. Raises RunError where the disk has less left, else as `check_out` and
-    `folders.replace` do.
+    size: bytes to be written. Raises RunError if the disk has less free space, otherwise as `check_out` and
+    `output_folder.replace` do.
     """
     if out_dir.exists():
         folders.refuse_fixed(out_dir)
     _enough_room(out_dir, size)
-    out_dir = out_dir.resolve()  # where it is a link, what it leads to is replaced
+    out_dir = out_dir.resolve()  # replace the target of a symbolic link
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
     try:
@@ -282,7 +286,7 @@ def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
 
 
 def _enough_room(out_dir: Path, needed: int) -> None:
-    """Raises RunError where the disk of `out_dir` has less than `needed` bytes left."""
+    """Raise RunError if the disk of `out_dir` has less than `needed` bytes free."""
     place = out_dir.resolve()
     while not place.exists():
         place = place.parent

@@ -1,4 +1,4 @@
-"""config.json of a published checkpoint -> ModelConfig. What we do not compute is refused by name."""
+"""Conversion of a Hugging Face config.json to ModelConfig. Unsupported options are refused by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,10 +21,9 @@ _ACTIVATIONS = {
 
 
 def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration of a published checkpoint.
+    """Return the ModelConfig of a published checkpoint.
 
-    Raises UsageError for an architecture, or an option of one, that this package does not compute, and RunError for
-    values that are missing, impossible or of the wrong kind.
+    Raises UsageError for an unsupported architecture or option, and RunError for missing or invalid values.
     """
     model_type = source.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -122,7 +121,7 @@ def _rope_theta(source: Mapping[str, Any]) -> float:
 
 
 def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bool]:
-    """Which layers have a sliding window."""
+    """Return which layers use a sliding window."""
     if model_type == "llama" or not source.get("use_sliding_window") or not source.get("sliding_window"):
         return [False] * layers
     if model_type == "qwen3_moe":
@@ -134,7 +133,7 @@ def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bo
 
 
 def _shortest_pattern(pattern: str) -> str:
-    """SLSLS -> SL: the shortest string that, repeated and cut, gives the pattern."""
+    """Return the shortest string whose repetition gives the pattern: SLSLS -> SL."""
     for length in range(1, len(pattern)):
         unit = pattern[:length]
         if (unit * len(pattern))[: len(pattern)] == pattern:

@@ -1,8 +1,8 @@
-"""Which Hugging Face architecture a ModelConfig is, how its config.json reads, and what its tensors are called.
+"""Hugging Face architectures: the family of a ModelConfig, its config.json, and the names of its tensors.
 
-One table of names per family serves export and import, written in logical names (ops/logical.py), so that fused and
-separate projections share it. An option that no family has is refused by name: an export that loads somewhere and
-computes something else is worse than none.
+One table of names per family serves export and import. It uses logical names (ops/logical.py), so fused and
+separate projections share it. An option that no family supports is refused by name, because an export that loads
+but computes something else is worse than none.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ _GPT2 = {
     "embed": "transformer.wte",
     "position": "transformer.wpe",
     "layers.{}.attn.norm": "transformer.h.{}.ln_1",
-    "layers.{}.attn.q_proj": "transformer.h.{}.attn.c_attn",  # three names for one of theirs: stacked in this order
+    "layers.{}.attn.q_proj": "transformer.h.{}.attn.c_attn",  # three of ours are stacked in this order
     "layers.{}.attn.k_proj": "transformer.h.{}.attn.c_attn",
     "layers.{}.attn.v_proj": "transformer.h.{}.attn.c_attn",
     "layers.{}.attn.o_proj": "transformer.h.{}.attn.c_proj",
@@ -58,8 +58,8 @@ _GPT2 = {
 class Family:
     """A Hugging Face architecture.
 
-    fixed: fields that this architecture has in one value only. names: logical module -> their module.
-    transposed: block matrices are stored (in, out), as GPT-2's Conv1D does. prefix: what some checkpoints leave out.
+    fixed: options for which it has only one value. names: logical module -> module name. transposed: block matrices
+    are stored as (in, out), as in GPT-2's Conv1D. prefix: missing in some checkpoints.
     """
 
     model_type: str
@@ -125,7 +125,7 @@ FAMILIES = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The architecture that this configuration is. Raises UsageError naming options without a Hugging Face form."""
+    """Return the architecture of a configuration. Raises UsageError naming options without a Hugging Face form."""
     if config.position_embedding == "learned":
         family = FAMILIES["gpt2"]
     elif config.num_experts:
@@ -156,7 +156,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json of this configuration, without what belongs to a tokenizer and a dtype."""
+    """Return the config.json of a configuration, without tokenizer and dtype fields."""
     family = family_of(config)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if family.model_type == "llama" and hidden % heads:
@@ -179,7 +179,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             "n_head": config.num_attention_heads,
             "n_inner": config.intermediate_size,
             "n_positions": config.max_position_embeddings,
-            "n_ctx": config.max_position_embeddings,  # its older name, which llama.cpp's converter asks for
+            "n_ctx": config.max_position_embeddings,  # the older name, which llama.cpp's converter needs
             "activation_function": config.hidden_act,
             "layer_norm_epsilon": config.norm_eps,
             "embd_pdrop": 0.0,
@@ -198,7 +198,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "attention_bias": config.attention_bias,
         "attention_dropout": 0.0,
-        "rope_theta": config.rope_theta,  # for readers of before transformers 5
+        "rope_theta": config.rope_theta,  # for transformers before version 5
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
     if family.model_type == "llama":

@@ -1,7 +1,7 @@
-"""A path -> a model that is ready to be used: a run, one checkpoint of it, or a Hugging Face directory.
+"""Loading a model for inference from a run, from one of its checkpoints, or from a Hugging Face directory.
 
-Of a run the newest checkpoint is taken whose weights match the checksum in its manifest; a damaged one is named and the
-next older one is used. A run without checkpoints may still have the exported model that it ended with.
+For a run, the newest checkpoint whose weights match their checksum is used; a warning names damaged ones. A run
+without checkpoints may still have its final exported model.
 """
 
 import sys
@@ -44,10 +44,10 @@ Kind = Literal["run", "checkpoint", "hf"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with all that belongs to it.
+    """A model with its tokenizer and origin.
 
-    start_token stands before a text; eos_tokens end one. `tokenizer_dir` holds tokenizer.json (and a chat template,
-    where there is one). run_dir, run and step are of a run or checkpoint, `run` being run.json; else None and empty.
+    start_token begins a text; eos_tokens end one. `tokenizer_dir` holds tokenizer.json and perhaps a chat template.
+    run_dir, run (the content of run.json) and step describe a run or checkpoint; otherwise they are None or empty.
     """
 
     model: Transformer
@@ -63,7 +63,7 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """What to call it: the run's name, or the directory's."""
+        """Return the name of the run or of the directory."""
         return str(self.run.get("name") or self.tokenizer_dir.resolve().name)
 
 
@@ -79,11 +79,12 @@ def load_model(
 ) -> Loaded:
     """Load a run, a checkpoint or a Hugging Face directory.
 
-    dtype: of weights with two or more dimensions, and so of the activations; norms keep float32. With bfloat16 the
-    numbers are those of BF16 training, which casts the same weights where it uses them. `warn` gets a sentence for
-    each damaged checkpoint that was passed over.
-    Raises UsageError when there is no such model, RunError when it is damaged: run.json, config.json, the tokenizer,
-    the weights of a Hugging Face directory, or every checkpoint of a run.
+    Args:
+        dtype: Dtype of weights with two or more dimensions, and so of the activations; norms stay in float32. With
+            bfloat16 the results are those of BF16 training, which casts the same weights where it uses them.
+        warn: Called with a sentence for each damaged checkpoint that was skipped.
+
+    Raises UsageError if there is no such model, and RunError if one of its files (or every checkpoint) is damaged.
     """
     path = Path(path)
     if not path.exists():
@@ -143,7 +144,7 @@ def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype)
         )
     run, config = _read_run(run_dir)
     match = NAME.fullmatch(path.resolve().name)
-    assert match is not None  # the caller has seen that it does
+    assert match is not None  # checked by the caller
     checkpoint = Checkpoint(path, int(match[1]))
     try:
         model = _read_weights(checkpoint, config, device, dtype, run_dir, run)
@@ -212,14 +213,17 @@ def _read_weights(
     run_dir: Path,
     run: dict[str, Any],
 ) -> Transformer:
-    """A model with a checkpoint's weights, adapters merged. They are read on the host: a card may have room for one of
-    them in `dtype` and for no more. Raises Damaged, or RunError for another architecture's."""
+    """Load a checkpoint into a new model, adapters merged.
+
+    The tensors are read on the host, because a GPU may only have room for one copy in `dtype`. Raises Damaged, or
+    RunError if they do not fit the architecture.
+    """
     if run["config"].get("adapter") is not None:
         return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), "cpu"), device, dtype)
     verify(checkpoint, weights_only=True)
     model = allocate(config, device, dtype)
     if checkpoint.sharded:
-        from deskside.weights import sharded_files  # importing torch.distributed.checkpoint takes a while
+        from deskside.weights import sharded_files  # importing torch.distributed.checkpoint is slow
 
         whole = allocate(config, "cpu", torch.float32)
         own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in whole.named_parameters()}
@@ -246,7 +250,7 @@ def _whole_config(run_dir: Path, run: dict[str, Any]) -> RunConfig:
 
 @torch.no_grad()
 def _cast(model: Transformer, dtype: torch.dtype) -> None:
-    """Store what is cast at every use anyway in the dtype of its use, unless it is read so already."""
+    """Cast weights to the dtype in which they are used, unless they are loaded in it already."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.ndim >= 2:
@@ -260,7 +264,7 @@ def _eos_of_generation_config(folder: Path) -> set[int]:
 
 
 def named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
-    """The id of the token that tokenizer_config.json names under `key`."""
+    """Return the id of the token that tokenizer_config.json names under `key`."""
     path = folder / "tokenizer_config.json"
     named = json_object(path).get(key) if path.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named

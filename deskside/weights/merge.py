@@ -1,7 +1,7 @@
-"""An adapted model -> a plain one: W + scale B A for every adapted projection, W being what its codes stand for.
+"""Merging adapters into plain weights: W + scale B A for every adapted projection, where W is the dequantized base.
 
-The merged model computes what the adapted one computed, up to rounding, and needs nothing of ours: it is what samples,
-summary and export are made of, and what `load_model` gives for a run with adapters.
+The merged model computes the same function up to rounding and has no adapters. Samples, the summary and exports use
+it, and `load_model` returns it for a run with adapters.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +31,10 @@ from deskside.weights.checkpoint_files import WEIGHTS, Checkpoint, Damaged, find
 def merged(
     model: Transformer, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    """A model of its own on `device`, without adapters. dtype: of weights with two or more dimensions; sums are made
-    in float32. The given model stays as it is."""
+    """Return a merged copy of the model on `device`; the given model is unchanged.
+
+    dtype: of weights with two or more dimensions; the sums are computed in float32.
+    """
     plain = allocate(model.config, device, dtype)
     merge_into(plain, model)
     return plain
@@ -42,10 +44,12 @@ def merged(
 def merge_into(
     plain: Transformer, model: Transformer, original: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Overwrite the weights of a model without adapters with those of an adapted one, merged. The two may lie on
-    different devices. Beside them the first one's needs memory for one weight at a time: its codes and float32.
+    """Overwrite the weights of a model without adapters with the merged weights of an adapted one.
 
-    original: the weights that were frozen, by parameter name, to merge into instead of their frozen form.
+    The models may be on different devices. The first device needs memory for one more weight: its codes and
+    float32.
+
+    original: the unquantized base weights by parameter name, used instead of the frozen ones.
     """
     given = dict(model.named_modules())
     for path, target in plain.named_modules():
@@ -57,14 +61,16 @@ def merge_into(
             if leaf != "weight":
                 parameter.copy_(getattr(source, leaf) if given_weight is None else given_weight)
                 continue
-            # Not named: the next weight is made when this one is gone.
+            # Not bound to a name, so that it is freed before the next weight is computed.
             parameter.copy_(_weight(source, parameter.device, given_weight))
 
 
 @dataclass(frozen=True)
 class AdaptedRun:
-    """A run's model with its adapters apart, the run's configuration, and the step of its checkpoint. init: what they
-    were trained on, as transformers would load it: of a run the Hugging Face model that it ended with."""
+    """A run's model with its adapters, the run's configuration, and the step of its checkpoint.
+
+    init: what transformers should load as the base; for a run that started from a run, that run's exported model.
+    """
 
     model: Transformer
     config: RunConfig
@@ -76,9 +82,10 @@ class AdaptedRun:
 def open_adapted(
     run_dir: Path, warn: Callable[[str], None], device: torch.device | str = "cpu"
 ) -> AdaptedRun:
-    """The newest good checkpoint of a run with adapters, beside its base.
+    """Load the newest good checkpoint of a run with adapters, with its base.
 
-    Raises UsageError for a run without adapters or checkpoints, RunError when run.json or all checkpoints are damaged.
+    Raises UsageError for a run without adapters or checkpoints, RunError if run.json or all checkpoints are
+    damaged.
     """
     path = run_dir / "run.json"
     run = json_object(path)
@@ -107,7 +114,7 @@ def open_adapted(
 def read_adapted(
     run_dir: Path, checkpoint: Checkpoint, config: RunConfig, device: torch.device | str
 ) -> Transformer:
-    """The model of one checkpoint. Raises Damaged for the checkpoint, RunError for the base below it."""
+    """Load one checkpoint. Raises Damaged for a bad checkpoint, RunError for a bad base."""
     assert config.adapter is not None
     verify(checkpoint, weights_only=True)
     try:
@@ -123,15 +130,15 @@ def read_adapted(
 
 
 def _trains(module: nn.Module, leaf: str) -> bool:
-    """Return whether a parameter trained as a whole, beside the adapters."""
+    """Return whether a parameter trains as a whole, not through an adapter."""
     parameter = dict(module.named_parameters(recurse=False)).get(leaf)
     return parameter is not None and parameter.requires_grad
 
 
 def _weight(module: nn.Module, device: torch.device, original: torch.Tensor | None = None) -> torch.Tensor:
-    """The weight of a module as it computes: in float32 on `device` where it has to be made, else as it is.
+    """Return the weight that a module computes with: dequantized to float32 on `device`, or as it is.
 
-    original: what to use in place of the frozen weight.
+    original: replaces the frozen weight.
     """
     adapter, trained = adapter_of(module), trained_rows_of(module)
     if original is not None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from deskside.utils.errors import RunError
 from deskside.weights.checkpoint_files import SHARDED, Checkpoint, Damaged, refuse_pickle
 
-FILE_BYTES = 2**29  # a file is put together in host memory before it is written, so files must be small
+FILE_BYTES = 2**29  # a file is assembled in host memory before it is written, so files must be small
 
 Groups = Mapping[str, Mapping[str, Tensor]]
 
@@ -39,10 +39,10 @@ def write(folder: Path, groups: Groups) -> None:
 
 
 def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
-    """Fill the given tensors, sharded or whole, in place. Every rank calls this; with `no_dist` one process alone.
+    """Fill the given tensors, sharded or whole, in place. Every rank calls this; with `no_dist` a single process.
 
-    Raises Damaged when the files cannot be read or hold less than these tensors, and RunError when the tensors have
-    other shapes, or when the checkpoint is in the old format, which was a pickle.
+    Raises Damaged if the files cannot be read or lack tensors, and RunError if the tensors have other shapes, or if
+    the checkpoint is in the old format, a pickle.
     """
     refuse_pickle(checkpoint)
     folder = checkpoint.path / SHARDED
@@ -56,14 +56,14 @@ def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
         KeyError,
         TypeError,
         AttributeError,
-        RecursionError,  # torch parses the headers of shards by itself
+        RecursionError,  # torch parses the headers of shards itself
     ) as error:
         raise Damaged(f"{folder} cannot be read ({type(error).__name__}: {error})") from None
     for group, tensors in groups.items():
         for name, tensor in tensors.items():
             _check(folder, f"{group}.{name}", tensor, stored)
     try:
-        with warnings.catch_warnings():  # one process reading what many wrote is intended
+        with warnings.catch_warnings():  # a single process may read the shards of many
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(dict(groups), storage_reader=reader, no_dist=no_dist)
     except CheckpointException as error:
@@ -85,7 +85,7 @@ def _check(folder: Path, name: str, tensor: Tensor, stored: Mapping[str, Any]) -
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number the file of every tensor from 1, so that no rank writes much more than FILE_BYTES into one."""
+    """Assign tensors to numbered files of about FILE_BYTES each."""
     result, number, size = {}, 1, 0
     for name, tensor in tensors.items():
         if size >= FILE_BYTES:
@@ -97,8 +97,8 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _first(error: CheckpointException) -> Exception:
-    """Return the exception of the lowest rank that failed. Raises it when it is no `Exception`."""
+    """Return the exception of the lowest rank that failed. Raises it if it is not an `Exception`."""
     _, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
     if not isinstance(first, Exception):
-        raise first from None  # a second Ctrl-C is not a failure of the disk
+        raise first from None  # a second Ctrl-C is not a disk failure
     return first

@@ -131,7 +131,10 @@ def test_a_name_that_is_no_folder(
 def test_a_name_that_is_taken(made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "mine").mkdir(parents=True)
     line = refused(["demo", "--data.path", made.config.data.path or "", "--name", "mine"], capsys)
-    assert line == "runs/mine exists; choose another --name, or go on with: deskside train --resume runs/mine"
+    assert (
+        line
+        == "runs/mine exists; choose another --name, or continue it with: deskside train --resume runs/mine"
+    )
 
 
 def test_resume_of_a_damaged_run(made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +162,7 @@ def test_resume_of_a_run_without_length_or_data(
     (here / "run.json").write_text("{}")
     assert main(["train", "--resume", "."]) == 1
     assert (
-        capsys.readouterr().err == "deskside: run.json: holds no configuration of a run (it has no config)\n"
+        capsys.readouterr().err == "deskside: run.json: has no valid run configuration (it has no config)\n"
     )
 
 

@@ -288,7 +288,7 @@ def test_a_disk_that_changes_bytes_is_found(
             file.write(bytes([byte[0] ^ 0x40]))
 
     monkeypatch.setattr(gguf.GGUFWriter, "close", flip)
-    with pytest.raises(RunError, match="read back otherwise than it was"):
+    with pytest.raises(RunError, match="reads back differently"):
         save_gguf(model, model.config, tokenizer, out, "q8_0")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (out / "model-Q8_0.gguf").read_bytes() == before

@@ -181,5 +181,5 @@ def test_weights_of_another_architecture_are_named() -> None:
     ):
         frozen_base.make(other, AdapterConfig(), 0, given, "cpu")
     del given["embed.weight"]
-    with pytest.raises(RunError, match=r"'embed.weight' stands on one side only"):
+    with pytest.raises(RunError, match=r"only one of both has 'embed.weight'"):
         frozen_base.make(config, AdapterConfig(), 0, given, "cpu")

@@ -44,7 +44,7 @@ def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"^--runs .*file: is a file"):
         RunDirectory.create(tmp_path / "file", None, "demo")
-    with pytest.raises(RunError, match=r"cannot be made: File name too long"):
+    with pytest.raises(RunError, match=r"cannot be created: File name too long"):
         RunDirectory.create(tmp_path, "n" * 300, "demo")
 
 
@@ -135,7 +135,7 @@ def test_a_plan_that_is_none_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize("damage", ["{}", '{"config": 3}', '{"config": {"seed": -1}}'])
 def test_a_run_without_configuration_is_named(tmp_path: Path, damage: str) -> None:
     (tmp_path / "run.json").write_text(damage)
-    with pytest.raises(RunError, match=r"run\.json: holds no configuration of a run"):
+    with pytest.raises(RunError, match=r"run\.json: has no valid run configuration"):
         RunDirectory.open(tmp_path).config()
 
 
