@@ -72,7 +72,7 @@ def save_hf(
     if the disk is too small.
 
     Args:
-        tokenizer_path: A tokenizer.json, or a directory with one (and its chat template and settings); None writes none.
+        tokenizer_path: A tokenizer.json, or a directory with one (and its chat template and settings), or None.
         about: Extra content of deskside.json.
         card: Content of README.md.
     """
