@@ -1,7 +1,8 @@
-"""Answers in rows: texts that begin with a question, of which only the rest is scored.
+"""Packing of answers into rows: texts that begin with a question, of which only the rest is scored.
 
-Rows look as in pretraining (`data/rows.py`): several texts after one another, none of which sees another one. A unit is
-what must stay together in a row: the two answers of a pair, or one sampled answer. Units are packed best-fit.
+Rows have the format of pretraining (`data/reading/rows.py`): several texts in sequence, which cannot attend to each
+other. A unit must stay together in a row: the two answers of a pair, or one sampled answer. Units are packed
+best-fit.
 """
 
 from collections.abc import Sequence
@@ -28,14 +29,14 @@ from deskside.utils.errors import UsageError
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of a question and its answer, int64; the answer begins at `answer`, and has a token at least."""
+    """Tokens of a question with its answer, int64. The answer begins at index `answer` and is not empty."""
 
     tokens: NDArray[np.int64]
     answer: int
 
     @property
     def room(self) -> int:
-        """Tokens that it takes in a row: all but the last, which is only predicted."""
+        """Return the tokens that it takes in a row: all but the last, which is only a target."""
         return len(self.tokens) - 1
 
     @property
@@ -45,10 +46,10 @@ class Text:
 
 @dataclass(frozen=True)
 class AnswerBatch(Batch):
-    """A micro-batch of S answers; targets are -100 outside of them.
+    """A micro-batch of S answers; targets are -100 outside them.
 
-    counted_M: int64, where the answers' targets stand in the flattened rows, one answer after the other; mask_SL: bool,
-    how many of them each answer has.
+    counted_M: int64, indices of the answers' targets in the flattened rows, answer by answer. mask_SL: bool, the
+    number of targets of each answer.
     """
 
     counted_M: Tensor
@@ -57,7 +58,9 @@ class AnswerBatch(Batch):
 
 @dataclass(frozen=True)
 class Scores:
-    """logprobs_SL and entropy_SL: of each answer's tokens, float32, zero outside; balance: of a model with experts."""
+    """logprobs_SL and entropy_SL: of each answer's tokens, float32, zero elsewhere. balance: the load-balancing
+    loss of a mixture of experts.
+    """
 
     logprobs_SL: Tensor
     entropy_SL: Tensor
@@ -71,7 +74,7 @@ def score(
     compute: ComputeConfig,
     temperature: float = 1.0,
 ) -> Scores:
-    """Log-probabilities of the answers of a micro-batch. The head sees the answers alone."""
+    """Compute the log-probabilities of a micro-batch's answers. The head is applied to the answers only."""
     hidden_BTD, statistics = model.hidden_and_router(batch.tokens_BT, context, batch.positions_BT)
     logprobs_M, entropy_M = token_logprobs(
         hidden_BTD.flatten(0, 1).index_select(0, batch.counted_M),
@@ -86,7 +89,7 @@ def score(
 
 
 def evaluation_context(session: Session, batch: Batch) -> AttentionContext:
-    """How a pass outside of a training step attends."""
+    """Return the attention context of a forward pass outside a training step."""
     tokens = batch.tokens_BT.shape[1]
     full, windowed = session.attention.at(tokens, None)
     return AttentionContext(
@@ -95,7 +98,7 @@ def evaluation_context(session: Session, batch: Batch) -> AttentionContext:
 
 
 def check_compute(config: RunConfig) -> None:
-    """Raises UsageError for options that say how pretraining's loss is computed, and have no part in this one."""
+    """Raise UsageError for options of the pretraining loss that have no effect here."""
     if config.compute.z_loss:
         raise UsageError("compute.z_loss: has no effect on this objective; remove it")
     if config.precision.head == "fp8":
@@ -107,7 +110,7 @@ def check_compute(config: RunConfig) -> None:
 
 
 def pack_units(rooms: NDArray[np.int64], sequence_length: int) -> list[NDArray[np.int64]]:
-    """Which units stand in each row. rooms: of each unit, at most sequence_length."""
+    """Return the units of each row. rooms: tokens of each unit, at most sequence_length."""
     numbers = np.arange(len(rooms), dtype=np.int64)
     packing = pack(numbers, rooms, sequence_length)
     return np.split(packing.start, packing.row_start[1:-1]) if packing.num_rows else []
@@ -116,9 +119,9 @@ def pack_units(rooms: NDArray[np.int64], sequence_length: int) -> list[NDArray[n
 def lay_out(
     rows: Sequence[Sequence[Text]], sequence_length: int, boundaries: int, filler: int
 ) -> dict[str, Any]:
-    """Rows of texts -> the fields of an `AnswerBatch` but for the two counts, as tensors on the CPU.
+    """Convert rows of texts to the fields of an `AnswerBatch`, except the two counts, as CPU tensors.
 
-    boundaries: the length of cu_seqlens; filler: the token that fills what is left of a row.
+    boundaries: the length of cu_seqlens. filler: the padding token.
     """
     shape = (len(rows), sequence_length)
     tokens, positions = np.full(shape, filler, np.int64), np.zeros(shape, np.int64)
@@ -153,7 +156,7 @@ def lay_out(
 
 
 def moved(fields: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Tensors to the device, without waiting for it."""
+    """Copy tensors to the device without synchronization."""
     if device.type != "cuda":
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
     return {
@@ -163,7 +166,7 @@ def moved(fields: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def full_row_texts(sequence_length: int, texts: int, vocabulary: int) -> list[Text]:
-    """Random texts that fill a row and are answers from their second token on: the most that a row can cost."""
+    """Return random texts that fill a row and are scored from their second token on: the most expensive row."""
     generator = np.random.default_rng(0)
     cuts = np.linspace(0, sequence_length, texts + 1).astype(int)
     return [Text(generator.integers(vocabulary, size=n + 1), 1) for n in np.diff(cuts).tolist()]

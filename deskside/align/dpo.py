@@ -1,14 +1,14 @@
-"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290): of two answers, prefer the better one.
+"""Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290).
 
-The loss (losses.py) compares the model with its reference, the weights that the run starts from. Their
-log-probabilities never change, so they are computed once, before the first step, and kept beside the data under the
-weights' checksum: a second run with another learning rate finds them, and no second model stands in memory. A run with
-adapters begins as its base, so this holds for it too.
+The loss (losses.py) compares the model with a reference, the weights that the run starts from. The reference's
+log-probabilities never change, so they are computed once before the first step, and cached beside the data under
+the weights' checksum: another run with a different learning rate reuses them, and no second model is in memory.
+This holds for adapters as well, because a run with adapters starts as its base model.
 
-A step's loss is the mean over its pairs. Reported, in training and on held-out pairs: the implicit rewards of both
-answers, their margin, the share of pairs in which the chosen one has the larger reward (a tie counts half, so that
-a run begins at 0.5), and `kl`: k3 per token of the answers, which estimates KL(reference || model) as far as the
-answers are such as the reference gives.
+A step's loss is the mean over its pairs. Reported metrics, in training and on held-out pairs: the implicit rewards
+of both answers, their margin, the accuracy (share of pairs where the chosen answer has the larger reward; a tie
+counts half, so a run starts at 0.5), and `kl`: k3 per token of the answers, an estimate of KL(reference || model)
+if the answers are typical samples of the reference.
 """
 
 import time
@@ -43,26 +43,28 @@ from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMP
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically
 
-REFERENCE = "reference.json"  # in the run: which log-probabilities it compares with
+REFERENCE = "reference.json"  # in the run directory: the key of its reference log-probabilities
 EXTRAS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl", "scored_tokens")
 
 
 @dataclass(frozen=True)
 class PairBatch(AnswerBatch):
-    """Texts 2p and 2p + 1 of the batch are a pair. reference_SL: the reference's log-probabilities of its tokens."""
+    """A batch in which texts 2p and 2p + 1 are a pair. reference_SL: the reference's log-probabilities of its
+    tokens.
+    """
 
     reference_SL: Tensor
 
 
 class Dpo:
-    """The objective; see the module and `train.objective.Objective`."""
+    """The DPO objective; see the module and `train.objective.Objective`."""
 
     name, command, extras, measured_first = "dpo", "deskside dpo", EXTRAS, True
 
     def __init__(self, options: DpoConfig) -> None:
         self.options = options
         self.opened: dict[str, PairRows] = {}
-        self.reference: dict[str, NDArray[np.float32]] = {}  # of all texts' scored tokens, by split
+        self.reference: dict[str, NDArray[np.float32]] = {}  # scored tokens of all texts, by split
         self.train: list[PairRows] = []  # of every stage
         self.sampling_seconds = 0.0
 
@@ -93,8 +95,8 @@ class Dpo:
             session.say("the reference's log-probabilities are those of an earlier run from the same weights")
         elif session.resumed:
             raise RunError(
-                f"{path}: the reference's log-probabilities are missing, and the weights that they are of have been "
-                f"trained since; put the file back, or start the run again"
+                f"{path}: the log-probabilities of the reference are missing, and the starting weights have been "
+                f"trained since; restore the file, or start a new run"
             )
         else:
             session.say("the reference's log-probabilities of all pairs are computed once")
@@ -178,7 +180,7 @@ class Dpo:
     # Parts
 
     def _compare(self, logprobs_SL: Tensor, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Each pair's loss, and the sums that are reported."""
+        """Return the loss of each pair, and the sums of the reported metrics."""
         tokens_S = batch.mask_SL.sum(1)
         mine_S, reference_S = logprobs_SL.sum(1), batch.reference_SL.sum(1)
         found = pair_scores(
@@ -206,7 +208,7 @@ class Dpo:
     def _batch_of(
         self, rows: PairRows, pairs: list[NDArray[np.int64]], everywhere: int, device: torch.device
     ) -> PairBatch:
-        """The rows that hold these pairs. everywhere: pairs of the whole step."""
+        """Return a batch of rows. everywhere: number of pairs in the whole step on all ranks."""
         starts = rows.scored_start
         numbers = [2 * int(p) + side for row in pairs for p in row for side in (0, 1)]
         reference = self.reference.get(rows.split)
@@ -233,7 +235,7 @@ class Dpo:
         )
 
     def _log_reference(self, session: Session, rows: PairRows) -> NDArray[np.float32]:
-        """The starting model's log-probabilities of every text's scored tokens, one text after the other."""
+        """Compute the reference's log-probabilities of the scored tokens of every text, concatenated."""
         found = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
         with Progress(
             f"reference, {rows.split}", rows.num_rows, "rows", quiet=not session.world.first
@@ -244,7 +246,7 @@ class Dpo:
         return np.asarray(session.world.summed(found.to(session.world.device)).cpu().numpy())
 
     def _score_reference(self, session: Session, rows: PairRows, numbers: list[int], found: Tensor) -> None:
-        """Fill in the scored tokens of these rows."""
+        """Compute the reference's log-probabilities for these rows."""
         pairs = [rows.rows[n] for n in numbers]
         batch = self._batch_of(rows, pairs, 1, session.world.device)
         with torch.no_grad():
@@ -259,7 +261,7 @@ class Dpo:
             at += last - first
 
     def _find_reference(self, session: Session) -> tuple[str, dict[str, int] | None]:
-        """Return the reference's key, and how many rows of each split it covers; None for all of them."""
+        """Return the cache key, and the number of rows that it covers in each split (None: all)."""
         if session.resumed:
             recorded = session.run.read_json(REFERENCE)
             return str(recorded["key"]), recorded.get("rows")
@@ -271,10 +273,10 @@ class Dpo:
         return (key, None) if rows is None else (f"{key}-{rows['train']}-{rows['val']}", rows)
 
     def _affordable(self, session: Session) -> dict[str, int] | None:
-        """Return the rows of each split that a run of limited length has time for; None for all of them.
+        """Return the rows of each split that a time-limited run can use, or None for all.
 
-        Each training row costs a pass of the reference and a step; each held-out row three passes, the reference and
-        two measurements. Raises UsageError where there is no time for one optimizer step.
+        Each training row costs a forward pass of the reference and a training step; each held-out row three forward
+        passes, the reference and two evaluations. Raises UsageError if there is no time for one optimizer step.
         """
         budget, train, val = session.budget, self.opened["train"], self.opened["val"]
         if budget.limit is None:
@@ -292,18 +294,18 @@ class Dpo:
                 step_rows * (session.row_seconds + pass_seconds),
                 later,
             )
-        if train_rows >= train.num_rows or len(self.train) > 1:  # stages pack the same pairs into other rows
+        if train_rows >= train.num_rows or len(self.train) > 1:  # each stage packs the pairs into other rows
             train_rows = train.num_rows
         if (train_rows, val_rows) == (train.num_rows, val.num_rows):
             return None
         return {"train": train_rows, "val": val_rows}
 
     def _pass_seconds(self, session: Session, rows: PairRows) -> float:
-        """Return the seconds of a forward pass for each row, shared by all processes, measured on a few rows."""
+        """Measure the seconds of a forward pass per row, with the rows shared by all ranks."""
         found = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
         numbers = next(iter(_spread(rows, session, None)))
         seconds = 0.0
-        for _ in range(2):  # the first one compiles on a GPU
+        for _ in range(2):  # the first pass compiles on a GPU
             began = time.perf_counter()
             self._score_reference(session, rows, numbers, found)
             seconds = time.perf_counter() - began
@@ -315,7 +317,9 @@ class Dpo:
         return self.opened["train"].directory / "reference" / f"{key}.safetensors"
 
     def _key(self, session: Session) -> str:
-        """Of weights, data and the dtype of activations; recorded, because the weights of a resumed run are others."""
+        """Return a key of weights, data and activation dtype. It is recorded, because a resumed run has other
+        weights.
+        """
         digest = xxhash.xxh3_128(self.opened["train"].fingerprint.encode())
         digest.update(f"{session.model.activation_dtype} {self.opened['train'].sequence_length}".encode())
         for name, tensor in sorted(session.model.state_dict().items()):
@@ -325,7 +329,7 @@ class Dpo:
 
 
 def _spread(rows: PairRows, session: Session, max_tokens: int | None) -> Iterator[list[int]]:
-    """This process's share of all rows, or of about `max_tokens` spread over them, a micro-batch at a time."""
+    """Yield this rank's share of all rows, or of about `max_tokens` spread over them, one micro-batch at a time."""
     wanted = rows.num_rows
     if max_tokens is not None:
         wanted = min(wanted, max(session.world.size, max_tokens // rows.sequence_length))
@@ -342,7 +346,7 @@ def _keep(path: Path, found: Mapping[str, NDArray[np.float32]]) -> None:
 
 
 class _PairLoader:
-    """Optimizer steps of pairs; which rows a step has is a function of seed and position, as in pretraining."""
+    """A loader of optimizer steps. The rows of a step are a function of seed and position, as in pretraining."""
 
     def __init__(self, objective: Dpo, rows: PairRows, feed: Feed):
         self.objective, self.rows, self.feed, self.at = objective, rows, feed, feed.start_row

@@ -1,19 +1,19 @@
-"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300): several answers to a question, a reward for
-each, and those better than their group's mean become more likely.
+"""Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300): sample several answers to each question,
+and make those with a reward above their group's mean more likely.
 
-A row of the configured batch is one answer with its question, so batch.tokens / batch.sequence_length answers make a
-step, whole groups of them; in the forward pass, answers are packed into fewer rows. "tokens" of a run count whole rows,
-used or not. policy.py has the objective and its options.
+A row of the configured batch is one answer with its question, so a step has batch.tokens / batch.sequence_length
+answers, in whole groups; in the forward pass, answers are packed into fewer rows. The `tokens` of a run count whole
+rows, filled or not. policy.py has the loss and its options.
 
-A step's answers are drawn by the weights before it (or before `steps_per_rollout` steps), from random numbers that are
-a function of the seed and of the answer's place in the run. So a resumed run says the same. The probabilities that they
-were drawn with are the engine's own, at the temperature of sampling: where its arithmetic differs from training's in
-the last bits, the ratio of the two corrects for it.
+The answers of a step are sampled by the weights before it (or `steps_per_rollout` steps ago), with random numbers
+that depend only on the seed and on the position of the answer in the run, so a resumed run samples the same
+answers. The sampling probabilities are those of the engine, at the sampling temperature; the ratio to the training
+probabilities corrects for differences in their arithmetic.
 
-Reported for each step: mean and standard deviation of the rewards, tokens of an answer, the share of answers cut off at
-their longest, the share of answers whose group has unequal rewards (only they teach something), entropy, the share of
-clipped tokens, `drift`: k3 per token between the weights that drew the answers and those that learn, and `kl`: from the
-weights that the run began with, where align.kl asks for it.
+Reported metrics of each step: mean and standard deviation of the rewards, answer length in tokens, the share of
+truncated answers, the share of answers in groups with unequal rewards (only these give a gradient), entropy, the
+share of clipped tokens, `drift`: k3 per token between the sampling and the trained weights, and with align.kl `kl`:
+k3 from the initial weights.
 """
 
 import shutil
@@ -64,7 +64,7 @@ from deskside.train.prepare.dry_step import RowShape
 from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
 
-REFERENCE = "reference.safetensors"  # in the run: the weights that it began with, where align.kl needs them
+REFERENCE = "reference.safetensors"  # in the run directory: the initial weights, for align.kl
 REWARD_FILE = "reward.py"
 EXTRAS: tuple[str, ...] = (
     "answers", "answer_tokens", "reward", "reward_square", "cut_off", "informative", "entropy", "clipped", "drift",
@@ -76,8 +76,8 @@ EXTRAS: tuple[str, ...] = (
 class RolloutBatch(AnswerBatch):
     """S sampled answers.
 
-    sampled_SL: log-probabilities that they were drawn with; reference_SL: by the first weights; learnt_S: bool, which
-    of them count in the loss; cut_off_S: bool, which did not end by themselves.
+    sampled_SL: log-probabilities at sampling. reference_SL: of the initial weights. learnt_S: bool, the answers
+    that count in the loss. cut_off_S: bool, the truncated answers.
     """
 
     sampled_SL: Tensor
@@ -89,7 +89,7 @@ class RolloutBatch(AnswerBatch):
 
 
 class Grpo:
-    """The objective; see the module and `train.objective.Objective`."""
+    """The GRPO objective; see the module and `train.objective.Objective`."""
 
     name, command, extras, measured_first = "grpo", "deskside grpo", EXTRAS, True
 
@@ -105,7 +105,7 @@ class Grpo:
         options, rows = self.options, config.batch.tokens // sequence_length
         if rows % options.group:
             raise UsageError(
-                f"batch.tokens: {rows} answers a step are no whole groups of {options.group}; use a multiple of "
+                f"batch.tokens: {rows} answers per step are not whole groups of {options.group}; use a multiple of "
                 f"{options.group * sequence_length}"
             )
         self.opened[split] = Questions(
@@ -127,8 +127,8 @@ class Grpo:
         self.answers_per_step = config.batch.tokens // config.batch.sequence_length
         if (self.answers_per_step // self.options.group) % session.world.size:
             raise UsageError(
-                f"batch.tokens: {self.answers_per_step // self.options.group} questions a step cannot be shared evenly "
-                f"by {session.world.size} processes; use more"
+                f"batch.tokens: {self.answers_per_step // self.options.group} questions per step do not divide among "
+                f"{session.world.size} processes; use a larger batch"
             )
         ends = session.run.read_json("generation_config.json")["eos_token_id"]
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
@@ -136,7 +136,7 @@ class Grpo:
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
         with session.precision.high_precision(), memory_for_sampling():
             left = Left.of(session.world.device)
-            self._keep_reference(session)  # first: the sampler shares out the memory that is left
+            self._keep_reference(session)  # first, because the sampler divides the memory that is left
             if left is not None and self.reference is not None:
                 left = left.without(self.reference)
             self.sampler = Sampler(
@@ -147,7 +147,7 @@ class Grpo:
                 self.ends,
                 left,
             )
-            if left is not None:  # what it tries out is memory
+            if left is not None:  # only memory is tested
                 self.sampler.rehearse(self.opened["train"].vocab_size)
             if session.budget.limit is not None:
                 self._fit_into_time(session)
@@ -162,9 +162,9 @@ class Grpo:
         return self.sampling_seconds
 
     def _fit_into_time(self, session: Session) -> None:
-        """Time a few tokens of sampling: a step's share of it, and as many held-out questions as can be asked.
+        """Measure the speed of sampling, to get its time in a step and the number of held-out questions that fit.
 
-        Raises UsageError where there is no time for one optimizer step.
+        Raises UsageError if there is no time for one optimizer step.
         """
         budget, val, options = session.budget, self.opened["val"], self.options
         count = options.steps_per_rollout * self.answers_per_step // session.world.size
@@ -202,7 +202,7 @@ class Grpo:
             val.questions = [val.questions[n] for n in (np.arange(asked) * total // asked).tolist()]
 
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
-        """The copies of the model, and the answers to one question: sampling takes more where more is left."""
+        """Return the memory of the model's copies and of the answers to one question, the minimum for sampling."""
         dtype = model.activation_dtype
         copies = (2 if self.options.kl else 1) * num_params(config.model) * dtype.itemsize
         answers = answers_bytes(config.model, dtype, self.options.group, config.batch.sequence_length)
@@ -270,7 +270,7 @@ class Grpo:
         return found | ({"kl": extra["kl"] / tokens} if self.options.kl else {})
 
     def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
-        """Mean reward of greedy answers to held-out questions."""
+        """Return the mean reward of greedy answers to held-out questions."""
         questions, world = cast(Questions, session.validation), session.world
         wanted = len(questions.questions)
         if max_tokens is not None:
@@ -300,7 +300,9 @@ class Grpo:
     # Sampling
 
     def roll_out(self, questions: Sequence[Question], positions: Sequence[int], seed: int) -> list[Rollout]:
-        """Answers by the present weights, judged. Whole groups; a question stands once for each of its answers."""
+        """Sample and score answers with the present weights, in whole groups. A question is repeated for each
+        answer.
+        """
         self.sampler.renew()
         made = self.sampler.sample(
             [q.tokens for q in questions],
@@ -334,7 +336,7 @@ class Grpo:
     def batches(
         self, questions: Questions, rollouts: Sequence[Rollout], micro_rows: int, device: torch.device
     ) -> list[Batch]:
-        """A step's answers of this process, packed. All processes call this at the same time."""
+        """Pack this rank's answers of a step. All ranks call this at the same time."""
         learnt = [r for r in rollouts if self.options.learn_truncated or r.sampled.ended]
         counted = float(len(rollouts))
         if self.options.average == "token":
@@ -382,7 +384,7 @@ class Grpo:
         batch = RolloutBatch(**moved({**fields, **own}, device), num_valid=count, num_valid_step=everywhere)
         return self._with_reference(batch) if self.reference is not None and not dry else batch
 
-    # The weights that the run began with
+    # Initial weights
 
     @torch.no_grad()
     def _with_reference(self, batch: RolloutBatch) -> RolloutBatch:
@@ -401,7 +403,7 @@ class Grpo:
         named = dict(self.reference.named_parameters())
         if session.resumed:
             if not path.is_file():
-                raise RunError(f"{path}: is missing; align.kl needs the weights that the run began with")
+                raise RunError(f"{path}: is missing; align.kl needs the initial weights of the run")
             with torch.no_grad():
                 for name, tensor in load_file(path).items():
                     named[name].copy_(tensor)
@@ -412,7 +414,7 @@ class Grpo:
                 raise RunError(f"{path}: cannot be written: {error.strerror}") from None
 
     def _keep_reward_file(self, session: Session) -> None:
-        """A person's own function stays readable with the run, and a resumed run has the same one."""
+        """Copy the user's reward function into the run, and check that a resumed run uses the same one."""
         if self.rewards.file is None:
             return
         kept = session.run.path / REWARD_FILE
@@ -421,13 +423,16 @@ class Grpo:
                 shutil.copyfile(self.rewards.file, kept)
         elif not kept.is_file() or kept.read_bytes() != self.rewards.file.read_bytes():
             raise RunError(
-                f"reward: {self.rewards.file} is not what the run began with; {kept} is, put that back"
+                f"reward: {self.rewards.file} changed since the run started; restore it from {kept}"
             )
 
 
 def passes(rows: int, most: int) -> list[int]:
-    """Rows of each forward pass: `most`, and for what is left that, a half, a quarter or an eighth of it: a compiled
-    step meets four shapes at most, and less than half of the last pass is empty."""
+    """Return the number of rows of each forward pass: `most`, and for the rest that, a half, a quarter or an eighth
+    of it.
+
+    So a compiled step sees at most four shapes, and more than half of the last pass is filled.
+    """
     sizes = sorted({-(-most // part) for part in (1, 2, 4, 8)})
     whole, left = divmod(rows, most)
     return [most] * whole + ([next(size for size in sizes if size >= left)] if left else [])
@@ -439,14 +444,14 @@ def _text_of(rollout: Rollout) -> Text:
 
 
 class _RolloutLoader:
-    """Optimizer steps of sampled answers. A round of sampling gives `steps_per_rollout` of them."""
+    """A loader of optimizer steps of sampled answers. One round of sampling gives `steps_per_rollout` steps."""
 
     def __init__(self, objective: Grpo, questions: Questions, feed: Feed):
         self.objective, self.questions, self.feed = objective, questions, feed
         self.at = feed.start_row
         self.round = objective.options.steps_per_rollout * feed.rows_per_step
         self.rollouts: list[Rollout] = []
-        # Of a round that steps have begun to learn from, all answers stay.
+        # A round that has been used by a step is kept whole.
         objective.log.cut(-(-self.at // self.round) * self.round)
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -463,13 +468,13 @@ class _RolloutLoader:
         return objective.batches(self.questions, rollouts, feed.micro_batch_rows, feed.device)
 
     def _mine(self, first: int, last: int) -> list[int]:
-        """This process's positions of each step between the two."""
+        """Return this rank's positions of each step in the range."""
         share = self.feed.rows_per_step // self.feed.world_size
         steps = range(first + self.feed.rank * share, last, self.feed.rows_per_step)
         return [p for step in steps for p in range(step, step + share)]
 
     def _round_from(self, begin: int) -> list[Rollout]:
-        """The round that begins there: said now, or before the checkpoint that the run goes on from."""
+        """Return the round that begins at a position: sampled now, or read from the log after a resume."""
         positions = self._mine(begin, begin + self.round)
         group = self.questions.group
         first = np.array(positions[::group], np.int64) // group
@@ -479,7 +484,7 @@ class _RolloutLoader:
         said = {row["position"]: row for row in self.objective.log.read(begin, begin + self.round)}
         if set(said) != set(positions):
             raise RunError(
-                f"{self.objective.log.lines}: the answers that the next step learns from are missing; start the run "
+                f"{self.objective.log.lines}: the sampled answers of the next step are missing; start the run "
                 "again"
             )
         return [

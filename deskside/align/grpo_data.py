@@ -1,6 +1,7 @@
-"""Questions whose answers can be checked: records to prompts, and prompts to an endless order.
+"""Questions with checkable answers: conversion of records to prompts, and their endless shuffled order.
 
-A record has `prompt` (a text, or messages) and `answer`: what a reward compares with, a text; for `code`, tests.
+A record has `prompt` (text or messages) and `answer`, the text that a reward compares with; for the reward `code`,
+tests.
 """
 
 import json
@@ -24,7 +25,7 @@ FIELDS = ("prompt", "answer")
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: what the user asked last; tokens: of the whole conversation, up to where the assistant speaks."""
+    """A question. prompt: the user's last message. tokens: the conversation up to the assistant's turn."""
 
     prompt: str
     answer: str
@@ -32,9 +33,9 @@ class Question:
 
 
 def prepare_questions(spec: Spec, system: str | None, tokenizer: Path, out: Path) -> dict[str, Any]:
-    """Make the folder `out`; returns its index. system: a message before each question that has none of its own.
+    """Write the folder `out` and return its index. system: the system message of questions without one.
 
-    Raises UsageError for wrong sources and where no question can be used, RunError when the disk refuses.
+    Raises UsageError for wrong sources or if no question is usable, RunError if the folder cannot be written.
     """
     return Maker(spec, FIELDS, partial(_question, system), _write).make(tokenizer, out)
 
@@ -59,15 +60,15 @@ def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[s
 
 
 class Questions(Indexed):
-    """One split. A row is one answer to a question: `group` rows after one another are of the same question.
+    """One split. A row is one answer to a question: `group` consecutive rows are answers to the same question.
 
-    Questions too long for a row beside `answer_tokens` are left out; `left_out` counts them.
+    Questions that leave less than `answer_tokens` in a row are left out; `left_out` counts them.
     """
 
     def __init__(
         self, path: Path, split: str, sequence_length: int, group: int, answer_tokens: int, vocabulary: int
     ):
-        """Raises UsageError when no question fits, RunError for damaged data."""
+        """Raises UsageError if no question fits, RunError if the data is damaged."""
         self.directory, self.split, self.sequence_length = path, split, sequence_length
         self.group, self.answer_tokens = group, answer_tokens
         self.index = open_index(path, "questions", vocabulary)
@@ -92,14 +93,14 @@ class Questions(Indexed):
 
     @property
     def num_tokens(self) -> int:
-        """What an evaluation of the whole split counts: a row for each question."""
+        """Return the tokens of a whole evaluation: one row per question."""
         return len(self.questions) * self.sequence_length
 
     def max_boundaries(self, rows: int) -> int:
-        """The most answers and paddings that `rows` rows can hold."""
+        """Return the maximum number of answers and paddings in `rows` rows."""
         return rows * (self.sequence_length // self._shortest + 1)
 
     def at(self, seed: int, positions: NDArray[np.int64]) -> list[Question]:
-        """The questions at these positions of an endless shuffled order of questions."""
+        """Return the questions at these positions of their endless shuffled order."""
         found = endless(positions, len(self.questions), seed, self.sequence_length)
         return [self.questions[n] for n in found.tolist()]

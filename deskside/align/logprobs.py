@@ -1,11 +1,11 @@
-"""Log-probabilities of chosen tokens under a linear head, without the logits of a whole batch, and differentiable.
+"""Log-probabilities of given tokens under a linear head, differentiable, without the logits of a whole batch.
 
-Cross-entropy (kernels/cross_entropy.py) can make its gradient in the forward pass, because the gradient of a sum is
-known there. In DPO and GRPO the gradient of each token's log-probability is only known once all of them are, so the
-backward pass makes the logits again, a chunk at a time, from the log-sum-exp that the forward pass kept.
+Cross-entropy (kernels/cross_entropy.py) can compute its gradient in the forward pass, because the gradient of a sum
+is known there. In DPO and GRPO the gradient of each token's log-probability depends on all of them, so the backward
+pass recomputes the logits chunk by chunk from the saved log-sum-exp.
 
-Numbers: GEMMs in hidden's dtype, everything on logits in float32 (float64 for float64), the weight's gradient added up
-in float32 over the chunks. Memory: 6 bytes per logit of a chunk, which are worked on in place.
+Precision: GEMMs in hidden's dtype, everything on logits in float32 (float64 for float64), the weight's gradient
+accumulated in float32 over the chunks. Memory: 6 bytes per logit of a chunk, updated in place.
 """
 
 from typing import Any
@@ -26,10 +26,11 @@ def token_logprobs(
     softcap: float | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(cap(hidden weight^T) / temperature)[token] and the entropy of that distribution, each float32 (N,).
+    """Return log softmax(cap(hidden weight^T) / temperature)[token] and the entropy of that distribution, each
+    float32 (N,).
 
-    Differentiable in hidden and weight through the log-probabilities; the entropy is for reports and has no gradient.
-    tokens_N: int64, each from 0 to V - 1.
+    Differentiable in hidden and weight through the log-probabilities; the entropy is for reports and has no
+    gradient. tokens_N: int64, each from 0 to V - 1.
     """
     found = _TokenLogprobs.apply(hidden_ND, weight_VD, tokens_N, temperature, softcap, chunk_tokens)
     assert isinstance(found, tuple)
@@ -51,13 +52,13 @@ class _TokenLogprobs(torch.autograd.Function):
         weight = weight_VD.to(hidden_ND.dtype)
         logprobs_N = torch.empty(len(tokens_N), dtype=wide, device=hidden_ND.device)
         entropy_N, total_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        # Half a chunk has two wide tensors here, a whole one has one and a half in the backward.
+        # Half a chunk has two wide tensors here; a whole chunk has one and a half in the backward pass.
         size = -(-chunk_tokens // 2)
         for start in range(0, len(tokens_N), size):
             part = slice(start, start + size)
             logits = _logits(hidden_ND[part], weight, softcap, wide).div_(temperature)
             total_N[part], logprobs_N[part], entropy_N[part] = _judged(logits, tokens_N[part])
-            del logits  # before the next ones are made
+            del logits  # freed before the next ones are allocated
         ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, total_N)
         ctx.temperature, ctx.softcap, ctx.chunk_tokens = temperature, softcap, chunk_tokens
         ctx.mark_non_differentiable(entropy_N)
@@ -91,13 +92,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden_nD: Tensor, weight_VD: Tensor, softcap: float | None, wide: torch.dtype) -> Tensor:
-    """(n, V), capped, in `wide`."""
+    """Return the capped logits (n, V) in dtype `wide`."""
     logits = (hidden_nD @ weight_VD.T).to(wide)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _judged(logits_nV: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-sum-exp, log-probability of the token, entropy), (n,) each. Overwrites the logits."""
+    """Return (log-sum-exp, log-probability of the token, entropy), (n,) each. Overwrites the logits."""
     highest_n = logits_nV.amax(-1)
     logits_nV -= highest_n[:, None]
     picked_n = logits_nV.gather(1, tokens_n[:, None])[:, 0]
@@ -116,7 +117,7 @@ def _d_logits(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """The gradient of the raw logits, temperature aside, from the capped ones, which it overwrites."""
+    """Return the gradient of the raw logits, without the temperature's factor. Overwrites the capped logits."""
     slope_nV = None if softcap is None else (logits_nV / softcap).square_().neg_().add_(1)
     # d log p[token] / d logits is onehot(token) - p
     logits_nV.div_(temperature).sub_(total_n[:, None]).exp_().neg_()
@@ -126,14 +127,14 @@ def _d_logits(
 
 
 def by_sequence(values_M: Tensor, mask_SL: Tensor) -> Tensor:
-    """Values of sequences one after the other -> (S, L), zero where the mask is false. Differentiable.
+    """Arrange concatenated sequences as (S, L), zero where the mask is false. Differentiable.
 
-    mask_SL: bool, in each row as many True at the front as the sequence has values; in all of them M. By gathering: the
-    gradient of scattering under a mask asks the device how many there are, and the host would wait for it.
+    mask_SL: bool, True for the leading values of each row, M in all. It gathers, because the gradient of scattering
+    under a mask needs the number of True values, for which the host would wait.
     """
     lengths_S = mask_SL.sum(1)
     first_S = lengths_S.cumsum(0) - lengths_S
     index_SL = first_S[:, None] + torch.arange(mask_SL.shape[1], device=mask_SL.device)
-    index_SL = torch.where(mask_SL, index_SL, len(values_M))  # a zero after the last value
+    index_SL = torch.where(mask_SL, index_SL, len(values_M))  # index of a zero after the last value
     padded = torch.cat((values_M, values_M.new_zeros(1)))
     return padded.index_select(0, index_SL.flatten()).view(mask_SL.shape)

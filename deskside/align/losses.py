@@ -6,9 +6,9 @@ h = (log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)), e
       smoothed      with probability e a pair's label is wrong: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
                     (conservative DPO, Mitchell 2023)
     ipo           (h' - 1/(2 beta))^2, h' of token means    IPO, Azar et al. 2023, arXiv 2310.12036
-    sigmoid_norm  -log sigmoid(beta h')                     so that long answers count no more than short ones
+    sigmoid_norm  -log sigmoid(beta h')                     so that long answers do not dominate
 
-IPO takes means because its authors' results do (as TRL says, and does); beta then has another scale than in DPO.
+IPO uses means, as in its authors' results and in TRL, so its beta has another scale than DPO's.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ PairLoss = Literal["sigmoid", "ipo", "sigmoid_norm"]
 
 @dataclass(frozen=True)
 class PairScores:
-    """Of P pairs, each (P,) float32: the loss, and the implicit rewards beta (log p - log ref) of both answers."""
+    """Results of P pairs, each (P,) float32: the loss, and the implicit rewards beta (log p - log ref) of both
+    answers.
+    """
 
     loss_P: Tensor
     chosen_reward_P: Tensor
@@ -41,7 +43,10 @@ def pair_scores(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> PairScores:
-    """chosen_P ...: summed log-probabilities of the answers by model and reference; tokens: their lengths."""
+    """Compute the loss and the implicit rewards of P pairs.
+
+    chosen_P ...: summed log-probabilities of the answers under model and reference. tokens: their lengths.
+    """
     chosen_ratio_P, rejected_ratio_P = chosen_P - chosen_reference_P, rejected_P - rejected_reference_P
     rewards = beta * chosen_ratio_P.detach(), beta * rejected_ratio_P.detach()
     if loss != "sigmoid":

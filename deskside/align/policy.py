@@ -1,20 +1,20 @@
-"""The objective of GRPO and of its relatives, from the log-probabilities of sampled tokens.
+"""The loss of GRPO and its variants, from the log-probabilities of sampled tokens.
 
     GRPO     Shao et al. 2024, arXiv 2402.03300     DAPO     Yu et al. 2025, arXiv 2503.14476
     Dr.GRPO  Liu et al. 2025, arXiv 2503.20783      GSPO     Zheng et al. 2025, arXiv 2507.18071
 
-With the ratio r = p(token) / p_sampled(token), the advantage A of the token's answer, and clipping to
-[1 - low, 1 + high], a token costs -min(r A, clip(r) A) + kl * k3. What differs between the four are options:
+With the ratio r = p(token) / p_sampled(token), the advantage A of the token's answer, and clipping to [1 - low, 1 +
+high], the loss of a token is -min(r A, clip(r) A) + kl * k3. The variants are options:
 
-    advantage  (reward - mean of the group) / its standard deviation, or without the division (Dr.GRPO: dividing favours
+    advantage  (reward - mean of the group) / its standard deviation, or without the division (Dr.GRPO: dividing favors
                questions that are nearly always or nearly never solved)
-    ratio      of each token, or one of the whole answer, the geometric mean (GSPO)
-    clip_high  above clip_low lets unlikely tokens grow further (DAPO: 0.28 and 0.2)
+    ratio      per token, or the geometric mean over the answer (GSPO)
+    clip_high  a value above clip_low lets unlikely tokens grow further (DAPO: 0.28 and 0.2)
     average    "sequence": mean over an answer's tokens, then over answers (GRPO)
                "token": mean over all tokens of the step (DAPO)
-               "fixed": sum over the longest answer allowed, mean over answers (Dr.GRPO: no bias towards short ones)
+               "fixed": sum divided by the maximum answer length, then mean over answers (Dr.GRPO: no length bias)
 
-k3 = exp(ref - p) - (ref - p) - 1 estimates KL(p || ref) without bias from tokens that p drew, and is never below zero
+k3 = exp(ref - p) - (ref - p) - 1 is a non-negative, unbiased estimate of KL(p || ref) for tokens sampled from p
 (Schulman 2020, "Approximating KL divergence").
 """
 
@@ -26,18 +26,19 @@ from torch import Tensor
 
 Average = Literal["sequence", "token", "fixed"]
 Ratio = Literal["token", "sequence"]
-STD_FLOOR = 1e-4  # of a group's standard deviation, as in TRL
+STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
 
 
 def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
-    """Rewards of G groups of S answers -> advantages (G, S). Zero where all answers of a group got the same.
+    """Convert the rewards of G groups of S answers to advantages (G, S). They are zero if a group's rewards are
+    equal.
 
-    scale: divide by the group's standard deviation (of a sample: S - 1). Raises ValueError for groups of one.
+    scale: divide by the group's sample standard deviation (S - 1). Raises ValueError for groups of one.
     """
     if rewards_GS.shape[1] < 2:
-        raise ValueError("a group needs two answers or more")
+        raise ValueError("a group needs at least two answers")
     centred_GS = rewards_GS - rewards_GS.mean(1, keepdim=True)
-    # Means of equal numbers are not always that number.
+    # The mean of equal numbers may differ from them by rounding.
     same_G1 = rewards_GS.amax(1, keepdim=True) == rewards_GS.amin(1, keepdim=True)
     centred_GS = centred_GS.masked_fill(same_G1, 0.0)
     return centred_GS / (rewards_GS.std(1, keepdim=True) + STD_FLOOR) if scale else centred_GS
@@ -45,9 +46,9 @@ def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """loss: the sum to be divided by the step's number of answers, or of tokens for average "token".
+    """loss: a sum, to be divided by the step's number of answers, or of tokens for average "token".
 
-    clipped_SL: bool, tokens whose clip is active, so that they have no gradient. kl_SL: k3, zero without a reference.
+    clipped_SL: bool, tokens whose clipping is active, which have no gradient. kl_SL: k3, zero without a reference.
     """
 
     loss: Tensor
@@ -69,10 +70,14 @@ def policy_terms(
     kl: float = 0.0,
     reference_SL: Tensor | None = None,
 ) -> PolicyTerms:
-    """The objective of S answers of up to L tokens.
+    """Return the loss of S answers of up to L tokens.
 
-    logprobs_SL: by the model that trains; sampled_SL: by the one that drew them, at the same temperature; mask_SL:
-    bool, which tokens count. longest: tokens allowed in an answer, for average "fixed". reference_SL: for kl > 0.
+    Args:
+        logprobs_SL: Log-probabilities of the model in training.
+        sampled_SL: Log-probabilities at sampling, at the same temperature.
+        mask_SL: bool, the tokens that count.
+        longest: Maximum length of an answer, for average "fixed".
+        reference_SL: Log-probabilities of the reference, for kl > 0.
     """
     logprobs_SL = logprobs_SL.masked_fill(~mask_SL, 0.0)
     sampled_SL = sampled_SL.masked_fill(~mask_SL, 0.0)

@@ -1,9 +1,8 @@
-"""Preference pairs: records to token arrays, and token arrays to rows in which a pair is never split.
+"""Preference pairs: conversion of records to token arrays, and packing into rows that never split a pair.
 
-A record has `prompt` (a text, or messages), `chosen` and `rejected` (texts, or messages of which the last one is the
-assistant's). Both answers are rendered after the same question; what is scored is the assistant's last turn with the
-token that ends it, exactly as SFT learns it. In a row, the two answers are two texts with the question each, and
-neither sees the other one.
+A record has `prompt` (text or messages), `chosen` and `rejected` (text, or messages that end with the assistant's).
+Both answers are rendered after the same question, and the assistant's last turn with its end token is scored,
+exactly as in SFT. In a row, the two answers are two texts, each with the question, and cannot attend to each other.
 """
 
 from collections.abc import Sequence
@@ -26,20 +25,20 @@ FIELDS = ("prompt", "chosen", "rejected")
 
 
 def prepare_pairs(spec: Spec, tokenizer: Path, out: Path) -> dict[str, Any]:
-    """Make the folder `out`; returns its index. tokenizer: a folder that `chat_template.make` wrote.
+    """Write the folder `out` and return its index. tokenizer: a folder written by `chat_template.make`.
 
-    Raises UsageError for wrong sources and where no pair can be used, RunError when the disk refuses.
+    Raises UsageError for wrong sources or if no pair is usable, RunError if the folder cannot be written.
     """
     return Maker(spec, FIELDS, _pair, _write).make(tokenizer, out)
 
 
 def question_of(prompt: Any) -> list[dict[str, Any]]:
-    """The messages of a prompt, which may be a text. Raises NotRendered."""
+    """Return the messages of a prompt, which may be text. Raises NotRendered."""
     return checked_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
 def answered(template: ChatTemplate, end: int | None, question: list[dict[str, Any]], answer: str) -> Text:
-    """A question with an answer, up to the token that ends it. end: that token where the template writes none.
+    """Tokenize a question with an answer, up to its end token. end: that token if the template writes none.
 
     Raises NotRendered.
     """
@@ -88,13 +87,14 @@ def _write(folder: Path, split: str, pairs: list[tuple[Text, Text]]) -> tuple[st
 
 
 class PairRows(Indexed):
-    """One split of a prepared folder, packed for one sequence length. Text 2p is pair p's chosen one, 2p + 1 rejected.
+    """One split of a prepared folder, packed for one sequence length. Text 2p is pair p's chosen answer, 2p + 1 the
+    rejected one.
 
-    Pairs that do not fit a row are left out; `left_out` counts them.
+    Pairs that do not fit into a row are left out; `left_out` counts them.
     """
 
     def __init__(self, path: Path, split: str, sequence_length: int, vocabulary: int):
-        """Raises UsageError when no pair fits, RunError for damaged data."""
+        """Raises UsageError if no pair fits, RunError if the data is damaged."""
         self.directory, self.split, self.sequence_length = path, split, sequence_length
         self.index = open_index(path, "preference", vocabulary)
         arrays = load_file(path / self.index["splits"][split]["file"])
@@ -112,7 +112,7 @@ class PairRows(Indexed):
         self._pairs_of_row = np.array([len(row) for row in self.rows], np.int64)
 
     def restrict(self, count: int) -> None:
-        """Keep `count` of the rows, spread evenly over all of them."""
+        """Keep `count` rows, evenly spaced."""
         chosen = np.arange(count) * len(self.rows) // count
         self.rows = [self.rows[n] for n in chosen.tolist()]
         self._pairs_of_row = self._pairs_of_row[chosen]
@@ -131,11 +131,11 @@ class PairRows(Indexed):
 
     @cached_property
     def scored_start(self) -> NDArray[np.int64]:
-        """Where each text's scored tokens begin when those of all texts stand after one another; [texts + 1]."""
+        """Return where each text's scored tokens begin in their concatenation over all texts; [texts + 1]."""
         return np.concatenate(([0], np.cumsum(np.diff(self._start) - self._answer)))
 
     def max_boundaries(self, rows: int) -> int:
-        """The most texts and paddings that `rows` rows can hold."""
+        """Return the maximum number of texts and paddings in `rows` rows."""
         return rows * (2 * int(self._pairs_of_row.max()) + 1)
 
     def text(self, number: int) -> Text:
@@ -143,10 +143,10 @@ class PairRows(Indexed):
         return Text(self._tokens[part].astype(np.int64), int(self._answer[number]))
 
     def pairs_at(self, seed: int, positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """The pairs of the rows at these positions of the endless shuffled order."""
+        """Return the pairs of the rows at these positions of the endless shuffled order."""
         found = endless(positions, self.num_rows, seed, self.sequence_length)
         return [self.rows[row] for row in found.tolist()]
 
     def texts_of(self, rows: Sequence[NDArray[np.int64]]) -> list[list[Text]]:
-        """Chosen, rejected, chosen, rejected ... of each row's pairs."""
+        """Return the texts of each row: chosen, rejected, chosen, rejected, ..."""
         return [[self.text(2 * int(p) + side) for p in row for side in (0, 1)] for row in rows]

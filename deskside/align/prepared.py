@@ -1,7 +1,7 @@
-"""Prepared folders of preference pairs and of questions: made once, whole or not at all, checked when opened.
+"""Prepared folders of preference pairs and of questions: written as a whole, checked when opened.
 
-NAME/index.json   what it holds, from what, with checksums      NAME/tokenizer.json, chat_template.jinja, ...
-     train.*      one file for each split                       NAME/samples.json   a few held-out questions
+NAME/index.json   content, sources and checksums      NAME/tokenizer.json, chat_template.jinja, ...
+     train.*      one file for each split                  samples.json   a few held-out questions
      val.*
 """
 
@@ -28,8 +28,8 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_value
 
-VERSION = 1  # of the folder's form
-RENDERED = 2  # of what is made of the same records
+VERSION = 1  # of the folder format
+RENDERED = 2  # of the conversion: the same records give other content
 FEWEST_HELD_OUT = 32
 Kind = Literal["preference", "questions"]
 NOUN = {"preference": "pair", "questions": "question"}
@@ -37,7 +37,7 @@ NOUN = {"preference": "pair", "questions": "question"}
 
 @dataclass(frozen=True)
 class Spec:
-    """What decides a prepared folder, apart from the tokenizer. `options` are those of the kind itself."""
+    """Everything that determines a prepared folder, apart from the tokenizer. options: those of the data kind."""
 
     kind: Kind
     sources: tuple[str, ...]
@@ -48,7 +48,7 @@ class Spec:
     options: tuple[tuple[str, Any], ...] = ()
 
     def key(self, tokenizer: Path) -> str:
-        """A short name of what is made, from the content of everything that decides it. Raises UsageError."""
+        """Return a short cache key of the content of everything that determines the folder. Raises UsageError."""
         parts = [content_key([Source.parse(s) for s in names]) for names in (self.sources, self.val_sources)]
         parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", "chat_template.jinja")]
         parts.append(
@@ -61,8 +61,9 @@ class Spec:
 
 @dataclass
 class Made:
-    """One item: what its split's file holds of it, which question it asks (so that copies of a question stand on one
-    side), and a conversation to show, if it is short enough."""
+    """One item: its value for the split's file, a key of its question (copies of a question go to the same split),
+    and a conversation to show if it is short enough.
+    """
 
     value: Any
     question: str
@@ -70,7 +71,7 @@ class Made:
 
     @classmethod
     def of(cls, value: Any, question: list[dict[str, Any]], answer: str) -> "Made":
-        """An item about the messages of a question, shown with this answer."""
+        """Return an item for the messages of a question, shown with this answer."""
         shown = [*question, {"role": "assistant", "content": answer}]
         short = sum(len(m["content"]) for m in shown) <= SAMPLE_CHARACTERS
         return cls(value, json.dumps(question, sort_keys=True), shown if short else None)
@@ -80,7 +81,7 @@ Make = Callable[[ChatTemplate, int | None, dict[str, Any]], Made]
 
 
 def _made(item: Make, end: int | None, template: ChatTemplate, fields: dict[str, Any]) -> Made | str:
-    """What `item` makes, or why it does not."""
+    """Return the result of `item`, or the reason why there is none."""
     try:
         refuse_row_fields(fields)
         return item(template, end, fields)
@@ -90,11 +91,11 @@ def _made(item: Make, end: int | None, template: ChatTemplate, fields: dict[str,
 
 @dataclass
 class Maker:
-    """Makes a folder.
+    """The builder of a folder.
 
-    `item` turns a record into `Made`, given the template, and the token that must end an answer where the template
-    writes none; it raises NotRendered for what cannot be used. `write` puts a split's values into a file and returns
-    its name, and facts for the index.
+    `item` converts a record to `Made`, given the template and the token that must end an answer if the template
+    writes none; it raises NotRendered for unusable records. `write` writes the values of a split to a file and
+    returns its name, and facts for the index.
     """
 
     spec: Spec
@@ -105,14 +106,14 @@ class Maker:
     duplicates: int = 0
 
     def make(self, tokenizer: Path, out: Path) -> dict[str, Any]:
-        """The folder `out`, which must not exist. Raises UsageError and RunError; nothing is left then."""
+        """Write the folder `out`, which must not exist. Raises UsageError and RunError, and then leaves nothing."""
         noun = NOUN[self.spec.kind]
         if not self.spec.sources:
             raise UsageError(
-                f"--data: no {noun}s were named; give a .jsonl or .parquet file, a folder or hf:owner/name"
+                f"--data: no {noun}s were given; give a .jsonl or .parquet file, a folder or hf:owner/name"
             )
         if out.exists():
-            raise UsageError(f"{out}: is there already; remove it, or give another --data.path")
+            raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
         with new_folder(tokenizer, out) as new:
             template, coder = ChatTemplate(new), bpe.load(new)
             eos = bpe.end_of_text(coder, new)[1]
@@ -142,7 +143,7 @@ class Maker:
                     val.append(made)
                 else:
                     train.append(made)
-            if train and not val:  # so few that the share caught none
+            if train and not val:  # too few for the share to select one
                 train, val = train[:-1], train[-1:]
             splits = {}
             for name, items in (("train", train), ("val", val)):
@@ -167,7 +168,7 @@ class Maker:
         return index
 
     def _count(self) -> int | None:
-        """Return how many records there are, for the time left; None where counting means downloading."""
+        """Return the number of records, for the progress bar; None if counting would need a download."""
         sources = [Source.parse(name) for name in (*self.spec.val_sources, *self.spec.sources)]
         if any(source.hub is not None for source in sources):
             return None
@@ -193,7 +194,7 @@ class Maker:
 
 
 def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
-    """index.json of a prepared folder. Raises UsageError for another kind or too many tokens, RunError when damaged."""
+    """Read index.json. Raises UsageError for another kind or too many tokens, RunError if it is damaged."""
     try:
         index: dict[str, Any] = json_value((path / "index.json").read_bytes())
         found = index.get("kind", "text")
@@ -210,12 +211,12 @@ def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
         )
     for file, checksum in files:
         if not file.is_file() or fingerprint(file)[1] != checksum:
-            raise RunError(f"{file}: is not what was written there; remove {path} and prepare the data again")
+            raise RunError(f"{file}: was changed; remove {path} and prepare the data again")
     return index
 
 
 def key_of(path: Path) -> str | None:
-    """`Spec.key` of what a prepared folder was made from; None where its index does not say, as older ones do not."""
+    """Return the `Spec.key` that a prepared folder was made from, or None in older folders."""
     try:
         return str(json_value((path / "index.json").read_bytes())["key"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -223,7 +224,7 @@ def key_of(path: Path) -> str | None:
 
 
 class Indexed:
-    """What a split knows from the folder's `index`."""
+    """Facts about a split from the folder's `index`."""
 
     index: dict[str, Any]
 
@@ -241,13 +242,13 @@ class Indexed:
 
 
 def data_fingerprint(index: dict[str, Any]) -> str:
-    """Of what the splits hold, wherever they lie."""
+    """Return a checksum of the content of all splits, independent of their location."""
     parts = [index["tokenizer"], *(split["checksum"] for split in index["splits"].values())]
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
 def told(index: dict[str, Any], say: Callable[[str], None]) -> None:
-    """What a person should know of prepared data."""
+    """Return messages for the user about the prepared data."""
     noun, splits = NOUN[index["kind"]], index["splits"]
     say(f"{splits['train']['count']:,} {noun}s to train on, {splits['val']['count']:,} held out")
     for reason, left in index["left_out"].items():

@@ -1,11 +1,11 @@
-"""Which objective a configuration asks for; the commands that start and resume runs hand it to the training loop."""
+"""The objective of a configuration. Commands that start and resume runs pass it to the training loop."""
 
 from deskside.config.run import RunConfig
 from deskside.train.objective import Objective
 
 
 def objective_of(config: RunConfig) -> Objective | None:
-    """None is pretraining."""
+    """Return the objective of a run, or None for pretraining."""
     if config.align is None:
         return None
     if config.align.name == "dpo":

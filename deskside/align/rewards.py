@@ -1,14 +1,14 @@
-"""Rewards: plain functions of a question, an answer of the model, and what is known to be right.
+"""Rewards: functions of a question, the model's answer, and the reference answer.
 
     reward(prompt, completion, answer) -> float
 
-    number   1 where the final number of the completion equals the answer exactly, as a fraction: 0.5 = 1/2 = 2/4
-    exact    1 where the completion is the answer, apart from white space around it
-    format   1 where the completion says what its final answer is: "#### 7", "\\boxed{7}" or "The answer is 7"
-    code     1 where the completion's code passes the answer, which is a text of tests, in the sandbox
+    number   1 if the final number of the completion equals the answer exactly, as a fraction: 0.5 = 1/2 = 2/4
+    exact    1 if the completion equals the answer, apart from surrounding white space
+    format   1 if the completion marks its final answer: "#### 7", "\\boxed{7}" or "The answer is 7"
+    code     1 if the completion's code passes the tests in `answer`, run in the sandbox
 
-A sum such as `0.9*number+0.1*format` weighs several; `my.py:reward` takes a function from a file, whose text is kept in
-the run.
+A sum such as `0.9*number+0.1*format` combines several; `my.py:reward` loads a function from a file, which is copied
+into the run.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ _LONGEST = 200  # characters of a number; longer ones are no answers, and take l
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text comes to: what is marked as its answer, else its last number. None where there is none."""
+    """Return the final number of a text: the marked answer, otherwise the last number, or None."""
     text = text.replace("\u2212", "-")
     for mark in _MARKS:
         found = mark.findall(text)
@@ -60,7 +60,7 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def number(prompt: str, completion: str, answer: str) -> float:
-    """See the module. Raises UsageError where the answer is no number."""
+    """See the module. Raises UsageError if the answer is not a number."""
     wanted = final_number(answer)
     if wanted is None:
         raise UsageError(
@@ -80,7 +80,7 @@ def format(prompt: str, completion: str, answer: str) -> float:
 
 
 def code(prompt: str, completion: str, answer: str) -> float:
-    """See the module. The last block between ``` counts, the whole text where there is none."""
+    """See the module. Runs the last block between ```, or the whole text if there is none."""
     blocks = _BLOCK.findall(completion)
     return float(sandbox.check(blocks[-1] if blocks else completion, answer).passed)
 
@@ -90,14 +90,14 @@ BUILT_IN: dict[str, Reward] = {"number": number, "exact": exact, "format": forma
 
 @dataclass(frozen=True)
 class Rewards:
-    """A reward as it was written, and its weighted parts. `file`: where a part comes from a file, its path."""
+    """A parsed reward: its spec, its weighted parts, and the path of the file of a part, if any."""
 
     spec: str
     parts: tuple[tuple[float, Reward], ...]
     file: Path | None = None
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
-        """Raises RunError where a part fails or gives no finite number; UsageError as the parts do."""
+        """Compute the reward. Raises RunError if a part fails or is not finite, UsageError as the parts do."""
         total = 0.0
         for weight, part in self.parts:
             try:
@@ -114,7 +114,7 @@ class Rewards:
         return total
 
     def of(self, cases: Sequence[tuple[str, str, str]]) -> list[float]:
-        """Rewards of (prompt, completion, answer) each, in order; code runs on all processors."""
+        """Return the rewards of (prompt, completion, answer) tuples, in order. `code` uses all processors."""
         if not any(part is code for _, part in self.parts):
             return [self(*case) for case in cases]
         with ThreadPoolExecutor(cpu_cores()) as pool:
@@ -122,7 +122,7 @@ class Rewards:
 
 
 def parse(spec: str) -> Rewards:
-    """Raises UsageError for a reward that does not exist, or a file that gives none."""
+    """Parse a reward. Raises UsageError if it does not exist, or if its file cannot be loaded."""
     if ".py:" in spec:
         path, _, name = spec.rpartition(":")
         file = Path(path).expanduser().resolve()

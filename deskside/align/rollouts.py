@@ -1,8 +1,8 @@
-"""What a model said while it learned: one line for each answer in rollouts.jsonl, and a page to read, rollouts.md.
+"""Logs of sampled answers: one line per answer in rollouts.jsonl, and a readable page, rollouts.md.
 
-An answer's `position` is its place in the endless order of answers; the position of a step's first answer follows from
-the checkpoint, so a resumed run cuts away what it will say again, and finds what its next step learns from if that was
-said before the checkpoint.
+An answer's `position` is its index in the endless order of answers. A checkpoint determines the position of the
+next step's first answer, so a resumed run removes the answers that it will sample again, and reads those that its
+next step needs if they were sampled before the checkpoint.
 """
 
 import json
@@ -17,13 +17,13 @@ from deskside.utils.errors import RunError
 from deskside.utils.files import append_line, sync, write_atomically
 from deskside.utils.parsing import json_value
 
-SHOWN = 2  # questions of each round that the page shows
+SHOWN = 2  # questions per round on the page
 HEADING = "## Answers from "
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled answer, judged."""
+    """One sampled answer with its reward."""
 
     position: int
     question: Question
@@ -50,7 +50,7 @@ class Rollout:
 
 
 class RolloutLog:
-    """The two files of one process. with_tokens: lines hold what a resumed run needs to learn from them again."""
+    """The two files of one process. with_tokens: include what a resumed run needs to train on the answers again."""
 
     def __init__(self, folder: Path, rank: int, with_tokens: bool):
         suffix = f"-{rank}" if rank else ""
@@ -58,7 +58,7 @@ class RolloutLog:
         self.with_tokens = with_tokens
 
     def cut(self, position: int) -> None:
-        """Forget answers from this position on. Raises RunError naming a damaged line."""
+        """Remove answers from this position on. Raises RunError naming a damaged line."""
         if self.lines.exists():
             kept = [
                 json.dumps(row, ensure_ascii=False) + "\n"
@@ -72,7 +72,7 @@ class RolloutLog:
             write_atomically(self.page, HEADING.join([head, *kept]))
 
     def read(self, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
-        """Lines of positions from `first` up to `last`; a half-written one at the end is skipped."""
+        """Return lines with positions from `first` up to `last`, skipping a half-written last line."""
         rows = []
         if not self.lines.exists():
             return []
@@ -92,7 +92,7 @@ class RolloutLog:
         return rows
 
     def add(self, rollouts: Sequence[Rollout], group: int) -> None:
-        """A round of sampling. On the disk when this returns: a later checkpoint counts on it."""
+        """Log a round of sampling, synced to the disk, because a later checkpoint depends on it."""
         text = "\n".join(json.dumps(r.to_json(self.with_tokens), ensure_ascii=False) for r in rollouts)
         append_line(self.lines, text)
         append_line(self.page, self._round(rollouts, group))
@@ -102,7 +102,7 @@ class RolloutLog:
     def _round(self, rollouts: Sequence[Rollout], group: int) -> str:
         mean = sum(r.reward for r in rollouts) / len(rollouts)
         parts = [
-            f"{HEADING}{rollouts[0].position:,} on\n",
+            f"{HEADING}{rollouts[0].position:,} onwards\n",
             f"{len(rollouts)} answers, mean reward {mean:.3f}\n",
         ]
         for at in range(0, min(len(rollouts), SHOWN * group), group):
@@ -119,7 +119,7 @@ class RolloutLog:
 
 
 def _plain(text: str) -> str:
-    """On one line, without what Markdown would take for its own."""
+    """Return text on one line with Markdown escaped."""
     line = " ".join(text.split())[:400].replace("\\", "\\\\")
     for mark in "*_`#<>[]":
         line = line.replace(mark, f"\\{mark}")

@@ -1,12 +1,12 @@
-"""Answers of a model in training: a copy of its weights, and an engine over it that stays for the whole run.
+"""Sampling from a model in training: a copy of its weights, and an engine that exists for the whole run.
 
-Training and sampling take turns on one card. The engine's memory (the copy, the cache of keys and values, what CUDA
-graphs work in) stays where it is, so what it may have is what training's largest step leaves free. That is settled
-after that step has run, then tried with the most that the engine can be asked for, and then it is looked whether a step
-of training still has its room: torch hands memory that training has given back to whoever asks first.
+Training and sampling alternate on one GPU. The engine's memory (the copy, the KV cache, the workspace of CUDA
+graphs) stays allocated, so it is limited to what the largest training step leaves free. It is sized after that step
+has run; then the largest possible sampling is rehearsed, and afterwards the memory of a training step must still be
+available, because torch gives memory that training has released to any other user.
 
-The token that ends an answer is part of it, because ending is learnt too. So the engine is not told which tokens end a
-text: an answer is watched, and its request cancelled when such a token comes.
+The end token is part of an answer, because ending must be learned too. So the engine does not know the end tokens:
+the sampler watches each answer, and cancels its request after one.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from deskside.utils.errors import RunError
 from deskside.weights.merge import merge_into, merged
 
 MOST_ROWS = 256
-PACE_TOKENS = 4  # of each answer, when the speed of sampling is measured
+PACE_TOKENS = 4  # per answer, when the speed of sampling is measured
 FEW_LANES = 0.5
-# Of a decoding step, for each row and entry of the vocabulary: its logits, and what drawing from them by
-# `engine/sampling.py` has at once. Graphs hold on to it.
+# Bytes of a decoding step per row and vocabulary entry: the logits, and the workspace of sampling from them by
+# `engine/sampling.py`. CUDA graphs keep it allocated.
 DRAWN_BYTES = 19
-ANY = Sampling(1.0)  # as answers are drawn; the temperature changes nothing in what it takes
+ANY = Sampling(1.0)  # the temperature does not change the memory
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens with the one that ended it; logprobs: of each at the temperature of sampling. `ended`: by itself."""
+    """One answer. tokens: including the end token. logprobs: at the sampling temperature. ended: not truncated."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -48,65 +48,68 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Left:
-    """Of a card, in bytes, after training's largest step. free: that no step needs; again: that the step has given
-    back and the next one takes again."""
+    """Bytes of GPU memory after the largest training step. free: never used by a step. again: released by the step,
+    and needed by the next one.
+    """
 
     free: int
     again: int
 
     @classmethod
     def of(cls, device: torch.device) -> "Left | None":
-        """None on a CPU. To be asked before anything is made beside training: that may lie in what was given back."""
+        """Measure the device, before anything else is allocated in released memory. None on a CPU."""
         if device.type != "cuda":
             return None
         reserved = torch.cuda.memory_reserved(device)
         return cls(allowed_bytes(device) - reserved, reserved - torch.cuda.memory_allocated(device))
 
     def without(self, model: Transformer) -> "Left":
-        """Beside a model that was made since and stays."""
+        """Return what is left after a model that was allocated since."""
         return replace(self, free=self.free - sum(p.nbytes for p in model.parameters()))
 
     def check(self, device: torch.device) -> None:
-        """Raises RunError where what is held now does not leave `again`."""
+        """Raise RunError if the memory in use now does not leave `again`."""
         held = torch.cuda.memory_allocated(device) + _of_graphs()
         short = held + self.again - allowed_bytes(device)
         if short > 0:
             raise RunError(
-                f"out of memory: beside what sampling holds a step of training lacks {short / 2**30:.2f} GiB; give a "
+                f"out of memory: a training step lacks {short / 2**30:.2f} GiB beside sampling; give a "
                 "smaller --batch.micro_tokens, or a shorter --batch.sequence_length"
             )
-        torch.cuda.empty_cache()  # what sampling gave back, in pieces that may not suit training
+        torch.cuda.empty_cache()  # release sampling's memory, whose fragments may not fit training
 
 
 def _of_graphs() -> int:
-    """Bytes that CUDA graphs keep for their next run, where nobody else may allocate."""
+    """Return the bytes reserved by CUDA graphs, which nothing else can use."""
     segments = torch.cuda.memory_snapshot()
     return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))
 
 
 def cached_tokens(row_tokens: int) -> int:
-    """Of the cache, for one answer of so many tokens with its question: whole pages."""
+    """Return the KV-cache tokens of one answer with its question, in whole pages."""
     return -(-row_tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def answers_bytes(shape: Shape, dtype: torch.dtype, rows: int, row_tokens: int) -> int:
-    """Of the keys and values of `rows` answers, and of what they are drawn from in a graph of as many lanes."""
+    """Return the bytes of `rows` answers: keys and values, and the sampling workspace of a graph of that many
+    lanes.
+    """
     cached = cached_tokens(row_tokens) * kv_bytes_per_token(shape, dtype.itemsize)
     return int(rows * cached) + bucket(rows) * DRAWN_BYTES * shape.vocab_size
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed of sampling with `lanes` answers at once: seconds to read their prompts, and for one more token."""
+    """The speed of sampling with `lanes` answers at once: seconds for their prompts, and per further token."""
 
     lanes: int
     prompt_seconds: float
     token_seconds: float
 
     def seconds(self, count: int, tokens: int, lanes: int) -> float:
-        """Return the seconds of `count` answers of so many tokens, `lanes` at once.
+        """Return the seconds for `count` answers of this length, `lanes` at once.
 
-        A step of few lanes is taken to cost at least `FEW_LANES` of a full one, because its overhead stays.
+        A step with few lanes is assumed to take at least `FEW_LANES` of a full one, because of its fixed overhead.
         """
         waves = -(-count // lanes)
         share = max(FEW_LANES, min(1.0, count / self.lanes))
@@ -114,9 +117,12 @@ class Pace:
 
 
 class Sampler:
-    """`adapted`: the model has adapters, which are merged into the copy. rows: answers wanted at once, of up to
-    `row_tokens` tokens with their question. left: by training and by what else was made; None is without limit. Raises
-    RunError where memory is left for less than one of them; make it inside of `memory_for_sampling`."""
+    """The sampler of a run. Create it inside `memory_for_sampling`.
+
+    adapted: the model has adapters, which are merged into the copy. rows: answers to sample at once, each of up to
+    `row_tokens` tokens with its question. left: memory left by training and other allocations, None for no limit.
+    Raises RunError if less than one answer fits.
+    """
 
     def __init__(
         self,
@@ -136,7 +142,7 @@ class Sampler:
             rows = next((n for n in range(rows, 0, -1) if needed(n) <= room), 0)
             if not rows:
                 raise RunError(
-                    f"out of memory: training leaves {max(0, room) / 2**20:,.0f} MiB to answers, and one of "
+                    f"out of memory: training leaves {max(0, room) / 2**20:,.0f} MiB for sampling, and one answer of "
                     f"{row_tokens} tokens needs {needed(1) / 2**20:,.0f}; give a smaller --batch.micro_tokens, "
                     "or a shorter --batch.sequence_length"
                 )
@@ -144,11 +150,13 @@ class Sampler:
         self.engine = Engine(self.copy, max_batch=rows, max_tokens=rows * cached_tokens(row_tokens))
 
     def rehearse(self, vocabulary: int) -> None:
-        """The most that sampling can need, once: all rows at their longest, first with prompts of their own, then with
-        one that they share and go on from together. Call it inside of `memory_for_sampling`. Raises RunError where a
-        step of training has no room any more beside what the engine has kept."""
+        """Run the largest possible sampling once: all rows at full length, with separate prompts and then with a
+        shared one.
+
+        Call it inside `memory_for_sampling`. Raises RunError if a training step no longer fits beside the engine.
+        """
         rows, longest = self.engine.max_batch, self.row_tokens
-        # The rows that share a prompt compute its last page in some parts; a graph is captured after WARM_UP steps.
+        # Rows with a shared prompt recompute parts of its last page; a graph is captured after WARM_UP steps.
         together = -(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3
         new = min(together, longest - 1)
         prompt = tuple(n % vocabulary for n in range(longest - 2))
@@ -161,7 +169,7 @@ class Sampler:
             self.left.check(self.model.embed.weight.device)
 
     def measure_pace(self, prompts: Sequence[tuple[int, ...]], count: int, temperature: float) -> "Pace":
-        """Time the start of `count` answers to these prompts, and a few tokens of each."""
+        """Time the prompts of `count` answers and a few tokens of each."""
         lanes = min(count, self.engine.max_batch)
         chosen = [prompts[n % len(prompts)] for n in range(lanes)]
         times = []
@@ -169,11 +177,11 @@ class Sampler:
             began = time.perf_counter()
             self.sample(chosen, list(range(lanes)), 0, temperature, tokens)
             times.append(time.perf_counter() - began)
-            self.engine.weights_changed()  # what it cached of the prompts would make the next one faster
+            self.engine.weights_changed()  # cached prompts would make the next measurement faster
         return Pace(lanes, times[0], max(0.0, times[1] - times[0]) / PACE_TOKENS)
 
     def renew(self) -> None:
-        """Bring the copy up to date with the model. The copy stays the only one: there may be no room for another."""
+        """Update the copy from the model in place, since a second copy may not fit."""
         if self.adapted:
             merge_into(self.copy, self.model)
         else:
@@ -188,8 +196,10 @@ class Sampler:
         temperature: float,
         tokens: int,
     ) -> list[Sampled]:
-        """An answer to each prompt. streams: which random numbers each draws, so that an answer depends on nothing
-        else than weights, prompt, seed and stream. temperature 0 is greedy."""
+        """Sample an answer to each prompt. temperature 0 is greedy.
+
+        streams: the random stream of each answer, so that it depends only on weights, prompt, seed and stream.
+        """
         sampling = Sampling(temperature=temperature)
         numbers = {
             self.engine.submit(
@@ -217,7 +227,7 @@ class Sampler:
 
 @contextlib.contextmanager
 def memory_for_sampling() -> Iterator[None]:
-    """Raises RunError, saying what to do, where what is done inside runs out of memory."""
+    """Context manager that turns an out-of-memory error into a RunError with a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -228,7 +238,7 @@ def memory_for_sampling() -> Iterator[None]:
 
 
 def copy_of(model: Transformer, adapted: bool) -> Transformer:
-    """A copy of the model as it is now, in the dtype of the activations, adapters merged."""
+    """Return a copy of the model in the dtype of the activations, adapters merged."""
     if not adapted:
         return inference_copy(model)
     dtype = model.activation_dtype

@@ -1,4 +1,4 @@
-"""What the model says to a few held-out questions, before the run and after it."""
+"""Sample answers to a few held-out questions, before and after the run."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from deskside.train.prepare.time_budget import SAMPLE_SHARE
 
 
 def keep_before(session: Session, questions: Path) -> float:
-    """Ask the model that the run starts with and return the seconds that it took.
+    """Sample from the starting model, and return the seconds that it took.
 
     questions: a file of conversations, each with an answer at its end.
     """
@@ -27,8 +27,8 @@ def keep_before(session: Session, questions: Path) -> float:
 
 
 def with_before(session: Session, model: Transformer, questions: Path) -> list[dict[str, Any]]:
-    """Ask the finished model; "before" is what the first one said."""
-    # Merged adapters lie on the host; the model that was trained says the same, on its device.
+    """Sample from the finished model; "before" holds the starting model's answers."""
+    # The merged model is on the host; the trained model gives the same answers on its device.
     asked = session.model if is_adapted(session.model) else model
     conversations = read_questions(questions)
     found = answers(asked, session.run, conversations, session.budget.share(SAMPLE_SHARE))

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: the next token, where an assistant speaks.
+"""Supervised fine-tuning: next-token prediction on the assistant's turns.
 
-The loss is that of pretraining; what differs is the data (`data.chat`: every token that nobody has to learn has target
--100, and conversations in one row never see each other) and how the run is measured: the loss per token that an
-assistant says on held-out conversations, before the first step and at the end, with answers to some of them.
+The loss is that of pretraining. The data differs (`data.chat`: tokens outside the assistant's turns have target
+-100, and conversations in one row cannot attend to each other), and so does the evaluation: the loss per assistant
+token on held-out conversations, before the first step and at the end, with sample answers.
 """
 
 import math
@@ -31,7 +31,7 @@ BEFORE = "samples_before.json"
 
 
 class Sft(NextToken):
-    """See the module."""
+    """The SFT objective; see the module."""
 
     name, command, measured_first = "sft", "deskside sft", True
 
@@ -68,7 +68,7 @@ class Sft(NextToken):
 
     def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
         dataset = cast(PackedDataset, session.validation)
-        # Rows hold more tokens than those that count, and `evaluate` counts rows by all of them.
+        # `evaluate` counts all tokens of a row, not only the scored ones.
         share = dataset.num_rows * dataset.sequence_length / max(1, dataset.num_tokens)
         found = self.evaluate(session, dataset, None if max_tokens is None else int(max_tokens * share))
         loss = found.target_nats / found.targets
@@ -87,14 +87,14 @@ class Sft(NextToken):
         before: list[dict[str, Any]] = []
         if (session.run.path / BEFORE).exists():
             before = session.run.read_json(BEFORE)["samples"]
-        # A merged model lies on the host; the one that was trained gives the same answers on its device.
+        # The merged model is on the host; the trained model gives the same answers on its device.
         after = self._answers(session, session.model if is_adapted(session.model) else model)
         for sample, earlier in zip(after, before, strict=False):
             sample["before"] = earlier["text"]
         return after
 
     def _answers(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
-        """The model's greedy answers to the last question of some held-out conversations."""
+        """Return greedy answers to the last question of some held-out conversations."""
         path = self.opened[0].directory / SAMPLES_FILE
         conversations = read_questions(path) if path.is_file() else []
         return answers(model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
@@ -106,9 +106,9 @@ def answers(
     conversations: list[list[dict[str, str]]],
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Return what the model says in place of each conversation's last message, with that message as "reference".
+    """Sample a replacement for each conversation's last message, which is returned as "reference".
 
-    Answers are cut off after so many seconds.
+    Answers are cut off after the given number of seconds.
     """
     if not conversations:
         return []
@@ -119,7 +119,7 @@ def answers(
     for messages in conversations:
         try:
             tokens = template.prompt(messages[:-1])
-        except NotRendered:  # a template may want a last message of its own
+        except NotRendered:  # a template may check the last message
             continue
         if len(tokens) <= positions - longest:
             asked.append(messages)
@@ -152,7 +152,7 @@ def answers(
 
 
 def read_questions(path: Path) -> list[Any]:
-    """Return the held-out conversations that a run asks its model. Raises RunError when the file is damaged."""
+    """Return the held-out conversations that a run samples answers to. Raises RunError if the file is damaged."""
     try:
         found = json_value(path.read_bytes())
     except (OSError, Unreadable) as error:

@@ -162,7 +162,7 @@ def test_a_person_s_reward_is_kept_in_the_run(
     assert (tmp_path / "own" / "reward.py").read_text() == file.read_text()
     assert all(line["reward"] == -len(line["text"]) for line in said(tmp_path / "own"))
     file.write_text("def short(prompt, completion, answer):\n    return 0\n")
-    with pytest.raises(RunError, match="is not what the run began with"):
+    with pytest.raises(RunError, match="changed since the run started"):
         grpo_command.run(["--resume", str(tmp_path / "own")])
 
 
@@ -300,7 +300,7 @@ def test_answers_get_what_training_and_the_copies_leave(
 
     assert rows(free + 10) == 3 and rows(free - 10) == 2
     with pytest.raises(
-        RunError, match=r"training leaves \d+ MiB to answers, and one of 64 tokens needs \d+; give"
+        RunError, match=r"training leaves \d+ MiB for sampling, and one answer of 64 tokens needs \d+; give"
     ):
         rows(weights + answer / SHARE)
 
@@ -327,7 +327,7 @@ def test_training_must_have_its_room_beside_the_graphs(taught: Path, monkeypatch
     graph["total_size"] = 6 << 20
     sampler = Sampler(load_model(str(taught)).model, False, 4, 64, frozenset(), left)
     with pytest.raises(
-        RunError, match=r"a step of training lacks 0\.00 GiB; give a smaller --batch\.micro_tokens"
+        RunError, match=r"a training step lacks 0\.00 GiB beside sampling; give a smaller --batch\.micro_tokens"
     ):
         sampler.rehearse(300)
 
@@ -519,7 +519,7 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
         (["BASE", "--data", "Q", "--questions", "4", "--batch.tokens", "512"], "give one of them"),
         (["BASE", "--data", "Q", "--align.group", "1"], "align.group"),
         (["BASE", "--data", "Q", "--batch.sequence_length", "64", "--batch.tokens", "192",
-          "--align.answer_tokens", "8"], "no whole groups of 8"),
+          "--align.answer_tokens", "8"], "not whole groups of 8"),
         (["BASE", "--data", "Q", "--align.answer_tokens", "250", "--schedule.steps", "1"], "hold no question"),
     ],
 )  # fmt: skip

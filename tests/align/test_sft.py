@@ -138,7 +138,7 @@ def test_the_report_says_before_and_after(finished: Path) -> None:
     page, summary = (finished / "report.md").read_text(), json.loads((finished / "summary.json").read_text())
     before, after = summary["before"]["val_loss"], summary["val_loss"]
     assert (
-        f"{after:.3f} nats per token that an assistant says on held-out conversations, {before:.3f} before"
+        f"{after:.3f} nats per assistant token of held-out conversations, {before:.3f} before"
         in (" ".join(page.replace("*", "").split()))
     )
     assert "before: " in page and f"wanted: {summary['samples'][0]['reference']}" in page
@@ -248,7 +248,7 @@ def test_killed_before_the_first_checkpoint_it_starts_over(
     for when in ("planning", "saving"):
         with monkeypatch.context() as patch, within(place), pytest.raises(tiny.Killed):
             if when == "planning":
-                patch.setattr(BatchSizeFinder, "settle", killed)
+                patch.setattr(BatchSizeFinder, "find", killed)
                 # A killed process removes nothing.
                 patch.setattr(training_run, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
             else:

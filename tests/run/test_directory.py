@@ -28,7 +28,9 @@ ROWS = st.lists(
 
 def test_a_given_name_must_be_free_and_a_default_gets_a_number(tmp_path: Path) -> None:
     assert RunDirectory.create(tmp_path, "mine", "demo").path.name == "mine"
-    with pytest.raises(UsageError, match=r"mine exists; choose another --name, or continue it with.*--resume"):
+    with pytest.raises(
+        UsageError, match=r"mine exists; choose another --name, or continue it with.*--resume"
+    ):
         RunDirectory.create(tmp_path, "mine", "demo")
     names = [RunDirectory.create(tmp_path, None, "demo").path.name for _ in range(3)]
     assert names == ["demo", "demo-2", "demo-3"]
