@@ -327,7 +327,8 @@ def test_training_must_have_its_room_beside_the_graphs(taught: Path, monkeypatch
     graph["total_size"] = 6 << 20
     sampler = Sampler(load_model(str(taught)).model, False, 4, 64, frozenset(), left)
     with pytest.raises(
-        RunError, match=r"a training step lacks 0\.00 GiB beside sampling; give a smaller --batch\.micro_tokens"
+        RunError,
+        match=r"a training step lacks 0\.00 GiB beside sampling; give a smaller --batch\.micro_tokens",
     ):
         sampler.rehearse(300)
 
