@@ -52,7 +52,7 @@ def test_html_escapes_every_block() -> None:
     page = Page(render_html(document(MARKUP)))
     assert not page.tags & {"script", "img", "a", "b", "iframe"}
     assert (
-        sum(MARKUP in text for text in page.texts) == 2 + 1 + 1 + 2 * 9
+        sum(MARKUP in text for text in page.texts) == 2 + 1 + 1 + 2 * 10
     )  # title, verdict, section, summary, blocks
 
 
