@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.train.conftest import data, one_thread
+from tests.train.conftest import data, one_thread, short_ends
 
-__all__ = ["data", "one_thread"]
+__all__ = ["data", "one_thread", "short_ends"]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Data that all tests of training read, and one thread for what runs in this process."""
+"""Data that all tests of training read, one thread for what runs in this process, and runs without needless work."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from deskside.data.corpus.prepare import prepare
+from deskside.train import training_run
+from deskside.train.state import finalize
 from tests.train.tiny_run import write_text
 
 
@@ -26,3 +28,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_ends() -> Iterator[None]:
+    """Runs sample few tokens and do not measure the matmul peak: half of the time of a run of a few steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finalize, "SAMPLE_TOKENS", 12)
+        patch.setattr(training_run, "measure_matmul_peak", lambda *_: 5e10)
+        yield
