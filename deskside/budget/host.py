@@ -15,15 +15,13 @@ Other processors differ: `deskside probe` measures the host and corrects `factor
 
 from dataclasses import dataclass, replace
 
-from deskside.budget.formats import Precision, kinds, quantized
+from deskside.budget.formats import quantized
 from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
 from deskside.budget.terms import Term, leaf
 
 # Share of a pass's launches that recomputation repeats: all of the forward, a third, or about half of that.
 REPEATED = {"none": 0.0, "attention": 1 / 6, "mlp": 1 / 6, "block": 1 / 3}
-DERIVED: tuple[Precision, ...] = ("fp8-tensorwise",)
-UNMEASURED_KIND = "nvfp4"
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,3 @@ def host_share(device: float, host: float, overlap: float) -> float:
     if host == 0.0:
         return 0.0
     return 1.0 / (1.0 + (device / host) ** overlap)
-
-
-def measured_recipe(precision: Precision) -> bool:
-    """Whether this recipe's host time was measured on a card."""
-    return precision not in DERIVED and UNMEASURED_KIND not in kinds(precision)

@@ -87,13 +87,6 @@ def rent_cost(hours: float, gpus: int, per_gpu_hour: float) -> float:
     return hours * gpus * per_gpu_hour
 
 
-def own_cost(hours: float, gpus: int, card: Ownership, wall_watts: float, per_kwh: float) -> float:
-    """Wear of the cards and electricity of the whole computer. Raises UsageError for an impossible number."""
-    _check("hours", hours)
-    _count(gpus)
-    return hours * (gpus * card.per_hour + _electricity_per_hour(wall_watts, per_kwh))
-
-
 def own_or_rent(
     gpus: int, card: Ownership, wall_watts: float, per_kwh: float, rent_per_gpu_hour: float
 ) -> OwnOrRent:

@@ -1,8 +1,8 @@
-"""What others measured and published: training speed and memory, one row of `measurements.csv` per run.
+"""Training runs that others measured and published: training speed and memory, one row of `measurements.csv` per run.
 
 The rows were read at their sources (IST-DASLab/llmq, karpathy/nanochat, mosaicml/llm-foundry, pytorch/torchtune and
-others; column `source`). They are kept as published, and what is wrong with a row stands in its note. Rows that no
-card can have made stay in the table, marked `rejected`: the check in `plausible.py` must find them.
+others; column `source`). They are kept as published; the note of a row says what is wrong with it. Rows that no card
+can have reached stay in the table, marked `rejected`, and a test finds exactly these.
 
 Three cautions. Memory differs between versions of torch and between kinds of counting, so only a row that says how it
 counted is complete for memory. Utilisation as printed has many conventions; `flops_per_token` has ours

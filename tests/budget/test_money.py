@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from deskside.budget.money import (
     Ownership,
     electricity_cost,
-    own_cost,
     own_or_rent,
     per_billion_tokens,
     rent_cost,
@@ -60,7 +59,6 @@ def test_break_even_is_where_the_sums_meet(
 def test_owning_is_wear_and_electricity() -> None:
     card = Ownership(price=2000, resale=800, life_hours=12_000)
     assert card.per_hour == pytest.approx(0.1)
-    assert own_cost(10, 2, card, wall_watts=1000, per_kwh=0.3) == pytest.approx(10 * (0.2 + 0.3))
     answer = own_or_rent(2, card, 1000, 0.3, 0.6)
     assert (answer.own_per_hour, answer.electricity_per_hour) == pytest.approx((0.5, 0.3))
     assert answer.rent_per_hour == pytest.approx(1.2)
@@ -99,7 +97,6 @@ def test_impossible_numbers_are_one_line(bad: float) -> None:
         lambda: Ownership(bad),
         lambda: Ownership(1000, bad),
         lambda: Ownership(1000, life_hours=bad),
-        lambda: own_cost(bad, 1, card, 500, 0.1),
         lambda: own_or_rent(1, card, bad, 0.1, 1),
         lambda: own_or_rent(1, card, 500, 0.1, bad),
         lambda: per_billion_tokens(1, bad),

@@ -225,7 +225,7 @@ def test_importing_and_looking_up_takes_no_torch() -> None:
     """They are what takes long to import: seconds, beside milliseconds for the tables."""
     code = (
         "import sys;"
-        "import deskside.facts.measurements, deskside.facts.prices, deskside.facts.power, deskside.facts.plausible;"
+        "import deskside.facts.measurements, deskside.facts.prices, deskside.facts.power;"
         "from deskside.facts.gpus import find;"
         "find('4090'); deskside.facts.measurements.published();"
         "assert not {'torch', 'numpy', 'pandas', 'pydantic'} & set(sys.modules), sys.modules.keys()"

@@ -83,3 +83,22 @@ def test_memory_is_in_bytes() -> None:
         card = row.data_sheet()
         if row.peak_memory_bytes and card:
             assert row.peak_memory_bytes < card.memory_bytes, row
+
+
+def test_no_run_is_faster_than_its_card_except_the_rejected_ones() -> None:
+    """A run cannot exceed the measured matmul rate of its card, or the data sheet without one, doubled for FP8.
+
+    GeForce cards boost above the clock of their sheet: 10 % more is allowed. Other rejected rows have no speed.
+    """
+    judged = 0
+    for row in ROWS:
+        card, flops, speed = row.data_sheet(), row.flops_per_token, row.tokens_per_second_per_gpu
+        if card is None or flops is None or speed is None or row.precision not in ("bf16", "fp8"):
+            assert not row.rejected, row
+            continue
+        rate = card.measured_bf16_flops or card.bf16_flops
+        limit = 1.10 * max(card.bf16_flops, rate) if card.geforce else rate
+        limit *= 2 if row.precision == "fp8" else 1
+        assert (flops * speed > limit) == row.rejected, row
+        judged += 1
+    assert judged > 200
