@@ -8,9 +8,9 @@ from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.config.duration import HOURS
-from deskside.plan import claims
+from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
-from deskside.plan.request import Request, ask
+from deskside.plan.request import PlanRequest, ask
 from deskside.utils.errors import UsageError
 
 
@@ -130,7 +130,7 @@ def _list_cards(as_json: bool) -> int:
     return 0
 
 
-def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> Request | None:
+def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> PlanRequest | None:
     """Return the request, None if only claims about the GPU itself are to be checked."""
     budget = (options.hours, options.tokens, options.flops, options.loss)
     model = (options.preset, options.depth, options.params)

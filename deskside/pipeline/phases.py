@@ -18,7 +18,7 @@ from deskside.doctor.examine import examine
 from deskside.measurements.identity import Machine
 from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.planner import make_plan
-from deskside.plan.request import Request, ask
+from deskside.plan.request import PlanRequest, ask
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import ProbeResult, Sweep
@@ -269,7 +269,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return [*told, *(f"   {reason}" for reason in result["reasons"])]
 
 
-def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> Request:
+def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> PlanRequest:
     data = prepared_data(wanted)
     request = ask(
         here=True,

@@ -1,14 +1,14 @@
-"""Three bands out of the candidates: safe, target, stretch, and which one is recommended.
+"""Three bands chosen from the candidates (safe, target, stretch), and the recommended one.
 
 - target: the lowest expected loss at the expected speed, among what fits even at the high end of its memory.
-- safe: a smaller model, the best one if the speed turns out at the low end. It learns more per hour at first and is
-  cheaper to use afterwards. Safe is about time: it may need more memory than the target, where memory that is free is
-  used for larger passes.
-- stretch: a larger model, the best one if the speed turns out at the high end. Its memory need only fit as expected.
+- safe: the best smaller model if the speed is at the low end of its range. It learns more per hour at first and is
+  cheaper to use afterwards. Safe refers to time: it may need more memory than the target, because free memory is used
+  for larger passes.
+- stretch: the best larger model if the speed is at the high end. Its memory only needs to fit as expected.
 
-With a number of tokens instead of a time there is always a larger model that would learn more from them, so the target
-is the largest one for which that many tokens are still compute-optimal. With a loss to reach, the target is what gets
-there first; safe gets there even at the high end of the expected loss, stretch only at the low end.
+With a number of tokens instead of a time, a larger model always learns more from them, so the target is the largest one
+for which that many tokens are still compute-optimal. With a loss to reach, the target reaches it first; safe reaches it
+even at the high end of the expected loss, stretch only at the low end.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deskside.plan.candidates import AT_MOST, Candidate, bpb, optimal_tokens, search
-from deskside.plan.request import Request
+from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, duration
 
 Name = Literal["safe", "target", "stretch"]
@@ -31,15 +31,15 @@ LOSS_BANDS: tuple[tuple[Name, int, str], ...] = (
 
 @dataclass(frozen=True)
 class Band:
-    """A candidate with its place."""
+    """A candidate with its name and the reason for it."""
 
     name: Name
     candidate: Candidate
     why: str
 
 
-def choose(request: Request) -> list[Band]:
-    """The bands of the open search, safe first; a band that nothing fills is left out. Empty: nothing fits in time."""
+def choose(request: PlanRequest) -> list[Band]:
+    """Return the bands of the open search, safe first, without those that have no candidate."""
     if request.budget is not None and request.budget.kind == "loss":
         return _to_loss(request)
     found = search(request)
@@ -63,7 +63,7 @@ def choose(request: Request) -> list[Band]:
 
 
 def recommended(bands: Sequence[Band]) -> Band | None:
-    """The target, unless only a smaller one surely fits."""
+    """Return the target, unless only a smaller model is certain to fit."""
     by_name = {band.name: band for band in bands}
     target, safe = by_name.get("target"), by_name.get("safe")
     if target is not None and safe is not None and target.candidate.estimate.fits != "fits":
@@ -71,8 +71,8 @@ def recommended(bands: Sequence[Band]) -> Band | None:
     return target or safe or by_name.get("stretch")
 
 
-def reason(request: Request, bands: Sequence[Band], chosen: Band) -> str:
-    """Why the recommended band is the one."""
+def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
+    """Return why this band is recommended."""
     by_name = {band.name: band for band in bands}
     best, kind = chosen.candidate, None if request.budget is None else request.budget.kind
     if kind == "loss":
@@ -101,7 +101,7 @@ def reason(request: Request, bands: Sequence[Band], chosen: Band) -> str:
     return text
 
 
-def _target(request: Request, sure: list[Candidate]) -> Candidate:
+def _target(request: PlanRequest, sure: list[Candidate]) -> Candidate:
     if request.budget is not None and request.budget.kind == "tokens":
         tokens = request.budget.value
         not_too_large = [c for c in sure if optimal_tokens(request.law, c.weights) <= tokens]
@@ -109,13 +109,13 @@ def _target(request: Request, sure: list[Candidate]) -> Candidate:
     return min(sure, key=lambda c: (c.loss[1], c.weights))
 
 
-def _loss_at(request: Request, found: Candidate, end: int) -> float:
-    """Expected loss if the speed turns out at one end of its range."""
+def _loss_at(request: PlanRequest, found: Candidate, end: int) -> float:
+    """Return the expected loss at one end of the range of the speed."""
     return bpb(request, found.setting, found.tokens[end])[1]
 
 
-def _to_loss(request: Request) -> list[Band]:
-    """The fastest way to a loss: surely (high end at the loss), as expected, or only if all goes well (low end)."""
+def _to_loss(request: PlanRequest) -> list[Band]:
+    """Return the fastest way to a loss at the high end of its range (safe), as expected, and at the low end."""
     bands = []
     for name, end, words in LOSS_BANDS:
         found = search(request, end)
@@ -126,7 +126,7 @@ def _to_loss(request: Request) -> list[Band]:
     return bands
 
 
-def _why_target(request: Request, target: Candidate) -> str:
+def _why_target(request: PlanRequest, target: Candidate) -> str:
     if request.budget is not None and request.budget.kind == "tokens":
         return (
             "the largest model for which this many tokens are still compute-optimal, or the largest that fits"

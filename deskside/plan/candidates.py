@@ -1,14 +1,14 @@
-"""The search: which models could be trained in the budget, each in the fastest way that fits.
+"""The search: models that could be trained in the budget, each in the fastest way that fits.
 
-A candidate is a shape (the depth dial, and the presets that are only a shape) with everything else decided: stages of
-sequence length, optimiser, activation checkpointing, size of the loss chunk, sharding, tokens per pass, tokens per
-step. What is decided for speed alone is decided by the modelled speed. Two choices change what a token teaches:
+A candidate is a model shape (the depth dial, and the presets that only set a shape) with everything else decided:
+stages of sequence length, optimizer, activation checkpointing, loss chunk, sharding, tokens per pass and per step.
+Options that only affect speed are chosen by the modelled speed. Two choices change how much a token teaches:
 
-- The optimiser. AdamW is credited with fewer tokens than Muon, because it needs more for the same loss: 1.4 times at
+- The optimizer. AdamW is credited with fewer tokens than Muon, because it needs more for the same loss: 1.4 times at
   0.1 billion parameters, 1.1 times at 1.2 billion (Wen et al. 2025, arXiv 2509.02046), interpolated on a log scale.
-- Short rows first: stages of a quarter, a half and the whole of the sequence. They are always taken where they are
-  long enough, since attention over less costs less, and nothing was lost that we could measure: in 300 s on one H200
-  they ended at 1.136 bits per byte, against 1.151 without (docs/log.md). A token counts the same.
+- Short rows first: stages of a quarter, a half and the whole of the sequence. They are used wherever they are long
+  enough, because attention over shorter rows costs less and no loss was measurable: in 300 s on one H200 they ended at
+  1.136 bits per byte, against 1.151 without (docs/log.md). A token counts the same.
 """
 
 import math
@@ -24,21 +24,21 @@ from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.plan.estimate import (
-    Estimate,
     Range,
     Setting,
     StageSetting,
+    StepEstimate,
     check_shared,
     fitted,
     of_config,
     pass_sizes,
 )
-from deskside.plan.request import DEEPEST, Request, longer
+from deskside.plan.request import DEEPEST, PlanRequest, longer
 from deskside.utils.errors import UsageError
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
 SHORTEST_STAGE = 256
-FEWEST_STEPS = 200  # a larger batch than leaves this many steps is not chosen
+FEWEST_STEPS = 200  # the batch is chosen small enough for this many steps
 LADDER: tuple[tuple[Checkpointing, int], ...] = (
     ("none", 8192),
     ("none", 2048),
@@ -48,7 +48,7 @@ LADDER: tuple[tuple[Checkpointing, int], ...] = (
     ("block", 512),
 )
 ENOUGH_PASS_TOKENS = 16384  # with this many tokens per pass, recomputing to fit more makes nothing faster
-LONGEST_SECONDS = 365 * 86400.0  # a run that takes longer is no answer
+LONGEST_SECONDS = 365 * 86400.0  # longer runs are refused
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
 AT_MOST = 3.0  # times the target's size: no band is larger
 MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))
@@ -59,8 +59,8 @@ SETUP_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model that could be trained. preset: what `deskside train` calls it; layers: its configuration."""
+class CandidateModel:
+    """A model that could be trained. preset: its name for `deskside train`; layers: its configuration layers."""
 
     preset: str
     layers: tuple[dict[str, Any], ...]
@@ -73,11 +73,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape in the fastest way that fits, and how far it gets. tokens, seconds (of the pretraining run, set-up
-    included): at the low, expected and high end; loss: bits per byte after the expected tokens."""
+    """A model trained in the fastest way that fits, and the result.
 
-    shape: Shape
-    estimate: Estimate
+    tokens, seconds: of the pretraining run, set-up included, at the low, expected and high end of the speed; loss: bits
+    per byte after the expected tokens.
+    """
+
+    shape: CandidateModel
+    estimate: StepEstimate
     tokens: Range
     seconds: Range
     loss: Range
@@ -96,8 +99,8 @@ class Candidate:
         return matmul_params(self.setting.model)
 
 
-def shapes(request: Request) -> list[Shape]:
-    """Every shape of the open search, small to large. Raises UsageError when the options by hand leave none."""
+def shapes(request: PlanRequest) -> list[CandidateModel]:
+    """Return every model of the open search, small to large. Raises UsageError if the overrides exclude all of them."""
     named = [(f"d{number}", [presets.depth(number)]) for number in range(2, DEEPEST + 1, 2)]
     for name in presets.names():
         layers = presets.layers(name)
@@ -114,7 +117,7 @@ def shapes(request: Request) -> list[Shape]:
             layers = [*layers, layer]
             if layer != {"batch": {"sequence_length": config.batch.sequence_length}}:
                 config = merge.build(layers)
-            found.append(Shape(preset, tuple(layers), config))
+            found.append(CandidateModel(preset, tuple(layers), config))
         except UsageError as error:
             refused = error
     if refused is not None and not found:
@@ -122,16 +125,16 @@ def shapes(request: Request) -> list[Shape]:
     found.sort(key=lambda shape: matmul_params(shape.model))
     if request.unique_tokens is None:
         return found
-    # Text that is read again and again does not feed a model of any size, and nobody measured how it ends.
+    # Text that is repeated many times does not suffice for a large model, and no such run was measured.
     most = MOST_WEIGHTS_PER_TOKEN * request.unique_tokens
     return [shape for shape in found if matmul_params(shape.model) <= most] or found[:1]
 
 
-def search(request: Request, end: int = 1, staged: bool = True) -> list[Candidate]:
-    """Shapes in the way that gets each furthest, small to large, as far up as matters: models more than `AT_MOST`
-    times as large as the best one are not looked at, and larger depths than one that does not fit are not tried.
+def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Candidate]:
+    """Return the best candidate of every model, small to large.
 
-    end: which end of the expected loss a budget of loss must reach; staged: short rows may come first.
+    The search stops at models more than `AT_MOST` times as large as the best one, and at the first depth that does not
+    fit. end: the end of the expected loss that a budget of loss must reach; staged: short rows may come first.
     """
     found: list[Candidate] = []
     best: Candidate | None = None
@@ -148,58 +151,58 @@ def search(request: Request, end: int = 1, staged: bool = True) -> list[Candidat
     return found
 
 
-def _wants_larger(request: Request) -> bool:
-    """Whether a model can be too small for the budget: only for a loss to reach."""
+def _wants_larger(request: PlanRequest) -> bool:
+    """Return whether a model can be too small for the budget: only if the budget is a loss."""
     return request.budget is not None and request.budget.kind == "loss"
 
 
-def _merit(request: Request, found: Candidate) -> float:
-    """What a budget asks to be low."""
+def _merit(request: PlanRequest, found: Candidate) -> float:
+    """Return the number that the budget asks to minimize."""
     kind = None if request.budget is None else request.budget.kind
     if kind == "loss":
         return found.seconds[1]
-    if kind == "tokens":  # a larger model learns more from them, until it is too large for so few
+    if kind == "tokens":  # a larger model learns more from them, up to the compute-optimal size
         return abs(math.log(optimal_tokens(request.law, found.weights) / found.tokens[1]))
     return found.loss[1]
 
 
-def fits_at_all(request: Request) -> bool:
-    """Whether the smallest shape fits in any way."""
+def fits_at_all(request: PlanRequest) -> bool:
+    """Return whether the smallest model fits in any way."""
     smallest = setting_of(request, shapes(request)[0].config)
     one_row = stages(request.sequence, request.sequence * request.gpus)[-1]
     row = replace(smallest, stages=(replace(one_row, share=1.0),), micro_tokens=request.sequence)
     return fastest(request, row).fits != "no"
 
 
-def precision(request: Request) -> Precision:
-    """What the bands train in: what was asked for, else what a card of this kind uses."""
+def precision(request: PlanRequest) -> Precision:
+    """Return the precision of the bands: the requested one, else the default of the device."""
     if request.precision is not None:
         return request.precision  # type: ignore[return-value]
     return "fp32" if request.card.is_cpu else "bf16"
 
 
-def setting_of(request: Request, config: RunConfig) -> Setting:
-    """The setting of a configuration, on the card and in the precision of the request."""
+def setting_of(request: PlanRequest, config: RunConfig) -> Setting:
+    """Return the setting of a configuration, on the card and in the precision of the request."""
     return of_config(config, request.gpus, precision(request), request.card.is_cpu, request.card.native)
 
 
 def batch_tokens(total_tokens: float, sequence_length: int, gpus: int) -> int:
-    """Tokens per step for a run of `total_tokens`: the best batch, a power of two of rows on each GPU."""
+    """Return the best tokens per step for a run of `total_tokens`: a power of two of rows on each GPU."""
     row = sequence_length * gpus
     best = min(best_batch_tokens(max(1, int(total_tokens))), total_tokens / FEWEST_STEPS)
     return row * 2 ** max(0, round(math.log2(max(best, 1) / row)))
 
 
 def stages(sequence_length: int, tokens: int) -> tuple[StageSetting, ...]:
-    """A quarter, a half and the whole of the sequence length in turn; one stage where a quarter is too short."""
+    """Return stages of a quarter, a half and the whole sequence length, or one stage if a quarter is too short."""
     shortest = sequence_length // STAGES[0][1]
     if shortest < SHORTEST_STAGE or sequence_length % STAGES[0][1]:
         return (StageSetting(1.0, sequence_length, tokens),)
     return tuple(StageSetting(share, sequence_length // by, tokens) for share, by in STAGES)
 
 
-def pretrain_seconds(request: Request) -> float | None:
-    """Wall-clock of the pretraining run, set-up included, under a budget of hours; else None."""
+def pretrain_seconds(request: PlanRequest) -> float | None:
+    """Return the wall-clock seconds of the pretraining run, set-up included, under a budget of hours; else None."""
     if request.pretrain_seconds is not None:
         return request.pretrain_seconds
     if request.budget is None or request.budget.kind != "hours":
@@ -207,34 +210,34 @@ def pretrain_seconds(request: Request) -> float | None:
     return request.budget.value * 3600 * request.split.pretraining
 
 
-def setup_seconds(request: Request) -> float:
-    """Before the first step: measured here, else as on our own machine."""
+def setup_seconds(request: PlanRequest) -> float:
+    """Return the seconds before the first step: measured here, else as on the reference machine."""
     return SETUP_SECONDS if request.setup_seconds is None else request.setup_seconds
 
 
 def optimal_tokens(law: LossLaw, params: float) -> float:
-    """Tokens for which a model of this size is the best use of compute: where both terms of the law fall alike."""
+    """Return the compute-optimal tokens of a model size, where both terms of the law fall equally fast."""
     return (law.beta * law.B * params**law.alpha / (law.alpha * law.A)) ** (1 / law.beta)
 
 
 def muon_advantage(params: float) -> float:
-    """How many times more tokens AdamW needs than Muon for the same loss."""
+    """Return how many times more tokens AdamW needs than Muon for the same loss."""
     (small, at_small), (large, at_large) = MUON_ADVANTAGE
     share = (math.log(params) - math.log(small)) / (math.log(large) - math.log(small))
     return at_small + min(1.0, max(0.0, share)) * (at_large - at_small)
 
 
-def bpb(request: Request, setting: Setting, tokens: float) -> Range:
-    """Expected bits per byte after `tokens` tokens, with the range."""
+def bpb(request: PlanRequest, setting: Setting, tokens: float) -> Range:
+    """Return the range of bits per byte after `tokens` tokens."""
     weights = matmul_params(setting.model)
     worth = tokens / muon_advantage(weights) if setting.optimizer == "adamw" else tokens
     return expected_bpb(request.law, weights, max(worth, 1.0), request.unique_tokens)
 
 
-def tokens_to_reach(request: Request, setting: Setting, loss: float, end: int) -> float | None:
-    """Tokens after which the low (0), expected (1) or high (2) end of the loss is at `loss`; None if it never is.
+def tokens_to_reach(request: PlanRequest, setting: Setting, loss: float, end: int) -> float | None:
+    """Return the tokens after which the low (0), expected (1) or high (2) end of the loss reaches `loss`, or None.
 
-    The ends are the law's own, without what far extrapolation adds: a range that knows nothing promises nothing.
+    The ends are the law's own, without the widening of far extrapolation.
     """
     wanted = loss / (request.law.low, 1.0, request.law.high)[end]
     below, reached = None, None
@@ -255,9 +258,9 @@ def tokens_to_reach(request: Request, setting: Setting, loss: float, end: int) -
     return reached
 
 
-def length(request: Request, found: Estimate, end: int = 1) -> tuple[Range, Range] | None:
-    """(tokens, seconds of the pretraining run) that a budget comes to; None when it comes to not one step, or when the
-    loss that is asked for is out of reach. end: which end of the loss a budget of loss must reach."""
+def length(request: PlanRequest, found: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:
+    """Return (tokens, seconds) of the pretraining run that the budget allows, or None if it allows no step or the
+    requested loss is out of reach. end: the end of the loss that a budget of loss must reach."""
     setup, (slow, expected, fast) = setup_seconds(request), found.tokens_per_second
     seconds = pretrain_seconds(request)
     if seconds is not None:
@@ -271,8 +274,10 @@ def length(request: Request, found: Estimate, end: int = 1) -> tuple[Range, Rang
     return (tokens, tokens, tokens), (setup + tokens / fast, setup + tokens / expected, setup + tokens / slow)
 
 
-def candidate(request: Request, shape: Shape, found: Estimate, end: int = 1) -> Candidate | None:
-    """A shape and its estimate, carried through the budget; None when it comes to nothing, or nothing is learned."""
+def candidate(
+    request: PlanRequest, shape: CandidateModel, found: StepEstimate, end: int = 1
+) -> Candidate | None:
+    """Return the candidate of a model and its estimate, or None if the budget allows no step or nothing is learned."""
     reached = length(request, found, end)
     if reached is None:
         return None
@@ -281,11 +286,11 @@ def candidate(request: Request, shape: Shape, found: Estimate, end: int = 1) -> 
     return Candidate(shape, found, tokens, seconds, loss) if loss[1] < NOTHING_LEARNED else None
 
 
-def fastest(request: Request, base: Setting, free: bool = True) -> Estimate:
-    """The fastest way to do a setting's step that fits, else the one that needs least memory. free: activation
+def fastest(request: PlanRequest, base: Setting, free: bool = True) -> StepEstimate:
+    """Return the fastest way to run a setting that fits, else the one that needs the least memory. free: activation
     checkpointing, loss chunk and sharding may be chosen; else only the micro-batch."""
     ways = _ladder(request, base) if free else [base]
-    best: Estimate | None = None
+    best: StepEstimate | None = None
     for way in ways:
         found = fitted(way, request.calibration, request.card.memory_bytes)
         if best is None or _rank(found) < _rank(best):
@@ -297,13 +302,13 @@ def fastest(request: Request, base: Setting, free: bool = True) -> Estimate:
     return best
 
 
-def _rank(found: Estimate) -> tuple[int, float]:
+def _rank(found: StepEstimate) -> tuple[int, float]:
     order = ("fits", "tight", "no").index(found.fits)
     return order, found.memory_bytes[1] if order == 2 else -found.tokens_per_second[1]
 
 
-def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
-    """Ways to do a step, the fastest first; what was decided by hand stays."""
+def _ladder(request: PlanRequest, base: Setting) -> Iterator[Setting]:
+    """Yield ways to run a step, the fastest first. Options in the overrides stay."""
     own = request.overrides.get("compute", {})
     both = base.gpus > 1 and base.shardable and "parallel" not in request.overrides
     for sharded in (False, True) if both else (base.sharded,):
@@ -319,8 +324,8 @@ def _ladder(request: Request, base: Setting) -> Iterator[Setting]:
             yield replace(way, copies="use")
 
 
-def _ways(request: Request, shape: Shape, end: int, staged: bool) -> Iterator[Candidate | None]:
-    """A shape with Muon, and with AdamW where that could be better, as far as nobody decided that by hand."""
+def _ways(request: PlanRequest, shape: CandidateModel, end: int, staged: bool) -> Iterator[Candidate | None]:
+    """Yield a model with Muon, and with AdamW where that could be better, unless the overrides set the optimizer."""
     if "name" in request.overrides.get("optim", {}):
         yield _way(request, shape, shape.config.optim.name, end, staged)
         return
@@ -335,7 +340,7 @@ def _ways(request: Request, shape: Shape, end: int, staged: bool) -> Iterator[Ca
 
 
 def _way(
-    request: Request, shape: Shape, optimizer: OptimizerName, end: int, staged: bool
+    request: PlanRequest, shape: CandidateModel, optimizer: OptimizerName, end: int, staged: bool
 ) -> Candidate | None:
     base = replace(setting_of(request, shape.config), optimizer=optimizer)
     if _wants_larger(request) and _tokens(request, base, end) is None:
@@ -344,7 +349,7 @@ def _way(
     fixed = "tokens" in request.overrides.get("batch", {})
     # The batch follows from the tokens, which follow from the speed, which hardly depends on the batch: two rounds.
     tokens = batch_tokens(1e9, request.sequence, request.gpus)
-    found: Estimate | None = None
+    found: StepEstimate | None = None
     for _ in range(2):
         setting = base
         if not by_hand:
@@ -373,7 +378,7 @@ def _way(
     return candidate(request, shape, found, end)
 
 
-def _tokens(request: Request, setting: Setting, end: int) -> float | None:
+def _tokens(request: PlanRequest, setting: Setting, end: int) -> float | None:
     budget = request.budget
     if budget is None:
         return optimal_tokens(request.law, matmul_params(setting.model))

@@ -1,7 +1,6 @@
 """Energy and money of a number of hours on the card. Every price says whose it is.
 
-A price that was given counts. One that was not given is never filled in silently: the published anchor stands in its
-own field with its label, or the cost is left out.
+A price given by the user is used. Without one, a published price is used and labelled as such, or the cost is left out.
 """
 
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from deskside.budget.energy import Energy, Watts, cap_table, energy, gpu_watts, 
 from deskside.budget.money import Ownership, OwnOrRent, electricity_cost, own_or_rent, rent_cost
 from deskside.facts import prices
 from deskside.plan.estimate import Range
-from deskside.plan.request import Request
+from deskside.plan.request import PlanRequest
 
 
 @dataclass(frozen=True)
 class Money:
-    """An amount with its range, the price behind it, and where the price comes from ("given", or its label)."""
+    """An amount with its range, its price, and the source of the price ("given", or the label of a published one)."""
 
     amount: Range
     price: float
@@ -29,7 +28,8 @@ class Money:
 
 @dataclass(frozen=True)
 class Cost:
-    """of: what the hours are of. wall, energy, electricity, rent, own: None where nothing is known; notes say why."""
+    """Cost of a number of hours. of: what takes the hours; wall, energy, electricity, rent, own: None where nothing is
+    known, and notes give the reason."""
 
     of: str
     hours: Range
@@ -74,8 +74,8 @@ class Cost:
         return result
 
 
-def cost(request: Request, seconds: Range, of: str) -> Cost:
-    """What `seconds` on the card (all GPUs of the request) take and cost."""
+def cost(request: PlanRequest, seconds: Range, of: str) -> Cost:
+    """Return the energy and cost of `seconds` on all GPUs of the request."""
     hours = (seconds[0] / 3600, seconds[1] / 3600, seconds[2] / 3600)
     gpu, notes = request.card.gpu, []
     card_watts = wall = used = None
@@ -96,7 +96,7 @@ def cost(request: Request, seconds: Range, of: str) -> Cost:
     )
 
 
-def _electricity(request: Request, used: Energy | None, notes: list[str]) -> Money | None:
+def _electricity(request: PlanRequest, used: Energy | None, notes: list[str]) -> Money | None:
     if used is None:
         return None
     if request.price_kwh is not None:
@@ -111,7 +111,7 @@ def _electricity(request: Request, used: Energy | None, notes: list[str]) -> Mon
     return Money((low, expected, high), price, source)
 
 
-def _rent(request: Request, hours: Range, notes: list[str]) -> Money | None:
+def _rent(request: PlanRequest, hours: Range, notes: list[str]) -> Money | None:
     if request.rent_per_hour is not None:
         price, source = request.rent_per_hour, "given"
     else:
@@ -126,7 +126,7 @@ def _rent(request: Request, hours: Range, notes: list[str]) -> Money | None:
 
 
 def _own(
-    request: Request, wall: Watts | None, electricity: Money | None, rent: Money | None
+    request: PlanRequest, wall: Watts | None, electricity: Money | None, rent: Money | None
 ) -> tuple[OwnOrRent | None, str]:
     gpu = request.card.gpu
     if gpu is None or gpu.msrp_usd is None or wall is None or electricity is None or rent is None:
@@ -139,8 +139,8 @@ def _own(
     return own_or_rent(request.gpus, card, wall.expected, electricity.price, rent.price), basis
 
 
-def _caps(request: Request, used: Energy | None) -> tuple[dict[str, Any], ...]:
-    """Lower power limits that somebody measured on this card: longer, and with less energy."""
+def _caps(request: PlanRequest, used: Energy | None) -> tuple[dict[str, Any], ...]:
+    """Return the lower power limits that were measured on this card: slower, but with less energy."""
     if request.card.gpu is None or used is None:
         return ()
     return tuple(

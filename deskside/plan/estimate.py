@@ -124,7 +124,7 @@ class Setting(StepOptions):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """Memory and speed of a setting on one card.
 
     memory: of the stage that needs the most; memory_bytes: everything that must be in the card's memory, the CUDA
@@ -171,14 +171,14 @@ class Estimate:
 
 def estimate(
     setting: Setting, calibration: Calibration, capacity: int, memory: Memory | None = None
-) -> Estimate:
+) -> StepEstimate:
     """Return the memory and speed of a setting. capacity: bytes that the card has for programs; memory: the peak, if
     it is known already."""
     memory = memory or peak_memory(setting)
     step = setting_seconds(setting, calibration.rates)
     speed = setting.tokens_per_step / sum(step.values())
     spread = speed_spread(setting, step, calibration)
-    return Estimate(
+    return StepEstimate(
         setting=setting,
         memory=memory,
         memory_bytes=memory_range(memory, calibration),
@@ -189,7 +189,7 @@ def estimate(
     )
 
 
-def fitted(setting: Setting, calibration: Calibration, capacity: int) -> Estimate:
+def fitted(setting: Setting, calibration: Calibration, capacity: int) -> StepEstimate:
     """Return the estimate of a setting with the most tokens per pass, up to its own micro_tokens, that fit.
 
     If no pass fits at the high end of the memory range, the largest that is expected to fit is taken; if none is, a
@@ -279,7 +279,7 @@ def pass_sizes(setting: Setting) -> list[int]:
     return [n * longest for n in chosen]
 
 
-def with_largest_pass(setting: Setting) -> Setting:
+def max_microbatch(setting: Setting) -> Setting:
     """Return the setting with each GPU's share of a step in one pass, from which `fitted` starts."""
     return replace(setting, micro_tokens=pass_sizes(setting)[0])
 

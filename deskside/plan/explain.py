@@ -18,7 +18,7 @@ from deskside.budget.speed import Rates, operator_seconds, step_seconds
 from deskside.budget.terms import Line, explained, leaf, traced
 from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import MEMORY_SOURCE, Estimate, peak_stage
+from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
 from deskside.plan.result import Plan, PlannedBand
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, gib, number
@@ -132,12 +132,12 @@ def _items(plan: Plan) -> dict[str, Explainer]:
     return found
 
 
-def _memory(shown: Estimate, item: str) -> list[Line]:
+def _memory(shown: StepEstimate, item: str) -> list[Line]:
     shape, spec = peak_stage(shown.setting)
     return explain_memory(shape, spec, shown.memory.instant, item)
 
 
-def _needed(plan: Plan, shown: Estimate) -> list[Line]:
+def _needed(plan: Plan, shown: StepEstimate) -> list[Line]:
     """From the peak of allocated bytes to the bytes that the card must have."""
     calibration, peak = plan.request.calibration, shown.memory
     allocated = sum(leaf(name, size) for name, size in peak.items.items() if size)
@@ -155,7 +155,7 @@ def _needed(plan: Plan, shown: Estimate) -> list[Line]:
     ]
 
 
-def _speed(plan: Plan, shown: Estimate, item: str) -> list[Line]:
+def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
     """The operators of an item: their amount, and what the device does per second. Then the mean over the stages."""
     rates = plan.request.calibration.rates
     if item == "host":
@@ -185,7 +185,7 @@ def _speed(plan: Plan, shown: Estimate, item: str) -> list[Line]:
     return [*lines, *explained(item, mean, "s")]
 
 
-def _host(rates: Rates, shown: Estimate) -> list[Line]:
+def _host(rates: Rates, shown: StepEstimate) -> list[Line]:
     """Time that the device waits for the host (`budget/host.py`), stage by stage."""
     lines: list[Line] = []
     mean: float = 0.0
@@ -233,7 +233,7 @@ def _label(operator: Operator) -> str:
     return f"{operator.name}, {operator.runs_as}" if low and operator.group != "quantize" else operator.name
 
 
-def _tokens_per_second(shown: Estimate) -> list[Line]:
+def _tokens_per_second(shown: StepEstimate) -> list[Line]:
     low, expected, high = shown.tokens_per_second
     step = sum(leaf(name, seconds) for name, seconds in shown.step.items() if seconds > 0)
     rate, spread = leaf("tokens/s", expected), leaf("spread", shown.speed_spread)
@@ -246,7 +246,7 @@ def _tokens_per_second(shown: Estimate) -> list[Line]:
     ]
 
 
-def _mfu(plan: Plan, shown: Estimate) -> list[Line]:
+def _mfu(plan: Plan, shown: StepEstimate) -> list[Line]:
     gpu = plan.request.card.gpu
     if gpu is None:
         raise UsageError(f"--explain: {plan.request.card.name} has no data sheet here to compare with")
@@ -255,7 +255,7 @@ def _mfu(plan: Plan, shown: Estimate) -> list[Line]:
     return explained("utilization", per_gpu / leaf("peak", gpu.bf16_flops), "")
 
 
-def _flops_per_token(shown: Estimate) -> list[Line]:
+def _flops_per_token(shown: StepEstimate) -> list[Line]:
     *_, (stage, shape, spec) = shown.setting.step_specs()
     value = flops_per_token(shape, spec.sequence_length, traced=True)
     if stage.share == 1:

@@ -1,37 +1,50 @@
-"""What would make a model fit: each remedy alone, with what it saves and what it costs.
+"""What would make a model fit: each remedy alone, and every combination of the changes that `deskside train` offers.
 
-Kinds, from near to far:
+Remedies are listed with what they save and cost. Their kinds, from near to far:
 - change: an option of `deskside train`; the model stays what was asked for. Only these turn a no into a yes-if.
 - hardware: the same run on more or larger cards.
 - other model: a smaller one.
-- elsewhere: known remedies that deskside cannot carry out. They are named, so that nobody has to look for them here.
+- elsewhere: known remedies that deskside does not offer. They are listed so that the answer is complete.
+
+Combinations are tried from the least change to the greatest. Options that only cost speed (recomputation, loss chunks,
+rows per pass, cached weights, sharding) are the ladder of `candidates.fastest`, which every combination goes through.
+The combinations vary what changes more than that: the number format, the optimizer, the format and place of its states,
+and the length of the rows. A verdict of "no" means that none of them fits.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from deskside.budget.formats import LowKind, Precision, quantized
 from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
 from deskside.budget.step_spec import Checkpointing, StateFormat
-from deskside.config import presets
+from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu, gpus
-from deskside.plan.candidates import fastest
-from deskside.plan.changes import leanest, lighter, shorter
+from deskside.plan.candidates import LADDER, fastest
 from deskside.plan.estimate import (
-    Estimate,
     Fits,
     Setting,
+    StageSetting,
+    StepEstimate,
     fitted,
+    in_precision,
+    max_microbatch,
     options,
     pass_sizes,
-    with_largest_pass,
 )
-from deskside.plan.request import DEEPEST, DRIVER_SHARE, Request
+from deskside.plan.request import DEEPEST, DRIVER_SHARE, Given, PlanRequest
+from deskside.utils.errors import UsageError
 from deskside.utils.format import count, gib
 
+SHORTEST = 512  # tokens; rows are not cut shorter than this to make something fit
+MOST_CUTS = 3  # times half the length
+# What a change costs beside speed, as an order: a halving of the rows more than all that leaves the model's context.
+OTHER_OPTIMIZER, SMALL_STATES, ON_HOST, OTHER_FORMAT, HALF_ROWS = 1, 2, 3, 7, 8
 Kind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)
 RUNGS: tuple[tuple[Checkpointing, str], ...] = (
@@ -59,12 +72,12 @@ class Remedy:
     options: dict[str, Any]
 
 
-def remedies(request: Request, asked: Estimate) -> list[Remedy]:
+def remedies(request: PlanRequest, asked: StepEstimate) -> list[Remedy]:
     """Every remedy that saves memory, changes first, each applied alone to what was asked for."""
     found = []
     for what, setting, costs in [*_one_row(asked.setting), *_changes(asked.setting)]:
         one_row = replace(asked.setting, micro_tokens=setting.micro_tokens) == setting
-        tried = _estimate(request, setting if one_row else roomy(request, setting))
+        tried = _estimate(request, setting if one_row else max_microbatch_unless_set(request, setting))
         found.append(
             Remedy(
                 what=what,
@@ -80,16 +93,16 @@ def remedies(request: Request, asked: Estimate) -> list[Remedy]:
     return [*found, *_hardware(request, asked), *_smaller_model(request, asked), *_elsewhere(request, asked)]
 
 
-def _estimate(request: Request, setting: Setting) -> Estimate:
+def _estimate(request: PlanRequest, setting: Setting) -> StepEstimate:
     capacity = request.card.memory_bytes
     return fitted(setting, request.calibration, capacity)
 
 
-def roomy(request: Request, setting: Setting) -> Setting:
+def max_microbatch_unless_set(request: PlanRequest, setting: Setting) -> Setting:
     """The setting with the largest passes to start fitting from: what makes room may be used, and a run that was cut to
     one row because nothing fitted is not left at that. A pass that somebody asked for stays."""
     by_hand = request.given is not None and "batch.micro_tokens" in request.given.own
-    return setting if by_hand else with_largest_pass(setting)
+    return setting if by_hand else max_microbatch(setting)
 
 
 def _one_row(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
@@ -150,7 +163,7 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
         yield f"rows of {length:,} tokens", cut, "the model never sees a longer context than that"
 
 
-def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
+def _hardware(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
     setting = asked.setting
     for number in GPU_COUNTS:
         row = setting.sequence_length * number
@@ -160,7 +173,9 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
             or any(stage.tokens % row for stage in setting.stages)
         ):
             continue
-        tried = fastest(request, roomy(request, replace(setting, gpus=number, sharded=True)))
+        tried = fastest(
+            request, max_microbatch_unless_set(request, replace(setting, gpus=number, sharded=True))
+        )
         if tried.fits == "fits":
             yield Remedy(
                 f"{number} of this card, sharded",
@@ -172,7 +187,7 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
                 options(tried.setting),
             )
             break
-    needed = leanest(request, roomy(request, setting)).memory_bytes[2]
+    needed = minimum_over_changes(request, max_microbatch_unless_set(request, setting)).memory_bytes[2]
     larger = [gpu for gpu in larger_cards(request) if gpu.memory_bytes * (1 - DRIVER_SHARE) >= needed]
     if larger and needed > request.card.memory_bytes:
         smallest = min(gpu.memory_bytes for gpu in larger)
@@ -188,14 +203,14 @@ def _hardware(request: Request, asked: Estimate) -> Iterator[Remedy]:
         )
 
 
-def larger_cards(request: Request) -> list[Gpu]:
+def larger_cards(request: PlanRequest) -> list[Gpu]:
     """Return the cards that have more memory than this one as it is sold, whatever of it is free now."""
     card = request.card
     own = card.memory_bytes if card.gpu is None else max(card.memory_bytes, card.gpu.memory_bytes)
     return [gpu for gpu in gpus() if gpu.memory_bytes > own and not gpu.laptop]
 
 
-def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
+def _smaller_model(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
     """The largest depth of the dial that fits."""
     asked_model = asked.setting.model
     kept = {
@@ -206,7 +221,7 @@ def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
     while low <= high:  # depth 2 x middle; memory grows with depth
         middle = (low + high) // 2
         model = ModelConfig(**{**presets.depth(2 * middle)["model"], **kept})
-        tried = fastest(request, roomy(request, replace(asked.setting, model=model)))
+        tried = fastest(request, max_microbatch_unless_set(request, replace(asked.setting, model=model)))
         if tried.fits == "fits":
             best, low = (middle, tried), middle + 1
         else:
@@ -225,7 +240,7 @@ def _smaller_model(request: Request, asked: Estimate) -> Iterator[Remedy]:
         )
 
 
-def _elsewhere(request: Request, asked: Estimate) -> Iterator[Remedy]:
+def _elsewhere(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
     items = asked.memory.items
     states = items.get("optimizer", 0)
     # float32 weights, gradients and states against bfloat16 ones.
@@ -238,3 +253,124 @@ def _elsewhere(request: Request, asked: Estimate) -> Iterator[Remedy]:
         "deskside keeps float32 master weights; small updates are rounded away without them",
         {},
     )
+
+
+def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
+    """Yield the setting with every combination of changes, the least first; the first is the setting itself."""
+    found: list[tuple[int, Setting]] = []
+    formats = [(0, start)]
+    if request.given is not None:
+        for other in _formats(start, request.given, request.card.native):
+            formats.append((OTHER_FORMAT, other))
+    for (cost, base), cuts in itertools.product(formats, _cuts(start)):
+        rows = _with_rows(base, cuts)
+        for more, way in _optimizers(rows):
+            found.append((cost + HALF_ROWS * cuts + more, way))
+    found.sort(key=lambda pair: pair[0])
+    yield from (setting for _, setting in found)
+
+
+def first_that_fits(request: PlanRequest, start: Setting) -> StepEstimate | None:
+    """Return the least change that surely fits; None when nothing does."""
+    for setting in combinations(request, start):
+        if minimum_memory(request, setting).fits == "fits":
+            found = fastest(request, setting)
+            if found.fits == "fits":
+                return found
+    return None
+
+
+def minimum_memory(request: PlanRequest, setting: Setting) -> StepEstimate:
+    """Return what needs least memory of all that `fastest` may choose for this setting."""
+    rung, chunk = LADDER[-1]
+    lean = replace(
+        setting,
+        micro_tokens=min(setting.micro_tokens, pass_sizes(setting)[-1]),
+        activation_checkpointing=rung,
+        loss_chunk_tokens=min(chunk, setting.loss_chunk_tokens),
+        sharded=setting.sharded or (setting.gpus > 1 and setting.shardable),
+    )
+    if lean.has_optional_cache:
+        lean = replace(lean, copies="use")
+    return fitted(lean, request.calibration, request.card.memory_bytes)
+
+
+def minimum_over_changes(request: PlanRequest, start: Setting, same_task: bool = False) -> StepEstimate:
+    """Return what needs least memory of all combinations. same_task: rows and number format stay what they are."""
+    settings = [
+        setting
+        for setting in combinations(request, start)
+        if not same_task
+        or (setting.sequence_length, setting.precision) == (start.sequence_length, start.precision)
+    ]
+    return min(
+        (minimum_memory(request, setting) for setting in settings), key=lambda found: found.memory_bytes[1]
+    )
+
+
+def lighter(setting: Setting) -> Iterator[Setting]:
+    """Yield the setting with smaller optimizer states, then with states on the host, where training takes that."""
+    yield from (way for cost, way in _optimizers(setting, (setting.optimizer,)) if cost)
+
+
+def shorter(setting: Setting) -> Iterator[Setting]:
+    """Yield the setting with rows of a half, a quarter, ... of its longest, as far as they divide."""
+    for cuts in _cuts(setting):
+        if cuts:
+            yield _with_rows(setting, cuts)
+
+
+def _formats(start: Setting, given: Given, native: frozenset[LowKind]) -> Iterator[Setting]:
+    """Yield the setting in another number format: FP8 for BF16 where the card has it, BF16 for lower ones.
+
+    Only where training takes the model in it: a mixture of experts has no FP8 products.
+    """
+    other: Precision | None = None
+    if quantized(start.precision):
+        other = "bf16"
+    elif start.precision == "bf16" and "fp8" in native:
+        other = "fp8-delayed"
+    if other is None:
+        return
+    try:
+        config = merge.build([*given.layers, {"precision": {"name": other}}])
+    except UsageError:
+        return  # this model or these options exclude it
+    yield in_precision(start, config, other, native)
+
+
+def _optimizers(
+    setting: Setting, names: tuple[str, ...] = ("as asked", "muon")
+) -> Iterator[tuple[int, Setting]]:
+    """Yield (cost, setting) with every optimizer, format of its states and place for them that training takes."""
+    for name in dict.fromkeys(setting.optimizer if name == "as asked" else name for name in names):
+        base = setting if name == setting.optimizer else replace(setting, optimizer="muon")
+        first = OTHER_OPTIMIZER if name != setting.optimizer else 0
+        small: StateFormat = "bfloat16" if base.sharded else "8bit"
+        for states in dict.fromkeys((base.states, small)):
+            for offload in dict.fromkeys(
+                (base.offload_optimizer, not base.sharded or base.offload_optimizer)
+            ):
+                cost = first
+                cost += SMALL_STATES if states != base.states else 0
+                cost += ON_HOST if offload != base.offload_optimizer else 0
+                yield cost, replace(base, states=states, offload_optimizer=offload)
+
+
+def _cuts(setting: Setting) -> list[int]:
+    """Return how often the rows can be halved: 0, 1, ..."""
+    length, found = setting.sequence_length, [0]
+    while len(found) <= MOST_CUTS and length % 2 == 0 and length // 2 >= SHORTEST:
+        length //= 2
+        found.append(len(found))
+    return found
+
+
+def _with_rows(setting: Setting, cuts: int) -> Setting:
+    if not cuts:
+        return setting
+    length = setting.sequence_length // 2**cuts
+    stages = tuple(
+        StageSetting(s.share, min(s.sequence_length, length), s.tokens, s.window) for s in setting.stages
+    )
+    return replace(setting, stages=stages, micro_tokens=max(length, setting.micro_tokens))

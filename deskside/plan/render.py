@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deskside.budget.shape import num_params
-from deskside.plan.claims import Finding
+from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import Estimate, Range
+from deskside.plan.estimate import Range, StepEstimate
 from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
 from deskside.utils.format import count, dollars, duration, gib, number
 
@@ -73,7 +73,7 @@ def show(plan: Plan) -> None:
         _told(f"no budget was given: the tokens are {told}", 0)
 
 
-def show_claims(findings: Sequence[Finding]) -> None:
+def show_claims(findings: Sequence[ClaimFinding]) -> None:
     """Only the findings on claims."""
     _claims(_console(), findings)
 
@@ -133,7 +133,7 @@ def _bands(plan: Plan) -> Table:
     return table
 
 
-def _precision(found: Estimate) -> str:
+def _precision(found: StepEstimate) -> str:
     return found.setting.precision + (", emulated" if found.setting.emulated else "")
 
 
@@ -162,7 +162,7 @@ def _gib_range(interval: Range) -> str:
     return f"{interval[0] / 2**30:.1f} to {interval[2] / 2**30:.1f}"
 
 
-def _memory(plan: Plan, found: Estimate, name: str) -> Table:
+def _memory(plan: Plan, found: StepEstimate, name: str) -> Table:
     table = Table(f"memory of {name} (modelled)", "", "", box=None, pad_edge=False)
     largest = max(found.memory.items.values())
     for item, size in found.memory.items.items():
@@ -177,7 +177,7 @@ def _memory(plan: Plan, found: Estimate, name: str) -> Table:
     return table
 
 
-def _speed(plan: Plan, found: Estimate, name: str) -> Table:
+def _speed(plan: Plan, found: StepEstimate, name: str) -> Table:
     how = "modelled, emulated" if found.setting.emulated else "modelled"
     table = Table(f"a step of {name} ({how})", "", "", box=None, pad_edge=False)
     total = found.step_seconds
@@ -234,7 +234,7 @@ def _remedies(plan: Plan) -> Table:
     return table
 
 
-def _claims(console: Console, findings: Sequence[Finding]) -> None:
+def _claims(console: Console, findings: Sequence[ClaimFinding]) -> None:
     console.print(Text("claims", style="bold"))
     for finding in findings:
         style = "green" if finding.verdict == "holds" else "red"

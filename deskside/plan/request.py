@@ -1,8 +1,8 @@
-"""What is asked of the planner, checked once: the card, the budget, the model if it is given, prices.
+"""A checked request to the planner: the card, the budget, the model if it is given, prices.
 
-`ask` takes what a person typed (or what `deskside go` knows) and returns a `Request` that the rest of the planner can
-trust. Every refusal is one line. Whatever nobody said stays None and is left out of the plan or marked as published;
-nothing is filled in silently.
+`ask` takes the options of the command line (or of `deskside go`) and returns a `PlanRequest` that the rest of the
+planner can trust. Every error is one line. An option that was not given stays None and is left out of the plan or
+marked as published; nothing is filled in silently.
 """
 
 import math
@@ -32,16 +32,16 @@ MOST: dict[str, float] = {
     "hours": 1e6,
     "tokens": 1e16,
     "flops": 1e30,
-}  # a century; all text there is, many times
-UNTRAINED = 3.4  # bits per byte of guessing among 32,768 tokens of 4.4 bytes
+}  # a century; many times all text that exists
+UNTRAINED = 3.4  # bits per byte of a uniform guess among 32,768 tokens of 4.4 bytes
 DEAREST = 1e6
 SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# What a driver keeps of a card's memory: a 24 GiB RTX 4090 offers 23.5, a 32 GiB RTX 5090 31.4.
+# Share of a card's memory that the driver keeps: a 24 GiB RTX 4090 offers 23.5, a 32 GiB RTX 5090 31.4.
 DRIVER_SHARE = 0.02
 DEEPEST = 128  # of the depth dial: 8192 wide, 104 billion parameters
 SMALLEST_SEQUENCE = 16
 MOST_GPUS = 64
-WORTH_A_WORD = 256 * 2**20  # bytes in use by others that a plan mentions
+MENTIONED_USE = 256 * 2**20  # bytes in use by other programs that a plan mentions
 # NVFP4 is planned as emulated on every card: training's native products of it (kernels/nvfp4/native.py) were compiled
 # for cards that have such units, and never run on one.
 TRAINED_NATIVELY: tuple[LowKind, ...] = ("fp8",)
@@ -51,8 +51,8 @@ STAGES_DECIDE = (
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How long pretraining may be. kind hours: the whole budget, everything included; flops: of training, by the
+class PlanBudget:
+    """Limit of a pretraining run. kind hours: the whole budget, everything included; flops: of training, in the
     convention of `budget/shape.py`; loss: bits per byte to reach."""
 
     kind: Kind
@@ -61,7 +61,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of a budget of hours. They sum to one."""
+    """Shares of a budget of hours, which sum to one."""
 
     pretraining: float = 0.85
     sft: float = 0.08
@@ -75,9 +75,12 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Card:
-    """One of the GPUs. memory_bytes: that programs can use, of this machine's what is free now; gpu: its row in the
-    table, None for one that is not in it; machine: set when the card is in this machine."""
+class PlanCard:
+    """The GPU that is planned for.
+
+    memory_bytes: memory that programs can use; for a card in this machine, what is free now; gpu: its row in the table,
+    None if it has none; machine: set when the card is in this machine.
+    """
 
     name: str
     memory_bytes: int
@@ -91,8 +94,7 @@ class Card:
 
     @property
     def native(self) -> frozenset[LowKind]:
-        """Formats below 16 bits that its tensor cores have, by its data sheet, and that training was seen to run on
-        them; none of a card without a sheet."""
+        """Formats below 16 bits that its tensor cores have, by its data sheet, and that training has run on them."""
         if self.gpu is None:
             return frozenset()
         rates: dict[LowKind, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
@@ -101,8 +103,11 @@ class Card:
 
 @dataclass(frozen=True)
 class Given:
-    """The model that was asked about. label: how a person wrote it; preset: what `deskside train` is called with;
-    layers: configuration layers, the options of the command line on top; own: the dotted keys somebody set."""
+    """The model that was asked about.
+
+    label: as the user wrote it; preset: the argument of `deskside train`; layers: configuration layers, the command
+    line's options last; own: the dotted keys that were set explicitly.
+    """
 
     label: str
     preset: str
@@ -112,15 +117,19 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Request:
-    """Everything the planner works from. overrides: configuration given by hand, on top of whatever it chooses.
-    refused: why the number format that was asked for cannot be planned, and BF16 is; setup_seconds, measured_watts,
-    measured_fp8: of this card, measured; pretrain_seconds: wall-clock of the pretraining
-    run itself where the caller knows it better than the split."""
+class PlanRequest:
+    """The input of the planner.
 
-    card: Card
+    Attributes:
+        overrides: Configuration set by the user, which takes precedence over what the planner chooses.
+        refused: Why the requested number format cannot be planned, so that BF16 is planned instead.
+        setup_seconds, measured_watts, measured_fp8: Measured on this card.
+        pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than the split.
+    """
+
+    card: PlanCard
     calibration: Calibration
-    budget: Budget | None
+    budget: PlanBudget | None
     given: Given | None
     gpus: int = 1
     precision: str | None = None
@@ -150,7 +159,7 @@ class Request:
 
     @property
     def pretrains(self) -> bool:
-        """Whether the model is trained from nothing. What the law of loss says is of such runs alone."""
+        """Whether the model is trained from scratch. The loss law holds for such runs only."""
         return self.given is None or (self.given.config.adapter is None and self.given.config.align is None)
 
 
@@ -176,29 +185,27 @@ def ask(
     law: LossLaw = LAW,
     split: Split = Split(),
     pretrain_seconds: float | None = None,
-) -> Request:
-    """Check what was asked. Counts may be written 3B or 1.5e9.
+) -> PlanRequest:
+    """Check the options and return the request. Counts may be written 3B or 1.5e9.
 
-    overrides: configuration by hand ({"model": {...}, "batch": {...}}). Raises UsageError, one line.
+    overrides: configuration set by the user ({"model": {...}, "batch": {...}}). Raises UsageError, one line.
     """
     budgets = {"hours": hours, "tokens": tokens, "flops": flops, "loss": loss}
     named = [name for name, value in budgets.items() if value is not None]
     if len(named) > 1:
-        raise UsageError(
-            f"--{' and --'.join(named)}: each is a budget of its own, and they contradict; give one of them"
-        )
+        raise UsageError(f"--{' and --'.join(named)}: each is a budget on its own; give only one of them")
     models = [
         f"--{n}" for n, v in (("preset", preset), ("depth", depth), ("params", params)) if v is not None
     ]
     if len(models) > 1:
-        raise UsageError(f"{' and '.join(models)}: each gives the model; give one of them")
+        raise UsageError(f"{' and '.join(models)}: each sets the model; give only one of them")
     budget = None
     if named:
         kind: Kind = named[0]  # type: ignore[assignment]
         given_value = budgets[kind]
         value = count(f"--{kind}", given_value) if kind == "tokens" else positive(f"--{kind}", given_value)
         _bounded(kind, value)
-        budget = Budget(kind, value)
+        budget = PlanBudget(kind, value)
     if not 1 <= gpus_count <= MOST_GPUS:
         raise UsageError(f"--gpus: {gpus_count} cannot be planned; give 1 to {MOST_GPUS}, all in one machine")
     if sequence is not None and sequence < SMALLEST_SEQUENCE:
@@ -232,9 +239,9 @@ def ask(
     _fine_tuned(budget, given, overrides)
     if budget is None and given is None:
         raise UsageError(
-            "what is the budget? give --hours, --tokens, --flops or --loss, or a model with --preset"
+            "no budget and no model; give --hours, --tokens, --flops or --loss, or a model with --preset"
         )
-    return Request(
+    return PlanRequest(
         card=card,
         calibration=calibrate(card.gpu, rows),
         budget=budget,
@@ -258,41 +265,43 @@ def ask(
 
 
 def _in_bf16(*model: Any) -> Given | None:
-    """Return the model with BF16 in place of its number format, None where something else is wrong with it."""
+    """Return the model in BF16, or None if something else is wrong with it."""
     try:
         return _given(*model)
     except UsageError:
         return None
 
 
-def _fine_tuned(budget: Budget | None, given: Given | None, overrides: Mapping[str, Any]) -> None:
-    """Raises UsageError where a run that fine-tunes is asked for by what only pretraining has: models are chosen by
-    the bits per byte that pretraining them gives."""
+def _fine_tuned(budget: PlanBudget | None, given: Given | None, overrides: Mapping[str, Any]) -> None:
+    """Raise UsageError if a fine-tuning run is requested through options that only pretraining has.
+
+    The search chooses models by the bits per byte that pretraining gives them.
+    """
     if given is None and "adapter" in overrides:
-        raise UsageError("--adapter: which model is adapted? give --preset, --depth or --params")
+        raise UsageError("--adapter: needs a model; give --preset, --depth or --params")
     tunes = given is not None and (given.config.adapter is not None or given.config.align is not None)
     if tunes and budget is not None and budget.kind == "loss":
         raise UsageError(
-            "--loss: bits per byte are only predicted of pretraining; give --hours, --tokens or --flops"
+            "--loss: bits per byte are only predicted for pretraining; give --hours, --tokens or --flops"
         )
 
 
 def _bounded(kind: Kind, value: float) -> None:
-    """Raises UsageError for a budget that is nobody's."""
+    """Raise UsageError for a budget that is out of range."""
     if kind in MOST and value > MOST[kind]:
-        raise UsageError(f"--{kind}: {value:g} is beyond any plan; give at most {MOST[kind]:g}")
+        raise UsageError(f"--{kind}: {value:g} is too large; give at most {MOST[kind]:g}")
     if kind == "loss" and value >= UNTRAINED:
         raise UsageError(
-            f"--loss: a model is better than {value:g} bits per byte before it is trained; give less than {UNTRAINED:g}"
+            f"--loss: an untrained model reaches {value:g} bits per byte; give less than {UNTRAINED:g}"
         )
 
 
 def _fitting(overrides: Mapping[str, Any], gpu: str | None) -> None:
-    """Raises UsageError for options by hand that say something else than the plan's own."""
+    """Raise UsageError for overrides that contradict the plan's own options."""
     for key in ("length", "hours", "steps", "tokens"):
         if key in overrides.get("schedule", {}):
             raise UsageError(
-                f"--schedule.{key}: the length of the run is the plan's budget; give --hours or --tokens instead"
+                f"--schedule.{key}: the plan's budget sets the length of the run; give --hours or --tokens instead"
             )
     device = overrides.get("compute", {}).get("device")
     if gpu is not None and device == "cpu":
@@ -301,19 +310,19 @@ def _fitting(overrides: Mapping[str, Any], gpu: str | None) -> None:
 
 @cache
 def defaults() -> RunConfig:
-    """What `deskside train` does when nobody says otherwise."""
+    """Return the default configuration of `deskside train`."""
     return RunConfig()
 
 
 def positive(option: str, value: Any) -> float:
-    """A finite number above zero. Raises UsageError."""
+    """Return a finite number above zero. Raises UsageError."""
     if not (float(value) > 0 and math.isfinite(float(value))):
         raise UsageError(f"{option}: must be a number above zero, not {value:g}")
     return float(value)
 
 
 def count(option: str, given: Any) -> float:
-    """A whole number above zero: 3000000, 3M, 1.5B, 2e9. Raises UsageError."""
+    """Return a whole number above zero, written as 3000000, 3M, 1.5B or 2e9. Raises UsageError."""
     text = str(given).strip().lower().replace(",", "").replace("_", "")
     scale = SCALES.get(text[-1:], 1)
     try:
@@ -323,14 +332,14 @@ def count(option: str, given: Any) -> float:
     if not value.is_finite() or value <= 0:
         raise UsageError(f"{option}: must be above zero, not {given}")
     if value.adjusted() > 18:
-        raise UsageError(f"{option}: {given} is more than anything here can be trained on or with")
+        raise UsageError(f"{option}: {given} is too large; give less than 1e19")
     if value != value.to_integral_value():
-        raise UsageError(f"{option}: {given} is no whole number")
+        raise UsageError(f"{option}: {given} is not a whole number")
     return float(value)
 
 
 def _precision(name: str | None, overrides: Mapping[str, Any]) -> str | None:
-    """The precision asked for, by --precision or by --precision.name. None: nobody chose."""
+    """Return the precision set by --precision or --precision.name, None if neither is given."""
     known = [known for known in get_args(PrecisionName) if known != "auto"]
     by_hand = overrides.get("precision", {}).get("name", "auto")
     if name is not None and name not in known:
@@ -340,17 +349,19 @@ def _precision(name: str | None, overrides: Mapping[str, Any]) -> str | None:
     return name or (by_hand if by_hand in known else None)
 
 
-def _card(name: str | None, here: bool, folder: str) -> tuple[Card, list[probe_store.Row], list[str]]:
-    """The card, what was measured of it, and notes about what was measured and does not count."""
+def _card(name: str | None, here: bool, folder: str) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
+    """Return the card, its probe results, and notes about results that are not used."""
     store = probe_store.open_store(folder)
     if here and name is not None:
-        raise UsageError("--gpu and --here both say which card; give one of them")
+        raise UsageError("--gpu and --here both set the card; give only one of them")
     if not here and name is None:
-        raise UsageError("which card? give --gpu, such as --gpu rtx4090, or --here for this machine")
+        raise UsageError("no card; give --gpu, such as --gpu rtx4090, or --here for this machine")
     if name is not None:
         gpu = gpus.find(name)
         memory = int(gpu.memory_bytes * (1 - DRIVER_SHARE))
-        card = Card(gpu.name, memory, f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver", gpu)
+        card = PlanCard(
+            gpu.name, memory, f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver", gpu
+        )
         return (card, *_measured_elsewhere(store, gpu))
     machine = probe_store.this_machine()
     found = gpus.of_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
@@ -359,12 +370,12 @@ def _card(name: str | None, here: bool, folder: str) -> tuple[Card, list[probe_s
     if machine.free_bytes is not None and machine.free_bytes < memory:
         taken = memory - machine.free_bytes
         memory, source = machine.free_bytes, f"measured: free on this machine now, of {gib(memory)}"
-        if taken > WORTH_A_WORD:
+        if taken > MENTIONED_USE:
             notes.append(
                 f"{gib(taken)} of the card's {gib(machine.memory_bytes)} are in use by other programs now, and the "
                 f"plan leaves them alone; close them and plan again to use it all"
             )
-    card = Card(machine.card, memory, source, found, machine)
+    card = PlanCard(machine.card, memory, source, found, machine)
     rows = store.require(machine)
     if not rows and found is None:
         what = "the CPU" if card.is_cpu else "not in the table"
@@ -376,8 +387,11 @@ def _card(name: str | None, here: bool, folder: str) -> tuple[Card, list[probe_s
 
 
 def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_store.Row], list[str]]:
-    """Rows of a named card. If it is this machine's own, only what was measured with this driver and software counts;
-    else the newest machine's rows, and the note says which that is."""
+    """Return the probe results of a named card, and notes.
+
+    If the card is this machine's own, only results with this driver and software count. Otherwise the newest machine's
+    results count, and a note names it.
+    """
 
     def is_it(row: probe_store.Row) -> bool:
         machine = row["key"]["machine"]
@@ -438,8 +452,11 @@ def _given(
 
 
 def longer(sequence: int, config: RunConfig, own: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The layer that sets the sequence length: also the positions when there are too few of them, and the batch when
-    nobody set it (its key is not in `own`) and it does not divide."""
+    """Return the configuration layer that sets the sequence length.
+
+    It also raises max_position_embeddings if needed, and adjusts a batch that does not divide unless it was set
+    explicitly (its key is in `own`).
+    """
     batch: dict[str, Any] = {"sequence_length": sequence}
     layer: dict[str, Any] = {"batch": batch}
     if sequence > config.model.max_position_embeddings:
@@ -454,13 +471,13 @@ def _nearest_depth(wanted: float, written: str) -> int:
     nearest = min(sizes, key=lambda d: abs(math.log(sizes[d] / wanted)))
     if not 0.5 <= sizes[nearest] / wanted <= 2:
         raise UsageError(
-            f"--params: {written} is no size that the depth dial has; it goes from {sizes[2] / 1e6:.1f}M (d2) "
+            f"--params: no depth has {written} parameters; sizes go from {sizes[2] / 1e6:.1f}M (d2) "
             f"to {sizes[DEEPEST] / 1e9:.0f}B (d{DEEPEST})"
         )
     return nearest
 
 
 def _measured(rows: Sequence[probe_store.Row], what: str) -> list[float]:
-    """One number of every point that was measured to its end."""
+    """Return one number of every completed probe point."""
     found = [r["result"].get(what) for r in rows if r["kind"] == "point" and r["status"] == "ok"]
     return [float(value) for value in found if isinstance(value, (int, float)) and value > 0]

@@ -1,6 +1,6 @@
-"""The plan as it is handed on: to a person, to a program as JSON, to `deskside go`.
+"""The plan as data: for the text output, for programs as JSON, and for `deskside go`.
 
-Every section says where its numbers come from: `measured` on this card, `published` by others, or `modelled`, with the
+Every section names the source of its numbers: `measured` on this card, `published` by others, or `modelled`, with the
 basis of the model in one line.
 """
 
@@ -14,26 +14,26 @@ from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.plan.bands import Name
 from deskside.plan.candidates import Candidate, precision
-from deskside.plan.claims import Finding
+from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import MEMORY_SOURCE, Estimate, Range, options
+from deskside.plan.estimate import MEMORY_SOURCE, Range, StepEstimate, options
 from deskside.plan.remedies import Remedy
-from deskside.plan.request import Request
+from deskside.plan.request import PlanRequest
 from deskside.plan.verdict import Answer
 
 SCHEMA = 1
 MODELLED = "modelled"
 PLACEHOLDERS = {
-    "DIR": "what deskside data prepare wrote",
-    "MODEL": "a run or a Hugging Face directory, whose weights it begins with",
-    "DATA": "what it is to learn from, such as a .jsonl file",
+    "DIR": "a directory written by deskside data prepare",
+    "MODEL": "a run or a Hugging Face directory with the initial weights",
+    "DATA": "the training data, such as a .jsonl file",
 }
 
 
 @dataclass(frozen=True)
 class PlannedBand:
-    """A band, executable. config: what `deskside train` is configured with (plain dict, `merge.build([config])` takes
-    it); command: the same as a command line, PLACEHOLDERS standing for what a plan does not know."""
+    """A band that can be executed. config: the configuration of `deskside train` as a plain dict for `merge.build`;
+    command: the same as a command line, with PLACEHOLDERS for what a plan does not know."""
 
     name: Name
     why: str
@@ -47,12 +47,12 @@ class PlannedBand:
         return self.candidate.shape.preset
 
     @property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> StepEstimate:
         return self.candidate.estimate
 
     @property
     def tokens(self) -> int:
-        """As expected."""
+        """Expected tokens."""
         return int(self.candidate.tokens[1])
 
     @property
@@ -62,17 +62,17 @@ class PlannedBand:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer. recommended: the name of the band to run; asked: the given model's run exactly as it was asked for,
-    None in an open search; alternatives: what the recommended band could be trained in too, and what that brings."""
+    """The answer to a request. recommended: the name of the band to run; asked: the given model's run exactly as
+    requested, None in an open search; alternatives: other precisions for the recommended band, with their speed."""
 
-    request: Request
+    request: PlanRequest
     verdict: Answer
     reasons: tuple[str, ...]
     bands: tuple[PlannedBand, ...]
     recommended: Name | None
-    asked: Estimate | None
+    asked: StepEstimate | None
     remedies: tuple[Remedy, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ClaimFinding, ...]
     alternatives: tuple[dict[str, Any], ...]
     hours: dict[str, float]
     notes: tuple[str, ...]
@@ -83,12 +83,12 @@ class Plan:
         return next((band for band in self.bands if band.name == self.recommended), None)
 
     @property
-    def shown(self) -> Estimate | None:
-        """What memory and speed are shown of: the recommended band, else the run as it was asked for."""
+    def shown(self) -> StepEstimate | None:
+        """The estimate whose memory and speed are shown: the recommended band, else the run as requested."""
         return self.asked if self.best is None else self.best.estimate
 
     def to_json(self) -> dict[str, Any]:
-        """The whole plan, JSON."""
+        """Return the whole plan as JSON."""
         best, shown = self.best, self.shown
         return {
             "schema_version": SCHEMA,
@@ -114,10 +114,10 @@ class Plan:
         }
 
 
-def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], str]:
-    """(config, command) of a candidate. Raises UsageError if the configuration does not take it, which is a bug."""
+def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, Any], str]:
+    """Return (config, command) of a candidate. Raises UsageError if the configuration rejects it, which is a bug."""
     own: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
-    # The length of the run is what the budget is: a time for hours, else the tokens that it comes to.
+    # The length of the run follows the budget: a time for hours, otherwise tokens.
     _, expected, _ = candidate.seconds
     if request.pretrain_seconds is not None or (request.budget and request.budget.kind == "hours"):
         length = str(Duration(int(expected), "seconds"))
@@ -148,8 +148,8 @@ def executable(request: Request, candidate: Candidate) -> tuple[dict[str, Any], 
     return config, _line(request, [*start, *words])
 
 
-def _fine_tuning(request: Request, config: Mapping[str, Any]) -> str:
-    """These commands take no preset: every key is an option, but for the model's, which come with its weights."""
+def _fine_tuning(request: PlanRequest, config: Mapping[str, Any]) -> str:
+    """Return a fine-tuning command. It takes no preset: every key is an option, the model comes with its weights."""
     own = {part: values for part, values in config.items() if part not in ("model", "align")}
     align = {key: value for key, value in config["align"].items() if key not in ("name", "data", "val")}
     sources = config["align"].get("data") or ["DATA"]
@@ -159,7 +159,7 @@ def _fine_tuning(request: Request, config: Mapping[str, Any]) -> str:
     return _line(request, [*words, *_words({**own, "align": align})])
 
 
-def _line(request: Request, words: list[str]) -> str:
+def _line(request: PlanRequest, words: list[str]) -> str:
     start = ["torchrun", "--nproc-per-node", str(request.gpus), "-m"] if request.gpus > 1 else []
     return shlex.join([*start, "deskside", *words])
 
@@ -177,7 +177,7 @@ def _words(given: Mapping[str, Any]) -> list[str]:
 
 
 def _written(value: Any) -> str:
-    """A value as `deskside train` reads it: lists and tables as in TOML."""
+    """Return a value as `deskside train` reads it: lists and tables as in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
@@ -187,7 +187,7 @@ def _written(value: Any) -> str:
     return str(value)
 
 
-def memory_json(request: Request, found: Estimate) -> dict[str, Any]:
+def memory_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
     low, expected, high = found.memory_bytes
     return {
         "source": MODELLED,
@@ -205,7 +205,7 @@ def memory_json(request: Request, found: Estimate) -> dict[str, Any]:
     }
 
 
-def speed_json(request: Request, found: Estimate) -> dict[str, Any]:
+def speed_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
     setting = found.setting
     low, expected, high = found.tokens_per_second
     gpu = request.card.gpu
@@ -304,7 +304,7 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
     }
 
 
-def _request(request: Request) -> dict[str, Any]:
+def _request(request: PlanRequest) -> dict[str, Any]:
     calibration = request.calibration
     return {
         "card": request.card.name,

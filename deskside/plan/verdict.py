@@ -1,11 +1,11 @@
 """The model is given: yes, yes-if (what to change), or no (what would be needed).
 
-First memory: the run as it was asked for, its micro-batch fitted, must fit even at the high end of the range. If it
+Memory is checked first: the requested run, with its micro-batch fitted, must fit at the high end of the range. If it
 does not, the options of `deskside train` that save memory are tried in every combination, the least change first
-(`plan/changes.py`); what fits with them is a yes-if. Then time: a budget of hours must leave room for training, and a
-model so large that a smaller one would end clearly better in the same hours is a yes-if at best; one that reads too
-little for its size is always told so. Sharding over the GPUs that were named is a change; more GPUs, a larger card or
-a smaller model are not what was asked, and are named as what would be needed.
+(`plan/remedies.py`). A run that fits with them is a yes-if. Time is checked next: a budget of hours must leave room for
+training. If a smaller model would end clearly better in the same hours, the verdict is yes-if at best. A model that
+reads too few tokens for its size is always reported. Sharding over the requested GPUs is a change. More GPUs, a larger
+card or a smaller model answer another question and are reported as what would be needed.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from deskside.plan.candidates import (
     LONGEST_SECONDS,
     TOO_LONG,
     Candidate,
-    Shape,
+    CandidateModel,
     batch_tokens,
     bpb,
     candidate,
@@ -28,60 +28,67 @@ from deskside.plan.candidates import (
     setting_of,
     setup_seconds,
 )
-from deskside.plan.changes import combinations, first_that_fits, leanest, least
-from deskside.plan.estimate import Estimate, Setting, check_shared, estimate, fitted, optim_options
-from deskside.plan.remedies import Remedy, remedies, roomy
-from deskside.plan.request import Request
+from deskside.plan.estimate import Setting, StepEstimate, check_shared, estimate, fitted, optim_options
+from deskside.plan.remedies import (
+    Remedy,
+    combinations,
+    first_that_fits,
+    max_microbatch_unless_set,
+    minimum_memory,
+    minimum_over_changes,
+    remedies,
+)
+from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]
-UNDERTRAINED = 1.05  # times what the best smaller model leaves to be learned in the same hours
-FEW_TOKENS = 1 / 3  # of what is optimal for the size: below this a plan always says so
+UNDERTRAINED = 1.05  # loss above the law's floor, relative to the best smaller model in the same hours
+FEW_TOKENS = 1 / 3  # of the optimum for the size; a plan reports fewer
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """asked: the run as it was asked for; chosen: the run that can be done, None if there is none."""
+class ModelVerdict:
+    """Verdict on a given model. asked: the run as requested; chosen: the run that is possible, None without one."""
 
     answer: Answer
     reasons: tuple[str, ...]
-    asked: Estimate
+    asked: StepEstimate
     chosen: Candidate | None
     remedies: tuple[Remedy, ...]
 
 
-def judge(request: Request) -> Verdict:
-    """The verdict on the given model. The request must have one."""
+def judge(request: PlanRequest) -> ModelVerdict:
+    """Return the verdict on the given model. The request must have one."""
     assert request.given is not None
-    shape = Shape(request.given.preset, request.given.layers, request.given.config)
+    shape = CandidateModel(request.given.preset, request.given.layers, request.given.config)
     asked = _asked(request, shape)
     found, answer, reasons = _memory(request, asked)
     needed = tuple(remedies(replace(request, overrides={}), asked)) if asked.fits != "fits" else ()
     if found is None:
         would = [remedy.what for remedy in needed if remedy.kind in ("hardware", "other model")]
-        return Verdict("no", (*reasons, f"what would do: {'; or '.join(would)}"), asked, None, needed)
+        return ModelVerdict("no", (*reasons, f"what would do: {'; or '.join(would)}"), asked, None, needed)
     chosen = candidate(request, shape, found)
     if chosen is None:
-        return Verdict("no", (*reasons, _out_of_reach(request, found)), asked, None, needed)
+        return ModelVerdict("no", (*reasons, _out_of_reach(request, found)), asked, None, needed)
     if chosen.seconds[1] > LONGEST_SECONDS:
         told = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
-        return Verdict("no", (*reasons, told), asked, chosen, needed)
-    # How many tokens a size deserves, and which size ends better, is known of pretraining.
+        return ModelVerdict("no", (*reasons, told), asked, chosen, needed)
+    # The optimal tokens of a size, and the better of two sizes, are only known for pretraining.
     late, worse = _undertrained(request, chosen) if request.pretrains else (None, False)
     if late is not None:
         reasons.append(late)
     if worse:
         answer = "yes-if"
-    return Verdict(answer, tuple(reasons), asked, chosen, needed)
+    return ModelVerdict(answer, tuple(reasons), asked, chosen, needed)
 
 
-def _asked(request: Request, shape: Shape) -> Estimate:
-    """The run as asked. What nobody said: the best batch for its tokens, and the micro-batch that fits."""
+def _asked(request: PlanRequest, shape: CandidateModel) -> StepEstimate:
+    """Return the requested run. Options that were not set: the best batch for its tokens, the micro-batch that fits."""
     assert request.given is not None
     base = setting_of(request, shape.config)
     capacity, own = request.card.memory_bytes, request.given.own
 
-    def run(setting: Setting) -> Estimate:
+    def run(setting: Setting) -> StepEstimate:
         if "batch.micro_tokens" in own and setting.micro_tokens <= setting.tokens_per_step:
             return estimate(setting, request.calibration, capacity)
         return fitted(setting, request.calibration, capacity)
@@ -90,7 +97,7 @@ def _asked(request: Request, shape: Shape) -> Estimate:
     if "batch.tokens" in own or by_stage or len(base.stages) > 1:
         check_shared(base)
         return run(base)
-    found: Estimate | None = None
+    found: StepEstimate | None = None
     tokens = batch_tokens(
         optimal_tokens(request.law, matmul_params(base.model)), request.sequence, request.gpus
     )
@@ -105,16 +112,16 @@ def _asked(request: Request, shape: Shape) -> Estimate:
     return found
 
 
-def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer, list[str]]:
-    """What can be run, the verdict on memory alone, and why."""
+def _memory(request: PlanRequest, asked: StepEstimate) -> tuple[StepEstimate | None, Answer, list[str]]:
+    """Return the run that is possible, the verdict on memory alone, and the reasons."""
     capacity = gib(request.card.memory_bytes)
     low, expected, high = asked.memory_bytes
     told = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"
     if asked.fits == "fits":
         return asked, "yes", [f"it fits: {told}, {asked.setting.micro_tokens:,} tokens per pass"]
-    # What was asked for by hand does not fit, so it may be changed too.
+    # The overrides do not fit, so they may be changed too.
     request = replace(request, overrides={})
-    start = roomy(request, asked.setting)
+    start = max_microbatch_unless_set(request, asked.setting)
     found = first_that_fits(request, start)
     if found is not None:
         return found, "yes-if", [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"]
@@ -126,7 +133,7 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
             what = _differences(asked, found)
             trial = f"{text} of the range{f', with {what}' if what else ''}: only a trial will tell"
             return found, "yes-if", [trial]
-    lean = leanest(request, start)
+    lean = minimum_over_changes(request, start)
     return (
         None,
         "no",
@@ -138,13 +145,13 @@ def _memory(request: Request, asked: Estimate) -> tuple[Estimate | None, Answer,
     )
 
 
-def _tight(request: Request, setting: Setting) -> Estimate | None:
+def _tight(request: PlanRequest, setting: Setting) -> StepEstimate | None:
     """Return the fastest way to do a setting that is expected to fit, None when none is."""
-    return None if least(request, setting).fits == "no" else fastest(request, setting)
+    return None if minimum_memory(request, setting).fits == "no" else fastest(request, setting)
 
 
-def _differences(asked: Estimate, found: Estimate) -> str:
-    """What was changed, in words."""
+def _differences(asked: StepEstimate, found: StepEstimate) -> str:
+    """Return the changed options as text."""
     before, after = asked.setting, found.setting
     words = []
     if after.precision != before.precision:
@@ -171,7 +178,7 @@ def _differences(asked: Estimate, found: Estimate) -> str:
     return f"{', '.join(words)}, at {speed:.0%} of the speed" if words else ""
 
 
-def _out_of_reach(request: Request, found: Estimate) -> str:
+def _out_of_reach(request: PlanRequest, found: StepEstimate) -> str:
     budget = request.budget
     if budget is not None and budget.kind == "loss":
         floor = bpb(request, found.setting, 1e15)[1]
@@ -188,11 +195,10 @@ def _out_of_reach(request: Request, found: Estimate) -> str:
     )
 
 
-def _undertrained(request: Request, chosen: Candidate) -> tuple[str | None, bool]:
-    """(what to say of a model that reads too little for its size, whether a smaller one ends clearly better).
+def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, bool]:
+    """Return (message about a model that reads too few tokens, or None; whether a smaller one ends clearly better).
 
-    Two models are compared by what is left above the law's floor, which no model gets below, and trained alike: the
-    same optimiser, and short rows first for both or for neither.
+    Two models are compared by their loss above the law's floor, with the same optimizer and the same use of short rows.
     """
     right = optimal_tokens(request.law, chosen.weights)
     rival = _rival(request, chosen)
@@ -209,8 +215,8 @@ def _undertrained(request: Request, chosen: Candidate) -> tuple[str | None, bool
     return text, rival is not None
 
 
-def _rival(request: Request, chosen: Candidate) -> Candidate | None:
-    """The best smaller model of the same budget, trained alike, if it ends clearly better."""
+def _rival(request: PlanRequest, chosen: Candidate) -> Candidate | None:
+    """Return the best smaller model of the same budget, trained in the same way, if it ends clearly better."""
     if request.budget is None or request.budget.kind not in ("hours", "flops"):
         return None
     alike = replace(

@@ -12,8 +12,8 @@ from pathlib import Path
 from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
 from deskside.plan.candidates import SETUP_SECONDS
-from deskside.plan.estimate import Estimate, estimate, fitted, of_config
-from deskside.plan.request import Request, ask
+from deskside.plan.estimate import StepEstimate, estimate, fitted, of_config
+from deskside.plan.request import PlanRequest, ask
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
@@ -28,7 +28,7 @@ FORWARD_SHARE = 1 / 3  # of a training step's time: the backward takes two
 class Here:
     """This machine as the planner knows it. why_not: one line if speed and memory cannot be modelled."""
 
-    request: Request | None
+    request: PlanRequest | None
     why_not: str = ""
 
     @property
@@ -110,7 +110,7 @@ def total_seconds(forecasts: Sequence[TrialForecast], devices: int = 1) -> float
     return max(sum(known) / devices, max(known, default=0.0))
 
 
-def _estimate(config: RunConfig, request: Request, memory_fraction: float) -> Estimate:
+def _estimate(config: RunConfig, request: PlanRequest, memory_fraction: float) -> StepEstimate:
     """Estimate memory and speed. The micro-batch is fitted as in training, unless the arm sets it."""
     cpu = request.card.is_cpu
     asked = config.precision.name

@@ -6,13 +6,13 @@ from deskside.budget.speed import Rates
 from deskside.config import merge, presets
 from deskside.facts import gpus
 from deskside.plan.calibrate import Calibration
-from deskside.plan.request import Budget, Card, Given, Request
+from deskside.plan.request import Given, PlanBudget, PlanCard, PlanRequest
 
 GIB = 2**30
 
 
-def card(memory_gib: float = 24.0, name: str = "rtx4090") -> Card:
-    return Card("a card", int(memory_gib * GIB), "made up", gpus.find(name))
+def card(memory_gib: float = 24.0, name: str = "rtx4090") -> PlanCard:
+    return PlanCard("a card", int(memory_gib * GIB), "made up", gpus.find(name))
 
 
 def calibration(tflops: float = 160.0, bandwidth: float = 1.0e12, spread: float = 0.2) -> Calibration:
@@ -32,12 +32,12 @@ def request(
     memory_gib: float = 24.0,
     tflops: float = 160.0,
     **options: Any,
-) -> Request:
+) -> PlanRequest:
     """An open search; `given` makes it a question about a model."""
-    return Request(
+    return PlanRequest(
         card=card(memory_gib),
         calibration=options.pop("calibration", calibration(tflops)),
-        budget=None if kind is None else Budget(kind, value),
+        budget=None if kind is None else PlanBudget(kind, value),
         given=options.pop("given", None),
         **options,
     )

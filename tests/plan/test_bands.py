@@ -21,7 +21,7 @@ from deskside.config.run import RunConfig
 from deskside.plan import bands, candidates
 from deskside.plan.estimate import of_config
 from deskside.plan.planner import make_plan
-from deskside.plan.request import Request
+from deskside.plan.request import PlanRequest
 from deskside.plan.result import Plan
 from tests.plan import made
 
@@ -34,7 +34,7 @@ CARDS = st.fixed_dictionaries(
 )
 
 
-def target_loss(request: Request) -> float:
+def target_loss(request: PlanRequest) -> float:
     found = {band.name: band.candidate for band in bands.choose(request)}
     return found["target"].loss[1] if found else math.inf
 
@@ -97,7 +97,7 @@ def layers_of(command: str) -> list[dict[str, Any]]:
     return [*presets.layers(options.preset), given_keys]
 
 
-def carried_out(config: RunConfig, request: Request) -> dict[str, Any]:
+def carried_out(config: RunConfig, request: PlanRequest) -> dict[str, Any]:
     """The resolved configuration, but for where the data is."""
     found = config.model_dump(mode="json")
     del found["data"]["path"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.plan.test_claim_check import MOE
 
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
@@ -16,11 +17,10 @@ from deskside.config import merge
 from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
 from deskside.plan.planner import make_plan
-from deskside.plan.request import Request, ask
+from deskside.plan.request import PlanRequest, ask
 from deskside.plan.verdict import judge
 from deskside.utils.errors import UsageError
 from tests.plan import made
-from tests.plan.test_claims import MOE
 
 GIB = 2**30
 
@@ -283,7 +283,7 @@ def test_the_spread_of_the_calibration_is_the_range() -> None:
         assert slowest > fastest
 
 
-def fastest_of_all(request: Request, asked: Setting) -> float:
+def fastest_of_all(request: PlanRequest, asked: Setting) -> float:
     """Tokens per second of the best that fits, every rung, chunk, sharding and pass priced one by one."""
     known, capacity = request.calibration, request.card.memory_bytes
     speeds = []
@@ -392,7 +392,7 @@ def test_what_an_option_makes_possible_is_offered_without_it(
     changed = plain | LADDER_LEAST | saving
     changed["batch.micro_tokens"] = changed["batch.sequence_length"]
 
-    def asked(gib: float, options: dict[str, Any]) -> Request:
+    def asked(gib: float, options: dict[str, Any]) -> PlanRequest:
         model, precision = made.given(preset, **nested(options)), options.get("precision.name")
         return made.request("tokens", 1e8, memory_gib=gib, given=model, precision=precision)
 

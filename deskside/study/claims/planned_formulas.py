@@ -12,7 +12,7 @@ from deskside.budget.step_spec import Precision
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts import gpus
-from deskside.plan.estimate import Estimate
+from deskside.plan.estimate import StepEstimate
 from deskside.plan.planner import make_plan
 from deskside.plan.request import ask
 from deskside.study.claims.verdicts import Answer
@@ -23,7 +23,7 @@ DAY = 24 * 3600.0
 # The model of the FP8 document: 49,152 entries, and the head shares the embedding.
 FP8_MODEL = {"vocab_size": 49152, "tie_word_embeddings": True}
 
-# The shape was not given: 3.0 billion parameters, 8 experts, 16K context (tests/plan/test_claims.py).
+# The shape was not given: 3.0 billion parameters, 8 experts, 16K context (tests/plan/test_claim_check.py).
 MOE = {
     "vocab_size": 50304,
     "hidden_size": 2048,
@@ -39,7 +39,7 @@ MOE = {
 MOE_ROW, MOE_STEP_ROWS, MOE_PASS_ROWS, MOE_STEPS = 16384, 32, 2, 100_000
 
 
-def _estimate(card: str, preset: str, overrides: dict[str, Any], **options: Any) -> Estimate:
+def _estimate(card: str, preset: str, overrides: dict[str, Any], **options: Any) -> StepEstimate:
     """Return the planner's estimate of one setting, from data sheets and published runs alone."""
     with TemporaryDirectory() as no_probes:
         request = ask(gpu=card, preset=preset, overrides=overrides, probes=no_probes, **options)
@@ -68,7 +68,7 @@ def _speed(preset: str, fitted: bool = False, cards: int = 1) -> Callable[[], An
     return formula
 
 
-def _rows_estimate(card: str, rows: int, precision: Precision) -> Estimate:
+def _rows_estimate(card: str, rows: int, precision: Precision) -> StepEstimate:
     """Estimate the model and the batch of the FP8 document, 16 passes of `rows` rows, on a card."""
     return _estimate(card, "124m", {**_batch(rows, 16), "model": FP8_MODEL}, precision=precision)
 
@@ -82,7 +82,7 @@ def _card_speed(card: str, rows: int, precision: Precision) -> Callable[[], Answ
     return formula
 
 
-def _speed_ratio(ours: Estimate, theirs: Estimate, on: str) -> Answer:
+def _speed_ratio(ours: StepEstimate, theirs: StepEstimate, on: str) -> Answer:
     """Return the ratio of two modelled speeds, whose errors are taken as independent."""
     (low, value, high), (slow, other, fast) = ours.tokens_per_second, theirs.tokens_per_second
     return Answer(low / fast, value / other, high / slow, "modelled", on)
@@ -142,7 +142,7 @@ def _tokens_over_parameters() -> Answer:
     )
 
 
-def _moe() -> Estimate:
+def _moe() -> StepEstimate:
     overrides = {
         "model": MOE,
         "batch": {

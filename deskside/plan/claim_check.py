@@ -1,8 +1,8 @@
-"""What somebody claims about a run, held against the data sheet, against arithmetic, and against the plan.
+"""Claims about a run, checked against the data sheet, against arithmetic and against the plan.
 
 `deskside plan --gpu rtx5090 --preset moe.toml --claim_step_seconds 1 --claim_memory_gib 28` answers for each claim:
-holds, unlikely (outside of the planner's range), wrong (the data sheet says otherwise), impossible (more than the card
-can do in any number format), or contradiction (two claims exclude each other), with the numbers filled in.
+holds, unlikely (outside the planner's range), wrong (contradicts the data sheet), impossible (more than the card can do
+in any number format), or contradiction (two claims exclude each other), with the numbers filled in.
 """
 
 import re
@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from deskside.facts.gpus import Gpu
-from deskside.plan.changes import leanest
-from deskside.plan.estimate import Estimate
-from deskside.plan.request import Request
+from deskside.plan.estimate import StepEstimate
+from deskside.plan.remedies import minimum_over_changes
+from deskside.plan.request import PlanRequest
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, flops, gib, number, span
 
@@ -25,8 +25,8 @@ CONTRADICTION = 1.5  # two claims may differ by this factor
 
 @dataclass(frozen=True)
 class Claims:
-    """Each as (low, high), equal for one number. step_seconds: of an optimiser step; memory_gib: peak; vram_gib and
-    watts: of the card; steps in hours: how long training takes."""
+    """Claims as (low, high), equal for a single number. step_seconds: of an optimizer step; memory_gib: peak; vram_gib
+    and watts: of the card; steps in hours: the length of training."""
 
     step_seconds: Interval | None = None
     memory_gib: Interval | None = None
@@ -41,14 +41,14 @@ class Claims:
 
     @property
     def of_card_alone(self) -> bool:
-        """Whether nothing is claimed that needs a model."""
+        """Whether no claim needs a model."""
         own = {"vram_gib", "watts"}
         return all(getattr(self, field.name) is None for field in fields(self) if field.name not in own)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One claim and what became of it. source: of what it was held against."""
+class ClaimFinding:
+    """A claim, its verdict and the reason. source: where the number that it was checked against comes from."""
 
     claim: str
     verdict: Holds
@@ -60,7 +60,7 @@ class Finding:
 
 
 def parse(given: dict[str, str | None]) -> Claims:
-    """Claims as they are written: `28`, or `50-100` for a range. Raises UsageError."""
+    """Parse claims written as `28`, or `50-100` for a range. Raises UsageError."""
     values: dict[str, Interval | None] = {}
     for name, text in given.items():
         if text is None:
@@ -83,23 +83,21 @@ def parse(given: dict[str, str | None]) -> Claims:
     return Claims(**values)
 
 
-def check(request: Request, claims: Claims, asked: Estimate | None) -> list[Finding]:
-    """Every claim's finding. asked: the run that the claims are about."""
+def check(request: PlanRequest, claims: Claims, asked: StepEstimate | None) -> list[ClaimFinding]:
+    """Check every claim. asked: the run that the claims are about."""
     found = []
     if request.card.gpu is not None:
         found = of_card(request.card.gpu, claims)
     elif claims.vram_gib is not None or claims.watts is not None:
-        raise UsageError(
-            f"{request.card.name} is not in the table; there is nothing to hold claims about it against"
-        )
+        raise UsageError(f"{request.card.name} is not in the table, so claims about it cannot be checked")
     if asked is not None:
         found += [*_memory(request, claims, asked), *_speed(request, claims, asked)]
         found += [*_length(request, claims, asked)]
     return found
 
 
-def of_card(gpu: Gpu, claims: Claims) -> list[Finding]:
-    """Claims about the card itself, against its data sheet."""
+def of_card(gpu: Gpu, claims: Claims) -> list[ClaimFinding]:
+    """Check claims about the card itself against its data sheet."""
     found = []
     for claimed, name, sheet, unit, more in (
         (claims.vram_gib, "memory", gpu.memory_bytes / 2**30, "GiB", ""),
@@ -118,21 +116,21 @@ def of_card(gpu: Gpu, claims: Claims) -> list[Finding]:
         why = f"the data sheet says {number(sheet)} {unit}{'' if right else more}"
         holds: Holds = "holds" if right else "wrong"
         found.append(
-            Finding(
+            ClaimFinding(
                 f"{name} of the {gpu.name}: {span(claimed)} {unit}", holds, why, f"published: {gpu.source}"
             )
         )
     return found
 
 
-def _memory(request: Request, claims: Claims, asked: Estimate) -> Iterator[Finding]:
+def _memory(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterator[ClaimFinding]:
     if claims.memory_gib is None:
         return
     low, expected, high = asked.memory_bytes
     top = sorted(asked.memory.items.items(), key=lambda item: -item[1])[:4]
     items = " + ".join(f"{name} {gib(size)}" for name, size in top)
     claimed = claims.memory_gib[1] * 2**30
-    least = leanest(request, asked.setting, same_task=True)
+    least = minimum_over_changes(request, asked.setting, same_task=True)
     text = f"this run needs {gib(expected)} ({gib(low)} to {gib(high)}): {items}, and the rest"
     verdict: Holds = "holds"
     if claimed < low:
@@ -144,16 +142,16 @@ def _memory(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findi
         )
     elif claims.memory_gib[0] * 2**30 > high:
         verdict = "unlikely"
-    yield Finding(f"memory: {span(claims.memory_gib)} GiB", verdict, text, _source(request))
+    yield ClaimFinding(f"memory: {span(claims.memory_gib)} GiB", verdict, text, _source(request))
 
 
-def _speed(request: Request, claims: Claims, asked: Estimate) -> Iterator[Finding]:
+def _speed(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterator[ClaimFinding]:
     tokens = asked.setting.tokens_per_step
     slow, expected, fast = asked.tokens_per_second
     if claims.step_seconds is not None:
         low, high = claims.step_seconds
         verdict, why = _against_card(request, asked, tokens / high, tokens / low)
-        yield Finding(
+        yield ClaimFinding(
             f"{span(claims.step_seconds)} s per step of {tokens:,.0f} tokens",
             verdict,
             f"that is {tokens / high:,.0f} tokens/s; {why}. Modelled: {duration(tokens / expected)} per step "
@@ -162,7 +160,7 @@ def _speed(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findin
         )
     if claims.tokens_per_second is not None:
         verdict, why = _against_card(request, asked, *claims.tokens_per_second)
-        yield Finding(
+        yield ClaimFinding(
             f"{span(claims.tokens_per_second)} tokens/s",
             verdict,
             f"{why}. Modelled: {expected:,.0f} tokens/s ({slow:,.0f} to {fast:,.0f})",
@@ -170,7 +168,7 @@ def _speed(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findin
         )
 
 
-def _length(request: Request, claims: Claims, asked: Estimate) -> Iterator[Finding]:
+def _length(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterator[ClaimFinding]:
     if claims.steps is None or claims.hours is None:
         return
     tokens = asked.setting.tokens_per_step
@@ -178,7 +176,7 @@ def _length(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findi
     high = claims.steps[1] * tokens / (claims.hours[0] * 3600)
     verdict, why = _against_card(request, asked, low, high)
     said = f"{span(claims.steps)} steps in {span(claims.hours)} hours"
-    yield Finding(
+    yield ClaimFinding(
         said,
         verdict,
         f"{number(claims.steps[0])} x {tokens:,.0f} tokens in {number(claims.hours[1])} h are {low:,.0f} tokens/s; "
@@ -189,7 +187,7 @@ def _length(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findi
     rate = claims.tokens_per_second
     if rate is not None and not (low / CONTRADICTION <= rate[1] and rate[0] <= high * CONTRADICTION):
         needed = claims.steps[0] * tokens / rate[1]
-        yield Finding(
+        yield ClaimFinding(
             f"{span(rate)} tokens/s beside {said}",
             "contradiction",
             f"at {number(rate[1])} tokens/s, {number(claims.steps[0])} steps of {tokens:,.0f} tokens take "
@@ -199,8 +197,8 @@ def _length(request: Request, claims: Claims, asked: Estimate) -> Iterator[Findi
         )
 
 
-def _against_card(request: Request, asked: Estimate, low: float, high: float) -> tuple[Holds, str]:
-    """Whether between `low` and `high` tokens per second can be, and the arithmetic."""
+def _against_card(request: PlanRequest, asked: StepEstimate, low: float, high: float) -> tuple[Holds, str]:
+    """Return whether `low` to `high` tokens per second are possible, and the arithmetic."""
     per_token = asked.setting.flops_per_token
     needed, gpu, gpus = low * per_token, request.card.gpu, request.gpus
     text = f"at {flops(per_token)} per token that is {flops(needed)}/s"
@@ -219,7 +217,7 @@ def _against_card(request: Request, asked: Estimate, low: float, high: float) ->
     return "holds", text
 
 
-def _source(request: Request) -> str:
+def _source(request: PlanRequest) -> str:
     return f"modelled, rates {request.calibration.source}"
 
 

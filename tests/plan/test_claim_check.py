@@ -12,10 +12,10 @@ import pytest
 
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.facts import gpus
-from deskside.plan import claims
-from deskside.plan.claims import Claims, Finding, check, of_card, parse
+from deskside.plan import claim_check as claims
+from deskside.plan.claim_check import ClaimFinding, Claims, check, of_card, parse
 from deskside.plan.planner import make_plan
-from deskside.plan.request import Request, ask
+from deskside.plan.request import PlanRequest, ask
 from deskside.utils.errors import UsageError
 
 MOE = """
@@ -47,23 +47,23 @@ OLD = Claims(
 
 
 @pytest.fixture
-def moe(tmp_path: Path) -> Request:
+def moe(tmp_path: Path) -> PlanRequest:
     file = tmp_path / "moe.toml"
     file.write_text(MOE)
     return ask(gpu="rtx5090", preset=str(file), probes=str(tmp_path / "probes"))
 
 
-def found(request: Request, claimed: Claims) -> dict[str, Finding]:
+def found(request: PlanRequest, claimed: Claims) -> dict[str, ClaimFinding]:
     plan = make_plan(request, claimed)
     return {finding.claim.split(":")[0]: finding for finding in plan.findings}
 
 
-def test_the_model_is_what_was_claimed(moe: Request) -> None:
+def test_the_model_is_what_was_claimed(moe: PlanRequest) -> None:
     assert moe.given is not None
     assert 2.8e9 < num_params(moe.given.config.model) < 3.2e9
 
 
-def test_every_old_claim_is_refuted_with_its_arithmetic(moe: Request) -> None:
+def test_every_old_claim_is_refuted_with_its_arithmetic(moe: PlanRequest) -> None:
     plan = make_plan(moe, OLD)
     verdicts = {finding.claim: finding.verdict for finding in plan.findings}
     assert verdicts == {
@@ -90,7 +90,7 @@ def test_every_old_claim_is_refuted_with_its_arithmetic(moe: Request) -> None:
     assert plan.verdict == "yes-if" and any("rows of 8,192 tokens" in reason for reason in plan.reasons)
 
 
-def test_one_second_per_step_is_more_than_the_card_has_in_any_format(moe: Request) -> None:
+def test_one_second_per_step_is_more_than_the_card_has_in_any_format(moe: PlanRequest) -> None:
     assert moe.given is not None
     needed = flops_per_token(moe.given.config.model, 16384) * 524288
     card = gpus.find("rtx5090")
@@ -99,7 +99,7 @@ def test_one_second_per_step_is_more_than_the_card_has_in_any_format(moe: Reques
     assert "PFLOP/s" in finding.why and "FP4" in finding.why
 
 
-def test_what_holds_is_said_to_hold(moe: Request) -> None:
+def test_what_holds_is_said_to_hold(moe: PlanRequest) -> None:
     plan = make_plan(moe)
     assert plan.asked is not None
     rate, (low, _, high) = plan.asked.tokens_per_second[1], plan.asked.memory_bytes
@@ -117,7 +117,7 @@ def test_what_holds_is_said_to_hold(moe: Request) -> None:
     assert len(findings) == 6
 
 
-def test_claims_between_can_and_cannot_are_unlikely(moe: Request) -> None:
+def test_claims_between_can_and_cannot_are_unlikely(moe: PlanRequest) -> None:
     plan = make_plan(moe)
     assert plan.asked is not None
     rate = plan.asked.tokens_per_second[1]
@@ -159,7 +159,7 @@ def test_steps_and_hours_belong_together() -> None:
         parse({"steps": "1000"})
 
 
-def test_a_card_without_a_data_sheet_cannot_be_held_against_one(moe: Request) -> None:
+def test_a_card_without_a_data_sheet_cannot_be_held_against_one(moe: PlanRequest) -> None:
     from dataclasses import replace
 
     unknown = replace(moe, card=replace(moe.card, gpu=None))
