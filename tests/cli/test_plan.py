@@ -110,11 +110,11 @@ def test_json_is_whole_and_alone(capsys: pytest.CaptureFixture[str], line: str) 
         ("--gpu rtx4090 --hours", "--hours: its value is missing"),
         ("--gpu rtx4090 --hors 3", "did you mean --hours"),
         ("--gpu h100 --hours 3", "which one"),
-        ("--gpu rtx4090", "what is the budget"),
-        ("--hours 3", "which card"),
+        ("--gpu rtx4090", "--hours, --tokens, --flops or --loss"),
+        ("--hours 3", "--here"),
         ("--gpu rtx4090 --hours 3 --explain colour", "--explain"),
         ("--gpu rtx4090 --hours 3 --claim-watts lots", "--claim_watts"),
-        ("--claim-watts 450", "which card"),
+        ("--claim-watts 450", "--here"),
         ("--gpu rtx4090 --hours 3 --probes plain_file", "plain_file"),
     ],
 )
@@ -228,7 +228,10 @@ def test_adapters_are_carried_out_beside_given_weights(capsys: pytest.CaptureFix
     assert words[:2] == ["deskside", "train"] and (options.preset, options.init) == ("124m", "MODEL")
     assert given["adapter"]["rank"] == "16" and given["data"]["path"] == "DIR"
     _, out, _ = plan(capsys, line)
-    assert "(MODEL: a run or a Hugging Face directory" in out and "(DIR: what deskside data prepare" in out
+    assert (
+        "(MODEL: a run or a Hugging Face directory" in out
+        and "(DIR: a directory written by deskside data prepare" in out
+    )
     _, out, _ = plan(capsys, line.replace("--adapter.rank 16", ""))
     assert "MODEL" not in out
 
@@ -258,13 +261,13 @@ def test_fine_tuning_is_carried_out_by_its_own_command(
     assert found.model_copy(update={"align": None}) == asked.model_copy(update={"align": None})
     assert {key: getattr(found.align, key) for key in own} == own
     _, out, _ = plan(capsys, line)
-    assert "(DATA: what it is to learn from" in out and "DIR" not in out
+    assert "(DATA: the training data" in out and "DIR" not in out
 
 
 def test_adapters_need_a_model_and_no_loss_to_reach(capsys: pytest.CaptureFixture[str]) -> None:
     adapted = "--adapter.rank 16 --optim.name adamw"
     code, out, err = plan(capsys, f"--gpu rtx4090 --hours 8 {adapted}")
-    assert (code, out) == (2, "") and err.startswith("deskside: --adapter: which model is adapted?")
+    assert (code, out) == (2, "") and err.startswith("deskside: --adapter: ")
     code, out, err = plan(capsys, f"--gpu rtx4090 --preset 124m --loss 1.0 {adapted}")
     assert (code, out) == (2, "") and err.startswith("deskside: --loss: bits per byte are only predicted of")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.plan.test_claim_check import MOE
 
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
@@ -21,6 +20,7 @@ from deskside.plan.request import PlanRequest, ask
 from deskside.plan.verdict import judge
 from deskside.utils.errors import UsageError
 from tests.plan import made
+from tests.plan.test_claim_check import MOE
 
 GIB = 2**30
 
