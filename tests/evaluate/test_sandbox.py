@@ -25,7 +25,7 @@ def blocked(body: str, *, imports: str = "", seconds: float = 10.0) -> str:
 
 
 def test_right_code_passes_and_wrong_code_does_not() -> None:
-    assert check(RIGHT, TESTS) == sandbox.Verdict(True, "")
+    assert check(RIGHT, TESTS) == sandbox.SandboxResult(True, "")
     assert check(RIGHT.replace("2", "3"), TESTS).reason.startswith("AssertionError")
     assert "SyntaxError" in check("def double(x) return", TESTS).reason
     assert "ZeroDivisionError" in check("1 / 0\n" + RIGHT, TESTS).reason
@@ -58,7 +58,7 @@ def test_values_of_all_plain_types_cross_unchanged() -> None:
         "assert [kind(v) for v in value] == [type(v).__name__ for v in value]\n"
         "assert same(10**5000) == 10**5000\n"
     )
-    assert check(code, tests.replace(", inf,", ", float('inf'),")) == sandbox.Verdict(True, "")
+    assert check(code, tests.replace(", inf,", ", float('inf'),")) == sandbox.SandboxResult(True, "")
 
 
 def test_changes_in_place_and_exceptions_reach_the_tests() -> None:
@@ -69,7 +69,7 @@ def test_changes_in_place_and_exceptions_reach_the_tests() -> None:
         "items, table = [], {}\nput(items, table)\nassert items == [1] and table == {'a': 2}\n"
         "try:\n    fail()\nexcept KeyError:\n    done = True\nassert done"
     )
-    assert check(code, tests) == sandbox.Verdict(True, "")
+    assert check(code, tests) == sandbox.SandboxResult(True, "")
 
 
 def test_constants_and_the_solution_s_own_helpers_are_there() -> None:
@@ -184,7 +184,7 @@ def test_environment_and_open_files_are_not_inherited(
     )
     # Python itself may add the locale that it chose.
     assert check(code, "assert set(names()) <= {'PYTHONHASHSEED', 'LC_CTYPE'}").passed
-    assert check(code, "assert readable() == []") == sandbox.Verdict(True, "")
+    assert check(code, "assert readable() == []") == sandbox.SandboxResult(True, "")
     secret.close()
 
 

@@ -142,7 +142,7 @@ def tokenizer_file(folder: Path, special: str = "<|endoftext|>") -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[special], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog. " * 5], trainer)
-    output_folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
