@@ -1,4 +1,4 @@
-"""From facts and results to what a person does: what to use on this machine, and what to fix, most important first.
+"""Advice from facts and results: what to use on this machine, and what to fix, most important first.
 
 Plain functions of plain data; nothing is run or asked here.
 """
@@ -40,12 +40,12 @@ def works(results: Results, id: str) -> bool:
 
 
 def trains(results: Results) -> bool:
-    """Whether training can work here: an FP32 or a BF16 step gives right numbers."""
+    """Return whether training works here: an FP32 or a BF16 step gives correct numbers."""
     return works(results, "step_fp32") or works(results, "step_bf16")
 
 
 def add_ratios(results: Sequence[dict[str, Any]]) -> None:
-    """Sets "to_bf16", each rate of FLOPs against the BF16 matmul's, where both are known."""
+    """Set "to_bf16", the ratio of each FLOP rate to that of the BF16 matmul, where both are known."""
     yardstick: dict[str, Any] | None = by_id(results).get("bf16", {}).get("speed")
     for result in results:
         rate: dict[str, Any] | None = result.get("speed")
@@ -58,7 +58,7 @@ def add_ratios(results: Sequence[dict[str, Any]]) -> None:
 
 
 def use(facts: Facts, results: Results, quick: bool) -> list[dict[str, str]]:
-    """{"what", "value", "why", "option"}: what to choose here. option: how `deskside train` is told, empty if not."""
+    """Return recommendations as {"what", "value", "why", "option"}; `option` is for `deskside train`, or empty."""
     if not trains(results):
         return []
     found = [_precision(facts, results), *_attention(results)]
@@ -84,12 +84,12 @@ def _precision(facts: Facts, results: Results) -> dict[str, str]:
 def _attention(results: Results) -> list[dict[str, str]]:
     found = []
     known = by_id(results)
-    if "attention" in known and works(results, "attention"):  # the quick form has chosen already
+    if "attention" in known and works(results, "attention"):  # the quick doctor has already chosen
         details = known["attention"]["details"]
         why = f"the fastest that is right here: {_milliseconds(details['milliseconds'])}"
         return [_choice("attention", details["chosen"], why, "--compute.attention auto")]
     for what, ending in (("attention", ""), ("attention, window", "_window")):
-        # The reference is slow by design, and what takes no grouped heads does not fit the presets.
+        # The reference is slow by design, and the presets need grouped heads.
         times = {
             name: result["details"]["milliseconds"]
             for name, result in _backends(results, ending)
@@ -119,7 +119,7 @@ def _milliseconds(times: Mapping[str, float]) -> str:
 
 
 def _execution(facts: Facts, results: Results) -> dict[str, str]:
-    """How to run the step: on a card training takes its hand-written kernels by itself, on a CPU it stays eager."""
+    """Recommend how to run the step: on a GPU the fused kernels are the default, on a CPU it is eager."""
     fused, block = (by_id(results)[id] for id in ("fused", "compile"))
     times = [
         f"{name} {found['details']['times_eager']:.2f}"
@@ -146,7 +146,7 @@ def _execution(facts: Facts, results: Results) -> dict[str, str]:
 
 
 def _low_precision(results: Results) -> list[dict[str, str]]:
-    """Recipes that train right here, native ones first, and what torch's own products of such formats reach."""
+    """Recommend recipes that train correctly here, native ones first, with the speed of torch's own matmuls."""
     good = [r for r in results if r["group"] == "precision" and r["verdict"] == "works"]
     right = [r for r in good if r["id"] != "head_fp8"]
     if not right:
@@ -187,7 +187,7 @@ def _choice(what: str, value: str, why: str, option: str) -> dict[str, str]:
 
 
 def fix(facts: Facts, results: Results, quick: bool) -> list[dict[str, str]]:
-    """{"severity", "problem", "remedy"}, most important first."""
+    """Return problems as {"severity", "problem", "remedy"}, most important first."""
     found = [*_training(facts, results), *_numbers(results), *_driver(facts), *_compiling(facts, results)]
     found += [*_space(facts), *_cards(facts, results), *_timed_out(results)]
     return sorted(found, key=lambda item: ORDER.index(item["severity"]))
@@ -229,7 +229,7 @@ def _numbers(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def _driver(facts: Facts) -> Iterator[dict[str, Any]]:
-    """Cards that are there and cannot be used."""
+    """Return problems of GPUs that are present but cannot be used."""
     wanted, offered = facts.get("cuda"), facts.get("driver_cuda")
     if facts["device"] == "cpu" and facts.get("cards"):
         if wanted is None:
@@ -366,7 +366,7 @@ def _timed_out(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def power(facts: Facts) -> dict[str, Any] | None:
-    """The first card's limits, and what lower ones cost and save where somebody published it for this card."""
+    """Return the power limits of the first GPU, and published costs and savings of lower ones."""
     if not facts["gpus"]:
         return None
     gpu = facts["gpus"][0]

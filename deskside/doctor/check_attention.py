@@ -32,7 +32,7 @@ FORWARD_AND_BACKWARD = 3.5  # times the FLOPs of the forward: two products there
 
 
 def listed(device: str) -> list[dict[str, Any]]:
-    """Every registered backend, and why it does not take a full or a windowed layer; None where it says it does."""
+    """Return every backend with the reason it does not support full or windowed layers, None if it does."""
     return [
         {
             "name": backend.name,
@@ -44,7 +44,7 @@ def listed(device: str) -> list[dict[str, Any]]:
 
 
 def check(backend: str, window: bool, device: str) -> Result:
-    """One backend: numbers on a small problem, FLOP/s of forward and backward on a large one."""
+    """Check a backend: errors on a small problem, FLOP/s of forward and backward on a large one."""
     chosen = backend_named(backend)
 
     def attend(need: Requirements) -> Attend:
@@ -57,7 +57,7 @@ def check(backend: str, window: bool, device: str) -> Result:
 def measure(
     attend: Callable[[Requirements], Attend], backend: AttentionBackend, window: bool, device: str
 ) -> Result:
-    """Judge and time what `attend(problem)` computes. Shared with libraries that are no backend of ours."""
+    """Check and time `attend(problem)`. Also used for libraries that are not backends."""
     checked = _problem_for(CHECKED, backend, device, CHECKED_WINDOW if window else None)
     inputs = _inputs(checked)
     result = compare(_gradients(attend(checked), inputs), _exact(inputs, checked), TOLERANCE[checked.dtype])
@@ -78,7 +78,7 @@ def measure(
 
 
 def quick_choice(device: str) -> Result:
-    """What a run would take for full layers on this device: `choose`'s own answer, with what it measured."""
+    """Return the backend that `choose` selects for full layers on this device, with its measurements."""
     need = replace(TIMED[torch.device(device).type], device=torch.device(device))
     need = replace(need, dtype=DTYPE[need.device.type])
     choice = choose(need)
@@ -97,7 +97,7 @@ def quick_choice(device: str) -> Result:
 
 
 def flops(need: Requirements) -> float:
-    """FLOPs of forward and backward over the pairs of query and key that see each other (causal)."""
+    """Return the FLOPs of forward and backward over the visible pairs of query and key (causal)."""
     window = min(need.window or need.tokens, need.tokens)
     pairs = need.tokens * window - window * (window - 1) // 2
     return FORWARD_AND_BACKWARD * 4 * need.batch * need.heads * need.head_dim * pairs
@@ -112,7 +112,7 @@ def _problem_for(
 
 
 def _inputs(need: Requirements) -> list[Tensor]:
-    """q, k, v and the gradient of the output."""
+    """Return q, k, v and the gradient of the output."""
     generator = torch.Generator(need.device).manual_seed(0)
     return [
         torch.randn(
@@ -131,7 +131,7 @@ def _gradients(attend: Attend, inputs: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _exact(inputs: list[Tensor], need: Requirements) -> dict[str, Tensor]:
-    """The reference in float64 on the CPU."""
+    """Compute the reference in float64 on the CPU."""
     exact = replace(need, dtype=torch.float64, device=torch.device("cpu"))
     context = prepare(AttentionContext(window=need.window, backend="reference"), exact)
     function = backend_named("reference").function

@@ -40,7 +40,7 @@ WORK_SECONDS = 1.0
 
 
 def plain(dtype: str, device: str) -> Result:
-    """FP32, BF16 or FP16: numbers of the three products, FLOP/s of a large one."""
+    """Check FP32, BF16 or FP16: errors of the three products, FLOP/s of a large one."""
     kind, tolerance = PLAIN[dtype]
     found = check_gemm(lambda x, w: x.to(kind) @ w.to(kind).T, tolerance, device)
     if not found.errors:
@@ -62,7 +62,7 @@ def plain(dtype: str, device: str) -> Result:
 
 
 def at_work(device: torch.device, rate: float) -> dict[str, Any]:
-    """Watts, degrees Celsius and throttling of a GPU in the middle of BF16 products, which it makes at `rate`."""
+    """Return watts, temperature and throttling of a GPU during BF16 matmuls, which run at `rate`."""
     side = SIZES["cuda"]
     x = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
@@ -75,12 +75,12 @@ def at_work(device: torch.device, rate: float) -> dict[str, Any]:
 
 
 def scaled(format_name: str, device: str) -> Result:
-    """A scaled format of `FORMATS`: numbers, and FLOP/s of a large product of operands that are quantized already."""
+    """Check a format of `FORMATS`: errors, and FLOP/s of a large product of quantized operands."""
     return check_format(FORMATS[format_name], torch.device(device))
 
 
 def check_format(form: Format, device: torch.device) -> Result:
-    """The three products of one format, judged and timed."""
+    """Check and time the three products of one format."""
     x, w, g = _operands(device)
     products: dict[str, tuple[Tensor, Tensor, bool]] = {
         "output": (x, w, False),
@@ -103,7 +103,7 @@ def check_format(form: Format, device: torch.device) -> Result:
 
 
 def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and g. Rows differ 16-fold in size, so that a scale at the wrong place shows."""
+    """Return x, w and g. Rows differ 16-fold in size, so that a misplaced scale shows."""
     generator = torch.Generator().manual_seed(0)
     n, k, m = CHECKED[device.type]
 

@@ -29,7 +29,7 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 def torchao(recipe: str, device: str) -> Result:
-    """float8 training of a linear layer; recipe: tensorwise or rowwise."""
+    """Check float8 training of a linear layer, tensorwise or rowwise."""
     float8: Any = import_module("torchao.float8")
     settings = float8.Float8LinearConfig.from_recipe_name(recipe)
 
@@ -44,7 +44,7 @@ def torchao(recipe: str, device: str) -> Result:
 
 
 def transformer_engine(recipe: str, device: str) -> Result:
-    """A linear layer under one of transformer-engine's recipes, named by its class."""
+    """Check a linear layer with a recipe of transformer-engine, given by its class name."""
     te: Any = import_module("transformer_engine.pytorch")
     settings = getattr(import_module("transformer_engine.common.recipe"), recipe)()
 
@@ -64,7 +64,7 @@ def transformer_engine(recipe: str, device: str) -> Result:
 
 
 def bitsandbytes_adamw(device: str) -> Result:
-    """The 8-bit AdamW: how far its weights moved in some updates, against torch's in float64."""
+    """Check the updates of the 8-bit AdamW against torch's in float64."""
     bnb: Any = import_module("bitsandbytes")
     generator = torch.Generator().manual_seed(0)
     begin = torch.randn(128, 256, generator=generator)
@@ -86,7 +86,7 @@ def bitsandbytes_adamw(device: str) -> Result:
 
 
 def bitsandbytes_nf4(device: str) -> Result:
-    """A frozen 4-bit (NF4) linear layer, as QLoRA has it: output and input gradient."""
+    """Check a frozen 4-bit (NF4) linear layer, as in QLoRA: output and input gradient."""
     bnb: Any = import_module("bitsandbytes")
     where = torch.device(device)
     dtype = DTYPE[where.type]
@@ -102,7 +102,7 @@ def bitsandbytes_nf4(device: str) -> Result:
 
 
 def flash_attention_4(window: bool, device: str) -> Result:
-    """FlashAttention-4 as attention of a layer, forward and backward."""
+    """Check FlashAttention-4, forward and backward."""
     cute: Any = import_module("flash_attn.cute")
 
     def attend(need: Requirements) -> check_attention.Attend:
@@ -124,7 +124,7 @@ def flash_attention_4(window: bool, device: str) -> Result:
 
 
 def _problem(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, x and the gradient of the output, float32."""
+    """Return the weight, x and the gradient of the output in float32."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((OUT_FEATURES, IN_FEATURES), (ROWS, IN_FEATURES), (ROWS, OUT_FEATURES))
     weight, x, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
@@ -138,7 +138,7 @@ def _linear(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Result:
-    """Output and both gradients of a layer made by `make(inputs, outputs)`, and its rate with quantization included."""
+    """Check output and gradients of the layer `make(inputs, outputs)`, and time it including quantization."""
     weight, x, grad = _problem(device)
     if device.type == "cpu":  # FP8 products may be very slow there
         weight, x, grad = weight[:64, :128], x[:32, :128], grad[:32, :64]

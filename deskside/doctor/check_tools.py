@@ -1,4 +1,4 @@
-"""What a check of the doctor does inside its child: fail without harm, judge numbers, take times.
+"""Helpers of a check inside its child process: report failures, compare numbers, measure times.
 
 A library that refuses raises, and its own words are the result. One that returns wrong numbers is found by comparison
 with float64, computed on the CPU so that a GPU never vouches for itself. An all-zero result is named as such: libraries
@@ -44,7 +44,7 @@ def several(calls: Sequence[Mapping[str, Any]]) -> list[Result]:
 
 
 def attempt(target: str, arguments: Mapping[str, Any]) -> Result:
-    """The check's result, or why a library refused. Raises what is no refusal, and when CUDA is poisoned."""
+    """Return the check's result, or why a library refused. Other errors are raised, as is a broken CUDA context."""
     began = time.perf_counter()
     module, function = target.split(":")
     try:
@@ -59,13 +59,13 @@ def attempt(target: str, arguments: Mapping[str, Any]) -> Result:
 
 
 def words(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message."""
     first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return first[:LONGEST_REASON]
 
 
 def compare(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: float) -> Result:
-    """Judge tensors against float64: {"verdict", "reason", "errors", "tolerance"}.
+    """Compare tensors with float64: {"verdict", "reason", "errors", "tolerance"}.
 
     errors: name -> relative Frobenius error, None where something is not finite. A tensor that is all zero where the
     truth is not is wrong whatever the tolerance.
@@ -94,7 +94,7 @@ def compare(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: f
 
 
 def wrong(result: Result, reason: str) -> Result:
-    """The same result with one more thing wrong."""
+    """Return the result with another error added."""
     return {
         **result,
         "verdict": "wrong numbers",
@@ -103,7 +103,7 @@ def wrong(result: Result, reason: str) -> Result:
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, runs: int | None = None) -> float:
-    """Median seconds of a call, after at least one to warm up."""
+    """Return the median seconds of a call, after at least one warm-up call."""
     warm_up(call, device)
     times = []
     for _ in range(runs or TIMED_RUNS[device.type]):
@@ -122,7 +122,7 @@ def median_seconds(call: Callable[[], object], device: torch.device, runs: int |
 
 
 def warm_up(call: Callable[[], object], device: torch.device) -> None:
-    """Call once, and again until the device is at work and no longer at rest."""
+    """Call until the device has left its idle clocks."""
     began = time.perf_counter()
     while True:
         call()
@@ -133,5 +133,5 @@ def warm_up(call: Callable[[], object], device: torch.device) -> None:
 
 
 def speed(value: float, unit: str) -> dict[str, Any]:
-    """A measured rate: unit is FLOP/s, B/s or tokens/s."""
+    """Return a measured rate; the unit is FLOP/s, B/s or tokens/s."""
     return {"value": value, "unit": unit, "source": "measured"}

@@ -1,4 +1,4 @@
-"""Does a training step give right numbers here: our own model, loss, backward and optimiser, in every way to run it?
+"""Check training steps: our model, loss, backward pass and optimizer, in every execution mode.
 
 The reference is the same model in float64. Loss and the gradient of every parameter are compared with it, and some
 steps on one batch must bring its loss down. The step with hand-written kernels and the one that torch.compile makes
@@ -38,7 +38,7 @@ LEARNS = 0.99  # the loss after the steps must be below this share of the first
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """A small training problem: hidden size, layers, rows and tokens of a row."""
+    """Size of a training problem: hidden size, layers, rows and tokens per row."""
 
     hidden: int
     layers: int
@@ -51,7 +51,7 @@ EXECUTED = {"cpu": SMALL, "cuda": ProblemSize(512, 4, 16, 512)}
 
 
 def step(precision: str, device: str) -> Result:
-    """An eager training step in this precision. The reference is computed on the CPU."""
+    """Check an eager training step in a precision. The reference is computed on the CPU."""
     stepper, batch = _stepper(SMALL, precision, torch.device(device))
     result = compare_step(stepper, batch, precision, torch.device("cpu"))
     losses = [stepper.run([batch], number + 1).read() for number in range(STEPS)]
@@ -65,7 +65,7 @@ def step(precision: str, device: str) -> Result:
 
 
 def executed(mode: ExecutionMode, precision: str, device: str) -> Result:
-    """A step as `compute.compile` = mode runs it, against float64, and its speed against eager."""
+    """Check a step with `compute.compile` = mode against float64, and its speed against eager."""
     where = torch.device(device)
     size = EXECUTED[where.type]
     stepper, batch = _stepper(size, precision, where)
@@ -82,7 +82,7 @@ def executed(mode: ExecutionMode, precision: str, device: str) -> Result:
 
 
 def compare_step(stepper: Stepper, batch: Batch, precision: str, reference_device: torch.device) -> Result:
-    """Loss and gradients of one forward and backward against float64; errors: "loss" and the worst gradient."""
+    """Compare the loss and gradients of a step with float64; the errors are of the loss and the worst gradient."""
     loss = _forward_backward(stepper, batch)
     got = {"loss": loss} | _collect(stepper.model)
     truth = _exact(stepper.model, batch, reference_device)
@@ -143,7 +143,7 @@ def _forward_backward(stepper: Stepper, batch: Batch) -> Tensor:
 
 
 def _collect(model: Transformer) -> dict[str, Tensor]:
-    """Gradients by name; zeros where there is none, so that a missing one is found."""
+    """Return gradients by name, zeros for a missing one, so that it shows as an error."""
     return {
         f"gradient of {name}": torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
@@ -151,7 +151,7 @@ def _collect(model: Transformer) -> dict[str, Tensor]:
 
 
 def _exact(model: Transformer, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """The same weights and batch in float64, eager, with the reference attention."""
+    """Compute the step in float64, eager, with the reference attention."""
     exact = Transformer(model.config)
     exact.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     exact = exact.double().to(device)

@@ -1,4 +1,4 @@
-"""The machine and its software as plain facts. Runs in a child, since asking a broken driver may hang or crash."""
+"""Facts about the machine and its software. Runs in a child process, since a broken driver may hang or crash."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ CC = ("gcc", "clang", "cc")  # what Triton looks for; CC in the environment come
 
 
 def collect() -> dict[str, Any]:
-    """Facts for `doctor.examine`: "device" ("cuda" or "cpu"), "gpus", and what a person may have to fix."""
+    """Return the facts for `doctor.examine`: "device" ("cuda" or "cpu"), "gpus", and what may need a fix."""
     driver = nvml.driver()
     memory = _memory_before_cuda(driver)
     cuda_error = _cuda_error()
@@ -54,7 +54,7 @@ def collect() -> dict[str, Any]:
 
 
 def _cuda_error() -> str:
-    """Why torch cannot use a GPU, in its own words; empty when it can."""
+    """Return torch's reason why it cannot use a GPU; empty if it can."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -63,7 +63,7 @@ def _cuda_error() -> str:
 
 
 def _memory_before_cuda(driver: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By UUID: memory and processes of all cards, before this process holds some itself."""
+    """Return memory and processes of all GPUs by UUID, before this process uses any."""
     found = {}
     for index in range(driver["cards"]):
         card = nvml.NvmlDevice.numbered(index)
@@ -116,7 +116,7 @@ def _memory_available() -> int | None:
 
 
 def _memory_limit() -> int | None:
-    """What a container may use at most."""
+    """Return the memory limit of the container."""
     with suppress(OSError):
         text = CGROUP_LIMIT.read_text("utf-8").strip()
         return int(text) if text.isdecimal() else None

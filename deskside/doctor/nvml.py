@@ -1,4 +1,4 @@
-"""What NVML, the driver's own library, says about a card. Anything may be unknown: containers and boards hide some."""
+"""Queries of NVML, the driver's library. Any value may be unknown: containers and boards hide some."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 @dataclass(frozen=True)
 class NvmlDevice:
-    """One card as NVML knows it."""
+    """A GPU as NVML sees it."""
 
     handle: Any
 
     @classmethod
     def of(cls, device: torch.device) -> NvmlDevice | None:
-        """The card behind a torch device, None where NVML is hidden. By UUID, as CUDA may count cards otherwise."""
+        """Return the GPU of a torch device, None without NVML. Matched by UUID: CUDA may order GPUs differently."""
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
@@ -29,7 +29,7 @@ class NvmlDevice:
 
     @classmethod
     def numbered(cls, index: int) -> NvmlDevice | None:
-        """The card that NVML counts as this one, None when it cannot be asked."""
+        """Return the GPU with this NVML index, None without NVML."""
         handle = ask(pynvml.nvmlDeviceGetHandleByIndex, index)
         return None if handle is None else cls(handle)
 
@@ -37,14 +37,14 @@ class NvmlDevice:
         return str(ask(pynvml.nvmlDeviceGetUUID, self.handle))
 
     def memory(self) -> dict[str, int | None]:
-        """Bytes: total, free, and used by whoever."""
+        """Return total, free and used memory in bytes."""
         info = ask(pynvml.nvmlDeviceGetMemoryInfo, self.handle)
         if info is None:
             return {"total_bytes": None, "free_bytes": None, "used_bytes": None}
         return {"total_bytes": int(info.total), "free_bytes": int(info.free), "used_bytes": int(info.used)}
 
     def processes(self) -> list[dict[str, Any]]:
-        """Who holds memory on the card: process id, name and bytes, where the driver shows it to us."""
+        """Return the processes that use memory (id, name, bytes), as far as the driver shows them."""
         found: dict[int, dict[str, Any]] = {}
         for question in (
             pynvml.nvmlDeviceGetComputeRunningProcesses,
@@ -61,7 +61,7 @@ class NvmlDevice:
         return sorted(found.values(), key=lambda p: -(p["bytes"] or 0))
 
     def power(self) -> dict[str, float | None]:
-        """Watts: the limit now, the default one, and the range that may be set."""
+        """Return the power limit in watts: current, default, minimum and maximum."""
         span = ask(pynvml.nvmlDeviceGetPowerManagementLimitConstraints, self.handle) or (None, None)
         return {
             "limit_watts": _watts(ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, self.handle)),
@@ -72,7 +72,7 @@ class NvmlDevice:
         }
 
     def pcie(self) -> dict[str, int | None]:
-        """PCIe generation and lanes now, and the most that card and slot can do."""
+        """Return PCIe generation and lanes: current and maximum."""
         return {
             "generation": ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, self.handle),
             "lanes": ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, self.handle),
@@ -97,7 +97,7 @@ def driver() -> dict[str, Any]:
 
 
 def ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """An NVML answer, None where this card or driver has none."""
+    """Call an NVML function; return None if this GPU or driver does not support it."""
     with contextlib.suppress(pynvml.NVMLError):
         return question(*arguments)
     return None

@@ -1,4 +1,4 @@
-"""Operands in FP8, MXFP8 and NVFP4, as torch's scaled matrix products take them.
+"""Operands in FP8, MXFP8 and NVFP4 for torch's scaled matmuls.
 
 Each quantizer takes a matrix (R, K) whose rows are contracted over K, and gives the codes, the scales in the layout
 of the kernel, and what both together stand for in float64, so that a kernel can be judged without its rounding of
@@ -32,7 +32,7 @@ class ScaledOperand:
     steps_RB: Tensor
 
     def decoded(self) -> Tensor:
-        """(R, K) float64: the values that codes and scales stand for."""
+        """Return the dequantized values, (R, K) float64."""
         if self.codes.dtype == torch.float4_e2m1fn_x2:
             codes = unpack_e2m1(self.codes.view(torch.uint8))
         else:
@@ -56,14 +56,14 @@ class Format:
 
 
 def quantize_tensor(x_RK: Tensor, gradient: bool) -> ScaledOperand:
-    """One scale for all. Gradients are E5M2, which trades a bit of precision for range."""
+    """Quantize with one scale. Gradients are E5M2, which trades a bit of precision for range."""
     dtype = E5M2 if gradient else E4M3
     step = (x_RK.abs().amax() / torch.finfo(dtype).max).float()
     return ScaledOperand(_cast(x_RK / step, dtype), [step], step.expand(x_RK.shape[0], 1))
 
 
 def quantize_rows(x_RK: Tensor, gradient: bool) -> ScaledOperand:
-    """One scale per row."""
+    """Quantize with one scale per row."""
     dtype = E5M2 if gradient else E4M3
     step_R1 = (x_RK.abs().amax(dim=1, keepdim=True) / torch.finfo(dtype).max).float()
     return ScaledOperand(_cast(x_RK / step_R1, dtype), [step_R1], step_R1)
@@ -115,9 +115,10 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def swizzle(scales_RB: Tensor) -> Tensor:
-    """Block scales in the order of cuBLAS: tiles of 128 rows and 4 blocks, padded with zeros; flat and contiguous.
+    """Arrange block scales for cuBLAS: tiles of 128 rows and 4 blocks, padded with zeros; flat and contiguous.
 
-    Inside of a tile row r, block b stand at (r % 32) * 16 + (r // 32) * 4 + b; tiles follow each other along K first.
+    In a tile, the scale of row r and block b is at (r % 32) * 16 + (r // 32) * 4 + b; tiles follow each other along K
+    first.
     """
     R, B = scales_RB.shape
     padded = F.pad(scales_RB.view(torch.uint8), (0, -B % 4, 0, -R % 128))

@@ -1,4 +1,4 @@
-"""An examination as a person reads it: facts, a table of checks, what to use, what to fix. Made for 80 columns."""
+"""Prints an examination in 80 columns: facts, a table of checks, what to use, what to fix."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -63,7 +63,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 
 def rate(speed: Mapping[str, Any] | None) -> str:
-    """A rate with three digits: 790 TFLOP/s, 4.25 TB/s."""
+    """Format a rate with three digits: 790 TFLOP/s, 4.25 TB/s."""
     if speed is None:
         return ""
     value = float(speed["value"])
@@ -153,7 +153,7 @@ def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
-    """What declares that it does not take a problem is left to the lines below the table."""
+    """Return the rows of the table. Declared limitations are listed below it instead."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
@@ -195,7 +195,7 @@ def _worst(check: Mapping[str, Any]) -> str:
 
 
 def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """Why, for everything that does not work: the library's own words, or how to install it."""
+    """Return the reason for each check that does not work: the library's message, or how to install it."""
     failed: dict[str, list[str]] = {}
     declared: dict[str, list[str]] = {}
     emulated: dict[str, list[str]] = {}

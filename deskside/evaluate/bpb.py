@@ -49,7 +49,7 @@ class AttentionNames(Protocol):
 
 @dataclass(frozen=True)
 class BitsPerByte:
-    """Summed -log p in nats, bytes of text, and tokens that stand for it.
+    """Summed -log p in nats, bytes of text, and tokens of text.
 
     target_nats and targets count every target, special tokens too; of a data set alone.
     """
@@ -67,7 +67,7 @@ class BitsPerByte:
 
     @property
     def loss(self) -> float:
-        """Nats per token, over tokens that stand for text."""
+        """Nats per token of text."""
         return self.nats / self.tokens
 
 
@@ -85,7 +85,7 @@ def evaluate_dataset(
     reduce: Reduce | None = None,
     tick: Callable[[int], object] | None = None,
 ) -> BitsPerByte:
-    """Bits per byte of a packed split, `micro_rows` rows at a time.
+    """Measure bits per byte of a packed split, `micro_rows` rows at a time.
 
     max_tokens: about as many, in rows spread evenly over the split; None takes all. document_mask: documents that are
     packed into one row do not see each other; off, they do, as in training without it.
@@ -136,7 +136,7 @@ def evaluate_text(
     device: torch.device | str,
     attention: AttentionNames | None = None,
 ) -> BitsPerByte:
-    """Bits per byte of plain documents; each begins with `start_token` and sees nothing of the others.
+    """Measure bits per byte of plain documents. Each begins with `start_token` and is independent of the others.
 
     The bytes are those of the text in UTF-8. About `batch_tokens` tokens go through the model at a time. Raises
     UsageError for a sequence length that the model does not have, or no text; RunError for output that is not finite.
@@ -171,7 +171,7 @@ def _context(attention: AttentionNames | None) -> AttentionContext:
 
 
 def _share(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[tuple[Batch, bool]]:
-    """This process's batches; where they do not come out even, a last one again that is not to be counted."""
+    """Yield this rank's batches. Ranks with fewer batches repeat the last one, which is not counted."""
     number, last = 0, None
     for number, last in enumerate(batches, start=1):
         if (number - 1) % world_size == rank:
@@ -182,7 +182,7 @@ def _share(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[tup
 
 
 def _sums(losses_BT: Tensor, bytes_BT: Tensor, text_BT: Tensor) -> Tensor:
-    """(nats, bytes, tokens), float64 on the CPU."""
+    """Return (nats, bytes, tokens), float64 on the CPU."""
     return torch.stack([losses_BT.double().sum(), bytes_BT.double().sum(), text_BT.double().sum()]).cpu()
 
 
@@ -198,7 +198,7 @@ def _result(totals: Tensor, what: str) -> BitsPerByte:
 def _pieces(
     texts: Iterable[str], tokenizer: Tokenizer, start_token: int, sequence_length: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(inputs, targets) of every piece of every document, at most `sequence_length` tokens each."""
+    """Yield (inputs, targets) of every piece of every document, at most `sequence_length` tokens each."""
     for text in texts:
         ids = encode(tokenizer, text)
         stream = np.concatenate(([start_token], ids.astype(np.int64)))
@@ -213,7 +213,7 @@ def _rectangles(
     batch_tokens: int,
     padding: int,
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Pieces of similar length together, padded on the right to one of few shapes (rows, width)."""
+    """Batch pieces of similar length, padded on the right to one of few shapes (rows, width)."""
     waiting: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
     for piece in pieces:
         width = min(sequence_length, max(NARROWEST, 1 << (len(piece[0]) - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""Records of data sets on the Hugging Face hub -> records like those of the files that tasks.toml describes.
+"""Convert records of Hugging Face datasets to the form of the files that tasks.toml describes.
 
 Each reader names the fields that it takes and makes one record of them; KeyError, IndexError, TypeError or ValueError
 say that a record is not what it should be. The texts are prepared as lm-eval prepares them.
@@ -31,7 +31,7 @@ def _hellaswag(r: Fields) -> dict[str, Any]:
 
 
 def _without_brackets(text: str) -> str:
-    """The part of HellaSwag that comes from WikiHow has marks in brackets."""
+    """Remove the marks in brackets of HellaSwag's WikiHow part."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 

@@ -1,4 +1,4 @@
-"""Answers that a model writes: greedy, by the batched engine, up to a stop string."""
+"""Generate answers with the batched engine, greedily up to a stop string, and score them."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -28,7 +28,7 @@ def write(
     chat: bool = False,
     tick: Callable[[int], object] | None = None,
 ) -> list[str]:
-    """What the model writes after each prompt, without the string that stopped it.
+    """Generate a completion of each prompt, without the stop string.
 
     chat: the end of the turn ends an answer, not the task's stop strings, and there is room to explain. An answer gets
     at most half of the model's positions; a prompt that leaves less room than that loses its beginning, as in lm-eval.
@@ -63,7 +63,7 @@ def write(
 
 
 def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bool) -> list[SandboxResult]:
-    """Whether each text is right, and what it was taken for. Raises RunError where code cannot be locked in."""
+    """Return for each text whether it is correct, and the parsed answer. Raises RunError without a sandbox."""
     if isinstance(task, CodeTask):
         return check_many(
             [(program(item, text, chat), *item.check) for item, text in zip(items, texts, strict=True)]
@@ -80,7 +80,7 @@ def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bo
 
 
 def program(item: Item, text: str, chat: bool) -> str:
-    """The code that is run: the prompt and what continues it, or in a chat the prompt and the answer's code block.
+    """Return the code to run: the prompt and its continuation, or in a chat the prompt and the answer's code block.
 
     The prompt ends with the function's description, so that it is whole without a body; a block defines it again.
     """

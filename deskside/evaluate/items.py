@@ -1,6 +1,6 @@
-"""Records -> items: contexts, answers and what is right; and the solved examples before a question.
+"""Convert records to items (contexts, answers, correct answer), and choose their few-shot examples.
 
-What is wrong with a record is counted with its place, and the record is left out.
+A damaged record is counted with its position and left out.
 """
 
 import random
@@ -49,7 +49,7 @@ class Item:
     check: tuple[str, str, str] = ("", "", "")
 
     def pairs(self, task: Task, before: str) -> list[tuple[str, str]]:
-        """(context, continuation) of each answer, after the examples `before`."""
+        """Return (context, continuation) of each answer, after the examples `before`."""
         delimiter = "" if isinstance(task, Generated) else task.delimiter
         if len(self.contexts) > 1:
             return [(before + context, delimiter + self.answers[0]) for context in self.contexts]
@@ -57,7 +57,7 @@ class Item:
 
 
 def read(chosen: SelectedTask, bad: BadInputLog, *, chat: bool = False) -> list[Item]:
-    """All items of a task's data, in its order. chat: code is asked for in a message.
+    """Return all items of a task's data, in its order. With `chat`, code is requested in a message.
 
     Raises UsageError when there is none.
     """
@@ -71,13 +71,13 @@ def read(chosen: SelectedTask, bad: BadInputLog, *, chat: bool = False) -> list[
 
 
 def limited(items: Sequence[Item], limit: int | None, spread: bool) -> list[int]:
-    """The numbers of the items to evaluate: the first ones, or evenly from all of them."""
+    """Return the indices of the items to evaluate: the first ones, or evenly spread."""
     count = len(items) if limit is None else min(limit, len(items))
     return [number * len(items) // count for number in range(count)] if spread else list(range(count))
 
 
 class Examples:
-    """Solved examples before each item of a task: other items, drawn by the item's number and nothing else.
+    """Few-shot examples of each item: other items, drawn with the item's number as the only seed.
 
     Raises UsageError when some item has too few others.
     """
@@ -96,7 +96,7 @@ class Examples:
             )
 
     def before(self, number: int) -> str:
-        """The examples' text, the separator at its end included; nothing for a task without."""
+        """Return the text of the examples with the final separator; empty for a task without examples."""
         chosen, item = self._chosen, self._items[number]
         if not chosen.shots:
             return ""
@@ -128,7 +128,7 @@ def _items(chosen: SelectedTask, bad: BadInputLog, chat: bool) -> Iterator[Item]
 
 
 def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
-    """Raises ValueError and its like for a record that is no item."""
+    """Convert a record to an item. Raises ValueError, KeyError, IndexError or TypeError for an invalid one."""
     same = None if task.shots_same is None else record[task.shots_same]
     prompt = _text(task.prompt, record)
     if isinstance(task, Choice):
@@ -164,7 +164,7 @@ def _text(template: str, record: dict[str, Any]) -> str:
 
 
 def _strings(record: dict[str, Any], field: str | tuple[str, ...]) -> tuple[str, ...]:
-    """A field that holds a list of texts, or a text for each template."""
+    """Return a field that holds a list of texts, or the text of each template."""
     values = record[field] if isinstance(field, str) else [_text(template, record) for template in field]
     if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
         raise ValueError(f"{field}: is no list of texts")
@@ -180,7 +180,7 @@ def _gold(value: object, count: int) -> int:
 
 
 def _fields(task: Task) -> tuple[str, ...]:
-    """The fields that a record must have."""
+    """Return the fields that a record must have."""
     templates = [task.prompt]
     names: list[str] = [] if task.shots_same is None else [task.shots_same]
     if isinstance(task, Choice):

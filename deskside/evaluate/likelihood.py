@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """log p of a continuation in nats, and whether greedy decoding would have given it."""
+    """Log-probability of a continuation in nats, and whether greedy decoding would produce it."""
 
     logprob: float
     greedy: bool
@@ -53,7 +53,7 @@ class Likelihood:
 
 
 class Encoder:
-    """Text -> tokens as an evaluation needs them.
+    """Tokenizes text for an evaluation.
 
     start_token: stands for an empty context. always_start: begin every text with it. chat: a context becomes a user's
     message in a chat. Special tokens that its template writes are then special; those that a text spells never are.
@@ -79,13 +79,13 @@ class Encoder:
         self._added = (whole[:at], whole[at + len(bare) :])  # what the tokenizer writes around a text
 
     def prompts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Tokens of prompts that a model goes on from; at least one each."""
+        """Tokenize prompts for generation; at least one token each."""
         if self._chat is not None:
             texts = [self._question(text) for text in texts]
         return [ids or (self.start_token,) for ids in self._all(texts)]
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-        """(context, continuation) -> tokens. Raises UsageError when a continuation adds no token."""
+        """Tokenize pairs of context and continuation. Raises UsageError if a continuation adds no token."""
         if self._chat is not None:
             rendered = {context: self._question(context) for context, _ in texts}
             texts = [(rendered[context], self._chat.escaped(continuation)) for context, continuation in texts]
@@ -106,7 +106,7 @@ class Encoder:
         return found
 
     def _all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """On several processors where there are any."""
+        """Tokenize on several CPU cores."""
         found = []
         for start in range(0, len(texts), ENCODED):
             for coded in self._some(list(texts[start : start + ENCODED])):
@@ -124,7 +124,7 @@ class Encoder:
         return [[*before, *self._chat.ids(text), *after] for text in texts]
 
     def _question(self, text: str) -> str:
-        """A user's message as the template writes it, escaped, up to where the assistant speaks."""
+        """Render a user message with the chat template, escaped, up to the assistant's turn."""
         assert self._chat is not None
         return self._chat.text([{"role": "user", "content": text}], reply=True)
 
@@ -149,7 +149,7 @@ class _Group:
 
     @property
     def cost(self) -> int:
-        """Tokens of cache, about."""
+        """Approximate size in tokens of the cache."""
         return len(self.shared) + sum(-(-len(row.inputs) // PAGE) * PAGE for row in self.rows)
 
 
@@ -174,7 +174,7 @@ def likelihoods(
     batch_tokens: int,
     tick: Callable[[int], object] | None = None,
 ) -> list[Likelihood]:
-    """One for each pair, in their order.
+    """Return one result per pair, in order.
 
     batch_tokens: tokens in the cache at once, about; less where they would need more than 2 GiB, or than a card has
     left. `tick` is called with the number of pairs that are done. Raises UsageError for a continuation that is longer
@@ -194,7 +194,7 @@ def likelihoods(
 
 
 def _groups(pairs: Sequence[Pair], limit: int) -> list[_Group]:
-    """Requests of the same context together, the longest first."""
+    """Group requests by context, longest first."""
     by_context: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]] = {}
     for number, pair in enumerate(pairs):
         if len(pair.continuation) > limit:
@@ -221,7 +221,7 @@ def _groups(pairs: Sequence[Pair], limit: int) -> list[_Group]:
 
 
 def _batches(groups: Sequence[_Group], room: int) -> Iterator[list[_Group]]:
-    """Neighbours together, as many as the cache holds, padding of shared parts included."""
+    """Batch neighboring groups, as many as the cache holds, including the padding of shared parts."""
     batch: list[_Group] = []
     cost = longest = 0
     for group in groups:
@@ -279,7 +279,7 @@ def _batch(model: Transformer, groups: Sequence[_Group], room: int) -> Iterator[
 def _judged(
     model: Transformer, cache: KVCache, tokens_BT: Tensor, counts_B: Tensor, rows: Sequence[_Row]
 ) -> Iterator[tuple[int, Likelihood]]:
-    """The rows' continuations, from the logits at the tokens that predict them."""
+    """Return the results of the rows' continuations, from the logits at the tokens that predict them."""
     width = tokens_BT.shape[1]
     places: list[int] = []
     starts: list[int] = []
@@ -320,5 +320,5 @@ def _judged(
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """int64 (rows, width), zeros after each row's values."""
+    """Pad rows with zeros to int64 (rows, width)."""
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)

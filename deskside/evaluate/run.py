@@ -1,4 +1,4 @@
-"""One task on one model: its items, what the model makes of them, and the result."""
+"""Evaluate a task on a model."""
 
 import math
 import time
@@ -49,11 +49,11 @@ class TaskResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of items that are right."""
+        """Share of correct items."""
         return self.right / self.n
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for JSON; low and high bound a 95 % interval."""
+        """Return the result for JSON; low and high are a 95 % interval."""
         task = self.chosen.task
         low, high = wilson(self.right, self.n)
         return {
@@ -74,7 +74,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Core:
-    """Mean of the centred accuracies of the CORE tasks that were evaluated, with a 95 % interval."""
+    """Mean of the centered accuracies of the evaluated CORE tasks, with a 95 % interval."""
 
     value: float
     low: float
@@ -83,7 +83,7 @@ class Core:
 
 
 def core(results: Sequence[TaskResult]) -> Core | None:
-    """Of tasks that were evaluated as members of CORE; None without any."""
+    """Return the CORE metric of the tasks that belong to it; None without any."""
     members = [result for result in results if result.chosen.core]
     if not members:
         return None
@@ -93,7 +93,7 @@ def core(results: Sequence[TaskResult]) -> Core | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task with its items, their examples, and what was left out of its data."""
+    """A task with its items, their examples, and the damaged records of its data."""
 
     chosen: SelectedTask
     items: Sequence[Item]
@@ -102,7 +102,7 @@ class Prepared:
 
 
 def prepare(chosen: SelectedTask, chat: bool = False) -> Prepared:
-    """Read a task's data. Raises UsageError when it has no item, or too few for the examples."""
+    """Read a task's data. Raises UsageError for no item, or too few for the examples."""
     bad = BadInputLog()
     items = read(chosen, bad, chat=chat)
     return Prepared(chosen, items, Examples(chosen, items), bad)
@@ -138,7 +138,7 @@ def evaluate(
 
 
 def answers_of(prepared: Prepared, limit: int | None) -> int:
-    """How many answers `evaluate` will count, for a progress bar."""
+    """Return how many answers `evaluate` will count, for a progress bar."""
     chosen, items = prepared.chosen, prepared.items
     taken = limited(items, limit, chosen.task.spread)
     if isinstance(chosen.task, Generated):
@@ -153,7 +153,7 @@ def _likely(
     before: Sequence[str],
     tick: Callable[[int], object] | None,
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Items that log-likelihoods decide."""
+    """Evaluate items by log-likelihood."""
     texts = []
     for item, shown in zip(items, before, strict=True):
         for context, continuation in item.pairs(task, shown):
@@ -213,7 +213,7 @@ def _generated(
     before: Sequence[str],
     tick: Callable[[int], object] | None,
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Items whose answers are written."""
+    """Evaluate items by generated answers."""
     prompts = subject.encoder.prompts(
         [shown + item.contexts[0] for item, shown in zip(items, before, strict=True)]
     )
@@ -235,7 +235,7 @@ def _generated(
 
 
 def check_chat(chosen: Sequence[SelectedTask], chat: bool) -> None:
-    """Raises UsageError for a task that a chat model cannot be asked in one message."""
+    """Raise UsageError for a task that cannot be put into one chat message."""
     schema = next((each.name for each in chosen if isinstance(each.task, Schema)), None)
     if chat and schema is not None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Run code that a model wrote against tests, so that it can neither do harm nor talk itself into a pass.
+"""Run generated code against tests, so that it can neither do harm nor fake a pass.
 
 Guaranteed, by the Linux kernel (seccomp and resource limits, no root needed), for everything that the code does:
 
@@ -56,7 +56,7 @@ SERVER = ("-m", "deskside.evaluate.sandboxed.server")
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Whether the tests came to their end, and why not: an exception's name and text, or what stopped it."""
+    """Whether the tests passed, and why not: an exception, or what stopped them."""
 
     passed: bool
     reason: str
@@ -138,7 +138,7 @@ def _file(text: str) -> int:
 
 
 class _Server:
-    """The connection to the fork server of this process, which is started when it is first needed."""
+    """Connection to the fork server of this process, which is started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

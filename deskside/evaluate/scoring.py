@@ -14,7 +14,7 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | 
 
 
 def number_in(text: str) -> Decimal | None:
-    """The number that an answer gives: the first one after its last mark ("####", "The answer is"), else its last.
+    """Return the number in an answer: the first after the last mark ("####", "The answer is"), else the last one.
 
     Thousands separators and dollar signs are no part of it. None where there is none.
     """
@@ -28,19 +28,19 @@ def number_in(text: str) -> Decimal | None:
 
 
 def same_words(text: str, references: tuple[str, ...]) -> bool:
-    """Whether a text is one of the references, apart from case, articles, punctuation and spaces (as SQuAD and
+    """Return whether a text equals a reference, ignoring case, articles, punctuation and spaces (as SQuAD and
     TriviaQA compare, Rajpurkar et al. 2016, arXiv:1606.05250)."""
     return words(text) in {words(reference) for reference in references}
 
 
 def words(text: str) -> str:
-    """Lower case, without articles and punctuation, single spaces."""
+    """Return a text in lower case, without articles and punctuation, with single spaces."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
 
 
 def code_in(text: str) -> str | None:
-    """The first fenced block of an answer in a chat; None where there is none."""
+    """Return the first fenced code block of a chat answer, or None."""
     found = _FENCE.search(text)
     return found[1] if found is not None else None
 
@@ -53,7 +53,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share (Wilson 1927, Journal of the American Statistical Association 22).
+    """Return the 95 % confidence interval of a share (Wilson 1927, Journal of the American Statistical Association 22).
 
     It stays inside of 0..1 and has a width also where all items are right or all are wrong.
     """
@@ -65,12 +65,15 @@ def wilson(right: int, n: int) -> tuple[float, float]:
 
 
 def centred(accuracy: float, chance: float) -> float:
-    """0 for guessing, 1 for all right, as in the CORE metric (DataComp-LM, Li et al. 2024, arXiv:2406.11794)."""
+    """Scale an accuracy to 0 for guessing and 1 for all correct.
+
+    This is the centered accuracy of the CORE metric (DataComp-LM, Li et al. 2024, arXiv:2406.11794).
+    """
     return (accuracy - chance) / (1 - chance)
 
 
 def mean_centred(results: Sequence[tuple[float, int, float]]) -> tuple[float, float, float]:
-    """Mean of the centred accuracies of (accuracy, items, chance), and its 95 % interval.
+    """Return the mean centered accuracy of (accuracy, items, chance), and its 95 % interval.
 
     The interval is that of independent tasks. A task's variance is taken between right and wrong answers with one more
     of each, so that tasks that are all right or all wrong have some.

@@ -1,4 +1,4 @@
-"""What can be evaluated: tasks as data (tasks.toml), and which of them a person asked for.
+"""Evaluation tasks, described as data (tasks.toml), and their selection.
 
 A task says where its records are, how a record becomes a prompt, and how an answer is judged. Templates are Python's
 format strings over a record's fields. A folder of data may bring further tasks in a tasks.toml of its own.
@@ -31,7 +31,7 @@ WHERE = (
 
 
 class Hub(Part):
-    """A data set on the hub, and which function of hub.py makes its records like those of the files."""
+    """A dataset on the hub, and the function of datasets.py that converts its records."""
 
     source: str
     reader: str
@@ -45,7 +45,7 @@ class Hub(Part):
 
 
 class _Base(Part):
-    """What all kinds share.
+    """Fields of every kind of task.
 
     files: patterns of file names, the best first. shots: solved examples before each question. shots_same: a field that
     examples must have in common with the question. core_shots: how many the CORE metric gives this task; None: it is
@@ -75,7 +75,7 @@ class _Base(Part):
 
 
 class Choice(_Base):
-    """The answer that is most probable after the prompt.
+    """Multiple choice: the most probable answer after the prompt.
 
     choices: the field that holds them, or one template each. gold: the field with the right one's number, from 0.
     score: which accuracy is the task's own: of plain sums of log p, per character, or per byte of the answer.
@@ -89,7 +89,7 @@ class Choice(_Base):
 
 
 class Schema(_Base):
-    """The beginning after which one and the same continuation is most probable. prompt: the continuation."""
+    """The context after which the same continuation is most probable. `prompt` is the continuation."""
 
     kind: Literal["schema"]
     options: str = "context_options"
@@ -98,7 +98,7 @@ class Schema(_Base):
 
 
 class CompletionTask(_Base):
-    """Whether greedy decoding would give exactly the answer."""
+    """Correct if greedy decoding produces exactly the answer."""
 
     kind: Literal["completion"]
     answer: str
@@ -106,7 +106,7 @@ class CompletionTask(_Base):
 
 
 class Generated(_Base):
-    """Text that the model writes, up to a stop string. answer: of an example, as it follows the prompt."""
+    """Generated text up to a stop string. `answer` is that of an example, as it follows the prompt."""
 
     answer: str = ""
     stop: tuple[str, ...] = ()
@@ -114,21 +114,21 @@ class Generated(_Base):
 
 
 class Number(Generated):
-    """The number that the written text ends with is `reference`."""
+    """Correct if the generated text ends with the number `reference`."""
 
     kind: Literal["number"]
     reference: str
 
 
 class Match(Generated):
-    """The written text is one of the references, apart from case, articles and punctuation. references: a field."""
+    """Correct if the text is one of the field `references`, ignoring case, articles and punctuation."""
 
     kind: Literal["match"]
     references: str
 
 
 class CodeTask(Generated):
-    """The written code passes the tests in the sandbox.
+    """Correct if the generated code passes the tests in the sandbox.
 
     chat_prompt: what a chat model is asked. entry_point: the function under test. helpers: trusted source whose other
     definitions the tests use; without it they use those of the written code.
@@ -148,7 +148,7 @@ GROUPS = ("core", "all")
 
 @dataclass(frozen=True)
 class SelectedTask:
-    """A task to evaluate, with its number of examples and its data: a file, or a data set on the hub."""
+    """A task to evaluate, with its number of few-shot examples and its data: a file or a hub dataset."""
 
     name: str
     task: Task
@@ -159,7 +159,7 @@ class SelectedTask:
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """What to evaluate. `left_out`: tasks of a group whose data is not there."""
+    """The tasks to evaluate. `left_out` are tasks of a group whose data was not found."""
 
     chosen: tuple[SelectedTask, ...]
     left_out: tuple[str, ...]
@@ -167,12 +167,12 @@ class TaskSelection:
 
 @cache
 def known() -> dict[str, Task]:
-    """The tasks that come with deskside."""
+    """Return the built-in tasks."""
     return _read(files("deskside.evaluate").joinpath("tasks.toml").read_text("utf-8"), "tasks.toml")
 
 
 def select(names: Sequence[str], folder: str | None, shots: int | None = None) -> TaskSelection:
-    """Tasks by name or group ("core", "all"), with their data under `folder` or, for "hf:", on the hub.
+    """Select tasks by name or group ("core", "all"), with their data under `folder` or, for "hf:", on the hub.
 
     A group takes what has data; a name must have it. Raises UsageError for a name that is not known, for no data, and
     for a damaged tasks.toml.
@@ -221,7 +221,7 @@ def _members(group: str, tasks: Mapping[str, Task]) -> list[str]:
 
 
 def _source(name: str, task: Task, root: Path | None, found: Sequence[Path], needed: bool) -> str | None:
-    """The task's data; None where it is not there and need not be."""
+    """Find a task's data; None if it is missing and optional."""
     if root is None:
         if task.hub is None and needed:
             raise UsageError(
@@ -240,7 +240,7 @@ def _source(name: str, task: Task, root: Path | None, found: Sequence[Path], nee
 
 
 def _listing(root: Path) -> list[Path]:
-    """Files that may hold records, the ones nearest to the root first."""
+    """Return files that may hold records, nearest to the root first."""
     found = []
     level = [root]
     for _ in range(DEPTH + 1):
@@ -260,7 +260,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _own(root: Path, tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """Tasks that a folder of data brings."""
+    """Return the tasks defined in a data folder."""
     file = root / "tasks.toml"
     if not file.is_file():
         return {}
@@ -275,6 +275,6 @@ def _read(text: str | bytes, where: str) -> dict[str, Task]:
     try:
         return _TASKS.validate_python(toml_table(text))
     except Unreadable as error:
-        raise UsageError(f"{where}: is no TOML ({error}); mend it") from None
+        raise UsageError(f"{where}: is not valid TOML ({error}); fix it") from None
     except ValidationError as error:
-        raise UsageError(f"{where}: {first_problem(error)}; mend it, or remove it") from None
+        raise UsageError(f"{where}: {first_problem(error)}; fix it, or remove it") from None

@@ -1,4 +1,4 @@
-"""Bits per byte of a loaded model: of its run's validation data, of other prepared data, or of a text."""
+"""Bits per byte of a loaded model on its run's validation data, other prepared data, or a text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def measure(
 
 
 def run_config(loaded: Loaded) -> RunConfig | None:
-    """The configuration of the run that a model is from; None for one without a run."""
+    """Return the configuration of the model's run; None without a run."""
     if loaded.run_dir is None:
         return None
     try:
@@ -124,7 +124,7 @@ class _Attention:
 def _attention(
     loaded: Loaded, length: int, batch_tokens: int, documents: bool, device: torch.device
 ) -> _Attention:
-    """The fastest backends that compute right here at this shape, for full layers and for windowed ones."""
+    """Choose the fastest correct attention backends at this shape, for full and windowed layers."""
     config = loaded.config
     windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
     names: dict[bool, str] = {}
@@ -145,7 +145,7 @@ def _attention(
 
 
 def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length: int) -> PackedDataset:
-    """The validation split, made by the model's own tokenizer."""
+    """Open the validation split, checked to be of the model's tokenizer."""
     path = given or (config.data.path if config else None)
     if given is None and config is not None and config.data_kind not in TEXT:
         raise UsageError(
@@ -168,6 +168,6 @@ def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length
 
 def _texts(spec: str) -> Iterator[str]:
     for document in iter_documents(
-        Source.parse(spec), BadInputLog("refuse", remedy="Mend it, or leave it out.")
+        Source.parse(spec), BadInputLog("refuse", remedy="Fix it, or leave it out.")
     ):
         yield document.text

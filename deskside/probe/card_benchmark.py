@@ -1,4 +1,4 @@
-"""What a card does per second at the things that a training step is made of: matrix products, attention, copies.
+"""GPU benchmark: rates of the operations of a training step, which are matmuls, attention and copies.
 
 Measured without a model and without a compiler, in some seconds. The planner prices a step's operators with these
 rates (`budget/speed.py`); points of the map then correct what remains. Before anything is timed the device works for a
@@ -38,7 +38,7 @@ LAUNCHES = 2000
 
 
 def measure_card(device: str = "auto") -> dict[str, Any]:
-    """Rates of this device in FLOP/s, bytes/s and seconds. For a process of its own."""
+    """Return rates of this device in FLOP/s, bytes/s and seconds. Runs in its own process."""
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     where = torch.device(chosen)
     dtype = torch.bfloat16 if chosen == "cuda" else torch.float32
@@ -61,7 +61,7 @@ def _settle(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """FLOP/s of the three products of each linear layer: output, gradient of the input, gradient of the weight."""
+    """Return FLOP/s of the three matmuls of each linear layer: output, input gradient, weight gradient."""
     found = []
     generator = torch.Generator(device).manual_seed(0)
 
@@ -86,14 +86,14 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 
 def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by a large copy."""
+    """Return the bytes read and written per second by a large copy."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.numel() / _seconds(lambda: target.copy_(source), device)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """FLOP/s of forward and backward together, causal, of the backend that a run would choose."""
+    """Return FLOP/s of causal attention, forward and backward, with the backend that a run would choose."""
     found = []
     for heads, kv_heads, head_dim in HEADS[device.type]:
         for tokens in LENGTHS[device.type]:
@@ -117,7 +117,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Host seconds of a small operation, which bound a step whose kernels are shorter than that."""
+    """Return the host seconds of a small operation, a lower bound for steps with shorter kernels."""
     x = torch.zeros(16, device=device)
     x.add_(1)
     if device.type == "cuda":
@@ -131,7 +131,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
-    """Median seconds of one call, after one to warm up."""
+    """Return the median seconds of a call after one warm-up call."""
     work()
     times = []
     for _ in range(RUNS):

@@ -1,4 +1,4 @@
-"""Which points a probe measures, in which order, and how long each will take. Arithmetic: nothing here runs anything.
+"""The points of a sweep, their order, and estimates of their time. Pure arithmetic.
 
 A map is a grid of model sizes, sequence lengths and options. Its corners come first, because what lies between two
 measured points can be interpolated and what lies outside cannot; then each next point is the one farthest from all that
@@ -48,7 +48,7 @@ SHARE_OF_PEAK = 0.25
 
 @dataclass(frozen=True)
 class Size:
-    """A model of a map: its shape, the sequence length and the tokens per step that its preset asks for."""
+    """A model of a grid: its shape, and the sequence length and tokens per step of its preset."""
 
     model: ModelConfig
     sequence_length: int
@@ -57,7 +57,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a map. `spec` is what `probe.point.measure_point` is asked for, the length of measuring left out."""
+    """One point of a grid. `spec` is the input of `probe.point.measure_point` without the measuring time."""
 
     model: ModelConfig
     spec: Mapping[str, Any]
@@ -68,7 +68,7 @@ class Point:
 
     @property
     def options(self) -> tuple[str, str, str]:
-        """Precision, optimiser, activation checkpointing."""
+        """Precision, optimizer, activation checkpointing."""
         return (
             str(self.spec["precision"]),
             str(self.spec["optimizer"]),
@@ -85,12 +85,12 @@ class Point:
 
     @property
     def step_flops(self) -> float:
-        """FLOPs of one optimiser step, recomputation included."""
+        """FLOPs of one optimizer step, including recomputation."""
         passes = 3 + RECOMPUTED[self.options[2]]
         return flops_per_token(self.model, self.sequence_length) * int(self.spec["tokens"]) * passes / 3
 
     def title(self) -> str:
-        """For a line of progress: shape, parameters, sequence length, options."""
+        """Return a one-line description: shape, parameters, sequence length, options."""
         precision, optimizer, checkpointing = self.options
         words = [self.shape, count(num_params(self.model)), f"T {self.sequence_length}", optimizer]
         words += [precision] if precision != "auto" else []
@@ -107,7 +107,7 @@ def make_point(
     checkpointing: str = "none",
     micro_tokens: int | str = "auto",
 ) -> Point:
-    """A point. Equal work has an equal spec: a model's defaults are left out, its shape never is."""
+    """Make a point. Equal work has an equal spec: defaults of the model are left out, its shape never is."""
     if sequence_length > model.max_position_embeddings:
         model = model.model_copy(update={"max_position_embeddings": sequence_length})
     fields = model.model_dump(exclude_defaults=True) | {name: getattr(model, name) for name in SHAPE}
@@ -131,7 +131,7 @@ def expand(
     checkpointings: Sequence[str],
     device: str,
 ) -> list[Point]:
-    """The grid, every point once; without `sequences` each size has its own. Raises UsageError."""
+    """Return every point of the grid once; without `sequences` each size has its own. Raises UsageError."""
     for length in sequences:
         if not 2 <= length <= LONGEST_SEQUENCE:
             raise UsageError(f"--sequence: {length} cannot be measured; use 2 to {LONGEST_SEQUENCE} tokens")
@@ -148,7 +148,7 @@ def expand(
 
 
 def step_tokens(size: Size, sequence_length: int, device: str) -> int:
-    """Tokens of an optimiser step: the preset's, halved until the step is short enough to be repeated."""
+    """Return the tokens of an optimizer step: the preset's, halved until the step is short enough to repeat."""
     rows = max(1, round(size.tokens / sequence_length))
     per_row = flops_per_token(size.model, sequence_length) * sequence_length
     while rows > 1 and rows * per_row > STEP_FLOPS[device]:
@@ -157,7 +157,7 @@ def step_tokens(size: Size, sequence_length: int, device: str) -> int:
 
 
 def order(points: Sequence[Point]) -> list[Point]:
-    """All points, the most informative first: corners, then always the one farthest from those before it."""
+    """Order points by information: corners first, then always the one farthest from all before it."""
     if not points:
         return []
     places = _places(points)
@@ -177,7 +177,7 @@ def order(points: Sequence[Point]) -> list[Point]:
 
 
 def needs_more_memory(point: Point, other: Point) -> bool:
-    """Whether `point` surely needs at least the memory of `other`, each with its smallest micro-batch.
+    """Return whether `point` certainly needs at least the memory of `other`, each with its smallest micro-batch.
 
     True only where no modelling is needed to say so: the same kind of model with the same precision and optimiser,
     nothing smaller, nothing more recomputed.
@@ -201,7 +201,7 @@ def needs_more_memory(point: Point, other: Point) -> bool:
 def estimate_seconds(
     point: Point, measured: Sequence[tuple[Point, float, float]], device: str, peak_flops: float | None
 ) -> float:
-    """Wall-clock seconds that measuring a point will take, rather too long than too short.
+    """Estimate the wall-clock seconds of measuring a point, rather too long than too short.
 
     measured: (point, seconds of one step, seconds of the whole measurement) of this machine; peak_flops: of its matrix
     products, FLOP/s. The setting up is taken to last as long as the longest so far, the steps to run at the FLOP/s of
@@ -219,7 +219,7 @@ def estimate_seconds(
 
 
 def calibration_points(memory_bytes: int, device: str) -> list[Point]:
-    """What the planner is calibrated with on a machine: few points, the most telling first, minutes in all.
+    """Return the points that calibrate the planner: few, most informative first, minutes in total.
 
     The planner has few unknowns (how near to the measured rates each kind of work comes, and what memory it has not
     itemised), so every point differs from the others in several things at once: model size, sequence length, heads,
@@ -260,7 +260,7 @@ def _cpu_calibration() -> list[Point]:
 def _dense(
     layers: int, hidden: int, head_dim: int, heads_per_kv: int, vocabulary: int = 32768
 ) -> ModelConfig:
-    """A Qwen3-shaped model with an MLP of 8/3 x hidden size, rounded up to a multiple of 128."""
+    """Return a Qwen3-shaped model with an MLP of 8/3 x hidden size, rounded up to a multiple of 128."""
     heads = hidden // head_dim
     return ModelConfig(
         vocab_size=vocabulary,
@@ -279,7 +279,7 @@ def _stepping(step: float, device: str) -> float:
 
 
 def _places(points: Sequence[Point]) -> list[tuple[float, ...]]:
-    """A point's place: model size and sequence length in logarithms from 0 to 1, then one axis per option."""
+    """Return the coordinates of a point: logarithms of size and length from 0 to 1, then one axis per option."""
     sizes = _unit([math.log(matmul_params(point.model)) for point in points])
     lengths = _unit([math.log(point.sequence_length) for point in points])
     names = [list(dict.fromkeys(point.options[axis] for point in points)) for axis in range(3)]
@@ -295,6 +295,6 @@ def _unit(values: list[float]) -> list[float]:
 
 
 def _fewest_tokens(point: Point) -> int:
-    """Of a forward pass: a fitted micro-batch can shrink to one row."""
+    """Return the minimum tokens of a forward pass: a fitted micro-batch can shrink to one row."""
     micro = point.spec["micro_tokens"]
     return point.sequence_length if micro == "auto" else int(micro)

@@ -1,4 +1,4 @@
-"""The map as a picture: tokens per second and peak memory over model size and sequence length.
+"""Heat maps of tokens per second and peak memory over model size and sequence length.
 
 Every cell has its value written in it and one that was out of memory is hatched, so nothing rests on colour alone; the
 colours are cividis, which readers with and without colour blindness see alike (Nunez, Anderton and Renslow 2018).
@@ -33,7 +33,7 @@ Cells = dict[tuple[str, int], tuple[Point, Row]]
 
 @dataclass(frozen=True)
 class _Panel:
-    """One quantity: its title, its value in a row, how it is written, and whether colours go by its logarithm."""
+    """A quantity: its title, its value in a row, its format, and whether colors use its logarithm."""
 
     title: str
     value: Callable[[Row], float]
@@ -53,7 +53,7 @@ PANELS = (
 
 
 def draw(rows: Sequence[tuple[Point, Row]], card: str, path: Path) -> None:
-    """Write the map of these rows as a PNG. Raises RunError when it cannot be written.
+    """Write the heat maps of these rows as a PNG. Raises RunError if it cannot be written.
 
     Points of different options share one pair of panels where no two fall on the same cell, and then say their options
     in the cell; else every combination of options has a pair of its own.
@@ -146,7 +146,7 @@ def _norm(known: list[float], logarithmic: bool) -> Normalize:
 
 
 def _shapes(rows: Sequence[tuple[Point, Row]]) -> list[str]:
-    """The labels of the models, the smallest first."""
+    """Return the labels of the models, smallest first."""
     return list(dict.fromkeys(_label(p) for p, _ in sorted(rows, key=lambda r: num_params(r[0].model))))
 
 

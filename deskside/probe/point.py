@@ -1,4 +1,4 @@
-"""One point of the throughput and memory map: a short training run with our own step, the optimiser included.
+"""Measure one point of the grid: a short training run with our own step, including the optimizer.
 
 It is the run that `deskside train` would do, but for the data, which is drawn at random: token frequencies fall as 1 /
 rank (Zipf), as those of text do, so that the embedding's gradient meets the same collisions. The micro-batch is fitted
@@ -44,7 +44,7 @@ LR_FACTOR = 0.1  # small, because the first steps of a run are its least stable 
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Rows of random tokens, in the place of a packed dataset."""
+    """Rows of random tokens instead of a packed dataset."""
 
     sequence_length: int
     vocab_size: int
@@ -64,7 +64,7 @@ class RandomStage:
 
 
 def configuration(spec: dict[str, Any]) -> RunConfig:
-    """The run that a point stands for. Raises UsageError for one that cannot be.
+    """Return the run configuration of a point. Raises UsageError for an impossible one.
 
     spec: `model` (fields of ModelConfig), `sequence_length`, `tokens` per optimiser step, and optionally `micro_tokens`
     ("auto"), `optimizer` ("muon"), `precision` ("auto"), `activation_checkpointing` ("none"), `compile` ("auto"),
@@ -117,7 +117,7 @@ class Ready:
 
 
 def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: None) -> Ready:
-    """Model, optimiser and step as `deskside train` makes them, and a micro-batch that fits. For a process of its own.
+    """Build model, optimizer and step as `deskside train` does, with a micro-batch that fits. Runs in its own process.
 
     mark: is told when each part is done. Raises UsageError for a run that cannot be here.
     """
@@ -155,7 +155,7 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
 
 
 def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train for some seconds and say how fast and with how much memory. For a process of its own.
+    """Train for some seconds and return speed and memory. Runs in its own process.
 
     spec: as in `configuration`, and optionally `warmup_seconds` and `seconds` to be counted.
     """
@@ -208,7 +208,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 class Timer:
-    """Runs steps one after another and takes their times on the device; keeps every loss."""
+    """Runs steps and measures their times on the device; keeps every loss."""
 
     def __init__(
         self, stepper: Stepper, batches: list[Batch], accumulation: int, sensors: environment_record.Sensors
@@ -241,7 +241,7 @@ class Timer:
         return seconds, sensed
 
     def launch(self) -> StepMetrics:
-        """Begin one step."""
+        """Launch one step."""
         self.step += 1
         self.stepper.set_progress(LR_FACTOR, 0.0, self.step)
         chosen = [self.batches[(self.step + i) % len(self.batches)] for i in range(self.accumulation)]
@@ -261,7 +261,7 @@ class Timer:
         return min(found)
 
     def read(self, numbers: StepMetrics) -> None:
-        """Wait for a step and note its loss."""
+        """Wait for a step and record its loss."""
         loss, _, skipped = numbers.read()
         self.losses.append(loss)
         self.finite = self.finite and not skipped
@@ -270,7 +270,7 @@ class Timer:
 def random_batches(
     rows: RandomRows, micro_rows: int, rows_per_step: int, device: torch.device
 ) -> list[Batch]:
-    """A few micro-batches of random tokens whose frequency falls as 1 / rank."""
+    """Return a few micro-batches of random tokens whose frequency falls as 1 / rank."""
     generator = torch.Generator().manual_seed(0)
     weights = 1.0 / torch.arange(1, rows.vocab_size + 1, dtype=torch.float64)
     shape = (micro_rows, rows.sequence_length)
@@ -306,7 +306,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def memory_peaks(device: torch.device) -> dict[str, int | None]:
-    """Peaks of torch's allocator, and what the device as a whole has in use; of a CPU the resident set."""
+    """Return the peaks of torch's allocator and the used memory of the device; the resident set on a CPU."""
     if device.type != "cuda":
         resident = round(environment_record.peak_memory_gib(device) * 2**30)
         return {"peak_allocated_bytes": resident, "peak_reserved_bytes": None, "device_used_bytes": None}
@@ -319,6 +319,6 @@ def memory_peaks(device: torch.device) -> dict[str, int | None]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value below which `share` of them lie."""
+    """Return the quantile `share`."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

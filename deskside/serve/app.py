@@ -120,7 +120,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 class _Lane:
-    """A thread that makes tokens of requests, with prompts of its own."""
+    """A thread that tokenizes requests."""
 
     def __init__(self, service: Service, name: str):
         self.thread = ThreadPoolExecutor(1, name)
@@ -129,7 +129,7 @@ class _Lane:
         self.prompts = Prompts(service.loaded, service.longest - 1)
 
     def encode(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """Tokens of every prompt of a request. Raises Refusal."""
+        """Tokenize every prompt of a request. Raises Refusal."""
         name = "messages" if isinstance(asked, ChatRequest) else "prompt"
         service = self._service
         if isinstance(asked, ChatRequest) and not self.prompts.chats:
@@ -331,7 +331,7 @@ class PendingResponse:
 
 
 class _Streamed(Response):
-    """A stream of server-sent events, which ends its job however it ends."""
+    """A stream of server-sent events that always cancels its job at the end."""
 
     def __init__(self, job: PendingResponse):
         super().__init__(media_type="text/event-stream", headers=HEADERS)
@@ -352,7 +352,7 @@ class _Streamed(Response):
 
 
 async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """What `work` gives; None, and an end to it, when the client has gone away before."""
+    """Return the result of `work`. If the client disconnects first, cancel it and return None."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -369,7 +369,7 @@ async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | No
 
 
 def _read_page() -> tuple[str, dict[str, str]]:
-    """The page, and headers that let it run nothing but its own script and style, and talk to nobody but us."""
+    """Return the page, and a content security policy for its own script, style and server only."""
     text = files("deskside.serve").joinpath("page.html").read_text("utf-8")
 
     def digest(tag: str) -> str:

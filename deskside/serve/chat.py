@@ -1,4 +1,4 @@
-"""Talking to a model in the terminal.
+"""Chat in the terminal.
 
 A chat model has a chat template beside its tokenizer; what is typed then becomes messages. A model without one only
 continues text: what is typed is added to the text so far, on a line of its own, and an empty line lets it go on.
@@ -32,7 +32,7 @@ PLAIN = "This model has no chat template: it continues your text. An empty line 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How answers are made. seed None takes a new one each time."""
+    """Options of a chat. A seed of None is replaced by a new one each time."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -41,7 +41,7 @@ class ChatOptions:
 
 
 class Conversation:
-    """What was said, and the next answer to it."""
+    """A conversation and its next answer."""
 
     def __init__(self, loaded: Loaded, options: ChatOptions):
         self.loaded, self.options = loaded, options
@@ -59,18 +59,18 @@ class Conversation:
 
     @property
     def plain(self) -> bool:
-        """Whether the model only continues text."""
+        """Whether the model has no chat template and continues text."""
         return not self._prompts.chats
 
     def reset(self) -> None:
-        """Forget everything, the system message apart."""
+        """Delete the conversation except the system message."""
         self._answers = 0
         self._text = ""
         system = self.options.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def reply(self, said: str) -> Generator[str, None, None]:
-        """The answer in pieces of whole characters. It becomes part of the conversation as far as it was read."""
+        """Yield the answer in whole characters. Only what was read becomes part of the conversation."""
         if self.plain:
             self._text += f"\n{said}" if self._text and said else said
             prompt = self._text_prompt()
@@ -96,7 +96,7 @@ class Conversation:
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _generate(self, prompt: list[int]) -> Generator[str, None, None]:
-        """Text that goes on from a prompt. What is in the cache of it already is not computed again."""
+        """Continue a prompt. The part of it that is in the cache is not computed again."""
         options = self.options
         request = Request(
             tuple(prompt),
@@ -124,7 +124,7 @@ class Conversation:
             raise
 
     def _engine_for(self, tokens: int) -> Engine:
-        """The conversation's engine, with room for so many tokens. A larger one begins with an empty cache."""
+        """Return an engine with room for this many tokens. A larger one starts with an empty cache."""
         limit = self.loaded.config.max_position_embeddings
         tokens = -(-min(tokens, limit) // PAGE_SIZE) * PAGE_SIZE
         if self._engine is None or tokens > self._holds:
@@ -139,14 +139,14 @@ class Conversation:
         return self._engine
 
     def transcript(self) -> str:
-        """Everything that was said, as text."""
+        """Return the whole conversation as text."""
         if self.plain:
             return self._text + "\n"
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._messages) + "\n"
 
     @property
     def _room(self) -> int:
-        """Tokens that a prompt may have, so that an answer finds room after it."""
+        """Maximum tokens of a prompt that leave room for an answer."""
         positions = self.loaded.config.max_position_embeddings
         return max(1, positions - min(self.options.max_new_tokens, positions // 2))
 
@@ -157,7 +157,7 @@ class Conversation:
         return [start, *newest]
 
     def _message_prompt(self) -> list[int]:
-        """The newest messages that fit, each exchange whole, the system message always."""
+        """Return the newest exchanges that fit, and the system message."""
         kept = list(self._messages)
         first = 1 if kept[0]["role"] == "system" else 0
         self.forgotten = False
@@ -172,7 +172,7 @@ class Conversation:
 
 
 def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
-    """One answer to `prompt`, or a conversation over standard input. Returns the exit code."""
+    """Answer `prompt`, or hold a conversation over standard input. Returns the exit code."""
     conversation = Conversation(loaded, options)
     if prompt is not None:
         interrupted = _answer(conversation, prompt)
@@ -218,7 +218,7 @@ def _next_line() -> str:
 
 
 def _answer(conversation: Conversation, said: str) -> bool:
-    """Print the answer as it comes. Returns whether Ctrl-C stopped it."""
+    """Print the answer while it is generated. Returns whether Ctrl-C stopped it."""
     reply = conversation.reply(said)
     stopped = False
     try:
@@ -245,7 +245,7 @@ def _answer(conversation: Conversation, said: str) -> bool:
 
 
 def _command(conversation: Conversation, line: str) -> bool:
-    """Do what a /command says. Returns False to leave."""
+    """Run a /command. Returns False to quit."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name == "/quit":

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server's API.
+"""OpenAPI document of the server.
 
 Requests are the types of protocol.py, with the bounds that this server adds to theirs. Responses are described here and
 written by answers.py; tests/serve/test_fuzz.py holds both to this document.
@@ -42,7 +42,7 @@ class ErrorDetail(_Exact):
 
 
 class Error(_Exact):
-    """Every response that is no answer."""
+    """Return the error responses."""
 
     error: ErrorDetail
 
@@ -236,7 +236,7 @@ def _bound(schema: dict[str, Any], key: str, value: int) -> None:
 
 
 def _inside(schema: Any, kind: str) -> list[dict[str, Any]]:
-    """All parts of a schema that describe one type of JSON."""
+    """Yield all parts of a schema that describe one JSON type."""
     if isinstance(schema, list):
         return [found for part in schema for found in _inside(part, kind)]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""What a client may ask for, in the form of OpenAI's API, and how a refusal looks.
+"""Requests of the OpenAI API and their error responses.
 
 Fields and meanings are those of OpenAI's reference (platform.openai.com/docs/api-reference). `top_k`, `min_p` and
 `repetition_penalty` are additions that vLLM and others use under the same names. A field that would change the answer
@@ -45,7 +45,7 @@ REMEDIES = {
 
 
 class Refusal(Exception):
-    """A request that gets no answer: the HTTP status, and what OpenAI's clients read of an error."""
+    """An error response: the HTTP status, and the fields that OpenAI's clients read."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """The JSON of the response."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -80,14 +80,14 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream holds besides the answer."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class TextFormat(_Strict):
-    """The only format of an answer."""
+    """The only supported response format."""
 
     type: Literal["text"] = "text"
 
@@ -119,7 +119,7 @@ class RequestMessage(_Strict):
 
 
 class _Common(_Strict):
-    """Fields of both kinds of request."""
+    """Fields of chat and text completion requests."""
 
     model: ShortText | None = None
     stream: bool = False
@@ -158,7 +158,7 @@ class _Common(_Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> Sampling:
-        """How tokens are drawn. OpenAI's defaults: temperature 1, every token."""
+        """Return the sampling parameters. OpenAI's default is temperature 1 over all tokens."""
         top_p = 1.0 if self.top_p is None else self.top_p
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
@@ -170,7 +170,7 @@ class _Common(_Strict):
         )
 
     def check(self) -> None:
-        """What types alone cannot say. Raises Refusal."""
+        """Check what types alone cannot express. Raises Refusal."""
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options needs stream: true", param="stream_options")
 
@@ -194,12 +194,12 @@ class ChatRequest(_Common):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of an answer, where the client says."""
+        """Maximum tokens of an answer, if the client gives it."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def characters(self) -> int:
-        """Characters of text that have to be encoded."""
+        """Characters of text to tokenize."""
         return sum(
             len(message.content)
             if isinstance(message.content, str)
@@ -208,7 +208,7 @@ class ChatRequest(_Common):
         ) + 16 * len(self.messages)
 
     def turns(self) -> list[dict[str, Any]]:
-        """Messages as a template wants them. Raises Refusal for what is no conversation."""
+        """Return the messages for a chat template. Raises Refusal for an invalid conversation."""
         try:
             return checked_messages([message.model_dump() for message in self.messages])
         except NotRendered as error:
@@ -239,7 +239,7 @@ class CompletionRequest(_Common):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of an answer: OpenAI's default is 16."""
+        """Maximum tokens of an answer; OpenAI's default is 16."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def check(self) -> None:
@@ -249,7 +249,7 @@ class CompletionRequest(_Common):
 
     @property
     def characters(self) -> int:
-        """Characters of text that have to be encoded, and tokens that have to be looked at."""
+        """Characters of text to tokenize, and tokens to check."""
         return sum(map(len, self.prompts()))
 
     def prompts(self) -> Sequence[str | list[int]]:
@@ -266,7 +266,7 @@ Read = TypeVar("Read", bound=_Common)
 
 
 def read(kind: type[Read], body: bytes) -> Read:
-    """A request out of its JSON. Raises Refusal.
+    """Parse a request from JSON. Raises Refusal.
 
     pydantic's parser wants valid UTF-8 and bounds how deep JSON may be nested.
     """

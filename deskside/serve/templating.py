@@ -1,4 +1,4 @@
-"""Text and messages -> the tokens that a model goes on from."""
+"""Convert text and messages to prompt tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,14 +16,14 @@ PREFIX_CHARACTERS = (
 
 
 class TooLong(UsageError):
-    """A prompt with more tokens than are taken; `tokens` of them at least."""
+    """A prompt with too many tokens, at least `tokens`."""
 
     def __init__(self, tokens: int, longest: int):
         super().__init__(f"has {tokens} tokens or more, and {longest} at most are taken; shorten it")
 
 
 class Prompts:
-    """Prompts of one model. `chats` tells whether it has a chat template. Belongs to one thread at a time.
+    """Makes the prompts of a model, which has a chat template if `chats`. Not thread-safe.
 
     longest: tokens of a prompt at most; None for any number. A text that is far longer is refused before all of it is
     encoded, so that the time spent on it is bounded too.
@@ -43,22 +43,22 @@ class Prompts:
 
     @property
     def chats(self) -> bool:
-        """Whether messages can be rendered."""
+        """Whether the model has a chat template."""
         return self._renderer is not None
 
     @property
     def roles(self) -> frozenset[str]:
-        """The roles that messages may have; none without a chat template."""
+        """The allowed roles of messages; none without a chat template."""
         return frozenset() if self._renderer is None else self._renderer.roles
 
     def text(self, text: str) -> list[int]:
-        """The start token, and a text to continue: what it spells makes no special token. Raises TooLong."""
+        """Return the start token and the tokens of a text, in which no special token is parsed. Raises TooLong."""
         self._check_bytes(text)
         self._check_prefix(text, lambda part: encode_plain(self._coder, part, self._special))
         return self._checked([self._start, *encode_plain(self._coder, text, self._special)])
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens after which the assistant speaks.
+        """Return the prompt tokens of a conversation, up to the assistant's turn.
 
         Raises NotRendered when the template refuses the messages, and TooLong.
         """
