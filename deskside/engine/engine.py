@@ -28,9 +28,9 @@ from deskside.engine import steps
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.graphs import Graphs, bucket
 from deskside.engine.pages import Key, Pages, keys_of
-from deskside.engine.requests import Answer, Event, Reason, Request, check_prompt
+from deskside.engine.requests import Event, Reason, Request, SampleOutput, check_prompt
 from deskside.engine.sampling import NOT_FINITE, Settings, width_of
-from deskside.engine.sequence import PendingBatch, Row
+from deskside.engine.sequence import PendingBatch, RowState
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import Forward, Slots
 from deskside.engine.text import TextStream
@@ -99,8 +99,8 @@ class Engine:
         self._ahead = self.device.type == "cuda"  # queue a step before the last one's tokens are read
         self._slots, self._graphs = self._new_state()
         self._free = list(range(max_batch - 1, -1, -1))
-        self._waiting: deque[Row] = deque()
-        self._running: list[Row] = []
+        self._waiting: deque[RowState] = deque()
+        self._running: list[RowState] = []
         self._pending: deque[PendingBatch] = deque()
         self._news: list[Event] = []
         self._next = 0
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits, runs or has to be told."""
+        """True if no request waits or runs and all events were delivered."""
         return not (self._waiting or self._running or self._pending or self._news)
 
     def submit(self, request: Request) -> int:
@@ -135,14 +135,14 @@ class Engine:
         length = len(request.prompt)
         end = min(self.limit, length + request.max_new_tokens)
         keys = keys_of(request.prompt, self.page_size)
-        rows: list[Row] = []
+        rows: list[RowState] = []
         for sample in range(request.samples if length < end else 0):
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, request.stop_strings)
             draws = stream_of(request.seed, request.first_sample + sample)
             settings = Settings.of([request.sampling], [draws], "cpu")
-            rows.append(Row(number, sample, request, end, keys, stream, settings))
+            rows.append(RowState(number, sample, request, end, keys, stream, settings))
         self._next += 1
         self._waiting.extend(rows)
         if not rows:
@@ -176,7 +176,7 @@ class Engine:
         news, self._news = self._news, []
         return news
 
-    def run(self, requests: Sequence[Request]) -> list[list[Answer]]:
+    def run(self, requests: Sequence[Request]) -> list[list[SampleOutput]]:
         """Answers to all of them, one for each sample. Only for an engine that has nothing else to do.
 
         Raises as `submit`, before anything is computed, and as `events`.
@@ -187,7 +187,7 @@ class Engine:
             self._check(request)
         numbers = [self.submit(request) for request in requests]
         answers = {
-            number: [Answer(len(request.prompt)) for _ in range(request.samples)]
+            number: [SampleOutput(len(request.prompt)) for _ in range(request.samples)]
             for number, request in zip(numbers, requests, strict=True)
         }
         for event in self.events():
@@ -203,7 +203,7 @@ class Engine:
                 yield event
 
     def abandon(self, why: str, waiting: bool = False) -> list[Event]:
-        """Give up the samples that run, after a step has raised: all events that nobody has heard yet.
+        """Fail all running samples after a step raised. Return all events that were not delivered yet.
 
         They end with the reason "failed" and the error `why`. Those that wait go on waiting, unless `waiting`, or
         nothing ran that can have been the cause. Touches only the host, so it works whatever the device does.
@@ -245,7 +245,7 @@ class Engine:
         if not (self._waiting and self._free):
             return
         computing = {key for row in self._running if not row.prompted for key in row.keys[row.learned :]}
-        admitted: list[Row] = []
+        admitted: list[RowState] = []
         for row in list(self._waiting):
             if not self._free:
                 break
@@ -277,12 +277,12 @@ class Engine:
             if row.request.sampling.repetition_penalty != 1:
                 self._slots.see(row.slot, row.request.prompt)
 
-    def _prefill(self, starting: list[Row]) -> None:
+    def _prefill(self, starting: list[RowState]) -> None:
         """A part of the prompts, in the order of the rows, within the bound on padded tokens.
 
         Rows of which nothing is in the cache go together: they attend among themselves, which is faster.
         """
-        rows: list[Row] = []
+        rows: list[RowState] = []
         longest, fresh = 0, starting[0].done == 0
         for row in starting:
             if (row.done == 0) != fresh:
@@ -313,7 +313,7 @@ class Engine:
             self._learn(row, row.keys[: row.done // self.page_size])
         self._launch([row if row.prompted else None for row in rows], output.packed(), how.logprobs)
 
-    def _decode(self, going: list[Row]) -> None:
+    def _decode(self, going: list[RowState]) -> None:
         """One step of all rows whose prompt is in the cache."""
         how = self._how(going)
         most = 1 + self.drafts
@@ -341,7 +341,7 @@ class Engine:
             packed = once(lanes_B)
         self._launch(going, packed, how.logprobs)
 
-    def _launch(self, rows: Sequence[Row | None], packed: Tensor, logprobs: bool) -> None:
+    def _launch(self, rows: Sequence[RowState | None], packed: Tensor, logprobs: bool) -> None:
         """Let what came out travel to the host."""
         for row in rows:
             if row is not None:
@@ -356,7 +356,7 @@ class Engine:
         self._pending.append(PendingBatch(rows, packed, logprobs, arrived))
 
     def _land(self, batch: PendingBatch) -> None:
-        """What a step's tokens mean for their rows. Lanes beyond the rows are nobody's."""
+        """Apply the tokens of a finished step to its rows. Lanes beyond the rows are padding."""
         if batch.arrived is not None:
             batch.arrived.synchronize()
         for row, lane in zip(batch.rows, batch.packed.tolist(), strict=False):
@@ -372,7 +372,7 @@ class Engine:
                     event = self._fail(row, f"the answer cannot be written as text: {described(error)}")
                 self._news.append(event)
 
-    def _take(self, row: Row, token: int, logprob: float | None, sampled_logprob: float | None) -> Event:
+    def _take(self, row: RowState, token: int, logprob: float | None, sampled_logprob: float | None) -> Event:
         """A row's next token."""
         request = row.request
         if token == NOT_FINITE:
@@ -394,7 +394,7 @@ class Engine:
             logprob = sampled_logprob = None
         return Event(row.number, row.sample, token, reason, text, logprob, sampled_logprob)
 
-    def _close(self, row: Row, reason: Reason) -> Event:
+    def _close(self, row: RowState, reason: Reason) -> Event:
         """End a row, and give back what it held."""
         # Nobody reads the end of a cancelled answer.
         text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
@@ -408,27 +408,27 @@ class Engine:
             self._release(row)
         return Event(row.number, row.sample, None, reason, text)
 
-    def _fail(self, row: Row, why: str) -> Event:
+    def _fail(self, row: RowState, why: str) -> Event:
         """End a running row that cannot go on. No later prompt goes on from what it computed."""
         row.ended = True
         self._release(row)
         self._pages.forget()
         return Event(row.number, row.sample, None, "failed", error=why)
 
-    def _release(self, row: Row) -> None:
+    def _release(self, row: RowState) -> None:
         self._pages.release(row.pages)
         self._free.append(row.slot)
         self._running.remove(row)
 
     # Small things
 
-    def _learn(self, row: Row, keys: list[Key]) -> None:
+    def _learn(self, row: RowState, keys: list[Key]) -> None:
         """Pages of this row that are full now."""
         for index in range(row.learned, len(keys)):
             self._pages.learn(row.pages[index], keys[index])
         row.learned = max(row.learned, len(keys))
 
-    def _how(self, rows: list[Row]) -> steps.How:
+    def _how(self, rows: list[RowState]) -> steps.How:
         samplings = [row.request.sampling for row in rows]
         return steps.How(
             width_of(samplings, self.vocabulary),

@@ -17,7 +17,7 @@ MAX_BATCH = 64  # rows at once; further prompts wait for a row to end
 
 @dataclass(frozen=True)
 class Result:
-    """What one prompt gave. `tokens` are the new ones, without the token that ended them.
+    """Generated tokens of one prompt, without the token that ended them.
 
     reason: "eos", an end-of-text token; "stop", another token that was asked to stop at; "length", max_new_tokens or
     the model's last position.
@@ -29,7 +29,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Event:
+class TokenEvent:
     """A row has a new token, or has ended for a reason."""
 
     row: int
@@ -78,11 +78,10 @@ def events(
     eos_tokens: Collection[int] = (),
     stop_tokens: Collection[int] = (),
     seed: int = 0,
-) -> Iterator[Event]:
-    """The same, step by step: each new token as it comes, and one event with a reason for every row's end.
+) -> Iterator[TokenEvent]:
+    """Like `generate`, as a stream: one event per new token, and one with a reason when a row ends.
 
-    With one prompt this is the stream of that sequence. Stopping to read it stops the work. Raises as `generate`,
-    at the first step.
+    Generation stops when the caller stops iterating. Raises the errors of `generate` at the first step.
     """
     if max_new_tokens < 0:
         raise UsageError(f"max_new_tokens: {max_new_tokens} must be 0 or more")
@@ -107,4 +106,4 @@ def events(
             )
         )
     for event in engine.events():
-        yield Event(event.request, event.token, event.reason)
+        yield TokenEvent(event.request, event.token, event.reason)

@@ -1,7 +1,6 @@
-"""How large a cache may be beside a model that is on its card already.
+"""Size of the key-value cache beside a model that is already on the GPU.
 
-A cache that takes all that is free leaves nothing to compute in: the first long prompt would then end in an
-out-of-memory error, and a server with it.
+A cache that takes all free memory leaves none for activations, so the first long prompt would run out of memory.
 """
 
 import torch
@@ -12,14 +11,14 @@ SHARE = 0.85  # of the free memory that a cache takes at most; the rest is for w
 
 
 def allowed_bytes(device: torch.device) -> int:
-    """What this process may have on its GPU, all that torch holds for it already included."""
+    """Return the bytes that this process may use on its GPU, including what torch has already reserved."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return min(free + torch.cuda.memory_reserved(device), allowed)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What this process may still allocate on a GPU, torch's own reserve included; None on a CPU."""
+    """Return the bytes that this process can still allocate on a GPU, including torch's cache; None on a CPU."""
     if device.type != "cuda":
         return None
     return allowed_bytes(device) - torch.cuda.memory_allocated(device)

@@ -43,7 +43,7 @@ class Pages:
         return len(self._free) + len(self._idle)
 
     def known(self, keys: Sequence[Key]) -> int:
-        """How many of these pages, from the first, are there."""
+        """Return how many of these pages, counted from the first, are cached."""
         return next((n for n, key in enumerate(keys) if key not in self._known), len(keys))
 
     def take(self, keys: Sequence[Key], more: int) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""Requests to the engine, and its events and results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,9 +63,9 @@ class Event:
 
 
 @dataclass
-class Answer:
-    """One sample, whole. `tokens` are the new ones, without the token that ended them; with one logprob of each
-    kind for each where the request wants them."""
+class SampleOutput:
+    """A complete sample. `tokens` are the new ones, without the token that ended them; `logprobs` and
+    `sampled_logprobs` have one entry per token if the request asks for them."""
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Answer:
     reason: Reason | None = None
 
     def add(self, event: Event) -> None:
-        """What an event says about this sample."""
+        """Add the token and text of an event."""
         if event.token is not None:
             self.tokens.append(event.token)
             if event.logprob is not None and event.sampled_logprob is not None:

@@ -45,7 +45,7 @@ ONE = 2.0**52  # a probability of 1 where probabilities are added up as integers
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. None switches a filter off. Raises UsageError for values out of range."""
+    """Sampling parameters. None disables a filter. Raises UsageError for values out of range."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -168,9 +168,9 @@ class Drawn:
 
 
 def width_of(samplings: Iterable[Sampling], vocabulary: int) -> int:
-    """How many candidates must be ranked to draw for rows with these settings.
+    """Return how many candidates must be sorted to sample rows with these settings.
 
-    A number of the most probable ones; ALL; or UNRANKED and GREEDY_ONLY, which rank none.
+    A number of most probable tokens, ALL, or UNRANKED or GREEDY_ONLY, which sort none.
     """
     drawn = [s for s in samplings if s.temperature > 0]
     if not drawn:

@@ -1,4 +1,4 @@
-"""What the host knows about a row, and about a step that is on its way."""
+"""Host-side state of a row, and of a step that is still running on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from deskside.engine.text import TextStream
 
 
 @dataclass(eq=False)
-class Row:
+class RowState:
     """One sample of a request, from its submission to its end."""
 
     number: int  # of the request
@@ -33,12 +33,12 @@ class Row:
 
     @property
     def prompted(self) -> bool:
-        """Whether the whole prompt is in the cache."""
+        """True if the whole prompt is in the cache."""
         return self.done == len(self.request.prompt)
 
     @property
     def wants_more(self) -> bool:
-        """Whether a further token is certainly allowed, each queued step giving one or more."""
+        """True if another token is allowed even if every queued step yields as many as it can."""
         return len(self.request.prompt) + len(self.tokens) + self.flying < self.end
 
 
@@ -46,7 +46,7 @@ class Row:
 class PendingBatch:
     """A queued step: the rows whose tokens it brings, None for a lane that brings nothing, and where they arrive."""
 
-    rows: Sequence[Row | None]
+    rows: Sequence[RowState | None]
     packed: Tensor  # see `steps.Output`, on the host
     logprobs: bool
     arrived: torch.cuda.Event | None

@@ -90,7 +90,7 @@ def speculate(
 
 
 def probabilities(logits_BV: Tensor, settings: Settings, width: int, seen_BV: Tensor | None) -> Tensor:
-    """What a token is drawn from, (B, V) by token number, float32."""
+    """Return the sampling distribution, (B, V) float32 in vocabulary order."""
     logits_BV = logits_BV.float()
     if seen_BV is not None:
         logits_BV = penalise(logits_BV, seen_BV, settings.penalty_B)

@@ -1,9 +1,8 @@
-"""What the device does: the rows' state there, and the steps over it.
+"""Device-side state of the rows, and the steps that update it.
 
-Every slot of the state is a row that may be running; the last slot is nobody's, and lanes of a step that have no row
-point to it. A step takes lanes (slots), reads and writes the state in place, and returns what came out (`Output`). It
-asks the device nothing, so the next step can be queued before the host has seen the tokens of this one, and the whole
-step can be captured in a CUDA graph.
+Each slot of the state holds one running row. The last slot is a dummy, which lanes without a row point to. A step takes
+lanes (slots), updates the state in place and returns its `Output`. It never synchronizes with the device, so the next
+step can be queued before the host has seen the tokens of this one, and a step can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -59,7 +58,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class How:
-    """What the host has decided about a step. width: see `sampling.width_of`; penalised: whether some row has a
+    """The host's decisions about a step. width: see `sampling.width_of`; penalised: whether some row has a
     repetition penalty; logprobs: whether some row wants them."""
 
     width: int
@@ -69,8 +68,8 @@ class How:
 
 @dataclass(frozen=True)
 class Output:
-    """What a step gave each lane: W tokens at most, of which the first count_B are real (None: one, which is real),
-    and where they are wanted two logprobs for each."""
+    """Output of a step for each lane: up to W tokens, of which the first count_B are valid (None: one token), and two
+    logprobs per token if requested."""
 
     token_BW: Tensor
     count_B: Tensor | None = None
@@ -161,7 +160,7 @@ class Slots:
         return token_B, length_B, count_B
 
     def put(self, lanes_B: Tensor, token_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
-        """The same, as they are now. The slot that is nobody's stays at the beginning."""
+        """Write the current values back. The dummy slot keeps its initial values."""
         self.state_S3[lanes_B] = torch.stack((token_B, length_B, count_B), dim=1)
         self.state_S3[self.nobody].zero_()
 

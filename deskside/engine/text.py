@@ -41,7 +41,7 @@ class TextStream:
         return self._until_stop(piece)
 
     def finish(self) -> str:
-        """What was held back: bytes that never became a character show as U+FFFD."""
+        """Return the text that was held back. Incomplete UTF-8 sequences become U+FFFD."""
         piece = self._until_stop(self._piece()) if self._held else ""
         rest = "" if self.stopped else self._unsaid
         self._before, self._held, self._unsaid = [], [], ""
@@ -68,5 +68,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -21,7 +21,7 @@ def inference_copy(model: Transformer) -> Transformer:
 
 
 def for_inference(copy: Transformer, dtype: torch.dtype) -> Transformer:
-    """The same model, which hands out activations in `dtype` and does not train."""
+    """Prepare a model for inference, with activations in `dtype`."""
     copy.embed.output_dtype = dtype
     if copy.position is not None:
         copy.position.output_dtype = dtype

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.kv_budget import cache_tokens
-from deskside.engine.requests import Answer, Request
+from deskside.engine.requests import Request, SampleOutput
 from deskside.evaluate.items import Item
 from deskside.evaluate.likelihood import CACHE_BYTES
 from deskside.evaluate.sandbox import SandboxResult, check_many
@@ -54,7 +54,7 @@ def write(
         max_tokens=cache_tokens(model, min(sum(needs[-ROWS:]), room), needs[-1]),
         tokenizer=tokenizer,
     )
-    answers = {engine.submit(request): Answer(len(request.prompt)) for request in requests}
+    answers = {engine.submit(request): SampleOutput(len(request.prompt)) for request in requests}
     for event in engine.events():
         answers[event.request].add(event)
         if tick is not None and event.reason is not None:

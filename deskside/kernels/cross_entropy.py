@@ -151,7 +151,8 @@ def _logits(hidden: Tensor, weight: Tensor, ids: Tensor | None, rows: Tensor | N
 
 
 def elementwise(hidden: Tensor) -> Any:
-    """What computes a chunk's loss and gradient: one kernel on a card, plain torch elsewhere and when compiled."""
+    """Return the module that computes a chunk's loss and gradient: Triton on a GPU, torch elsewhere and when
+    compiled."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or torch.compiler.is_compiling():
         return sys.modules[__name__]
     from deskside.kernels import cross_entropy_triton

@@ -3,7 +3,7 @@
 One program takes one row of logits and reads it twice: for the largest and the sum of exponentials, and for the
 gradient, which finds it in the cache, because what has been read twice leaves first. Instructions are a limit as much
 as bytes, so there are few per entry: exponents are to the base of 2, everything that multiplies a probability stands in
-its exponent, and the target's entry is mended afterwards instead of being looked for.
+its exponent, and the target's entry is corrected afterwards instead of being compared with every column.
 """
 
 import torch
@@ -85,11 +85,11 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
             else:
                 tl.store(grads + columns, grad.to(GRADS.dtype.element_ty), mask=columns < V)
             start += BLOCK_V
-        mended = sign * tl.exp2(picked * LOG2E + offset) - scale
+        corrected = sign * tl.exp2(picked * LOG2E + offset) - scale
         if CAPPED:
-            mended *= 1 - (picked / softcap) * (picked / softcap)
+            corrected *= 1 - (picked / softcap) * (picked / softcap)
         tl.debug_barrier()  # the target's entry has been written by some thread of this program
-        tl.store(grads + at, mended.to(GRADS.dtype.element_ty), mask=valid)
+        tl.store(grads + at, corrected.to(GRADS.dtype.element_ty), mask=valid)
 
 
 def chunk_loss_and_grad(

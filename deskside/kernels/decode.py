@@ -65,7 +65,7 @@ def paged_attention(
 
 
 def in_kernel(tile_rows: int, k_PKSC: Tensor) -> bool:
-    """Whether the Triton kernel takes this: few queries, heads that are not too wide, pages of a power of two."""
+    """Return whether the Triton kernel supports this: few queries, moderate head_dim, page size a power of two."""
     _, _, size, C = k_PKSC.shape
     narrow = tile_rows <= TILE_ROWS and C * k_PKSC.element_size() <= HEAD_BYTES
     fits = narrow and size & (size - 1) == 0

@@ -1,6 +1,6 @@
 """Rows of a table of embeddings, handed out in the dtype of the activations; the table itself is in float32.
 
-torch takes the rows in float32 and casts them in a second pass, and the gradient the other way round. On a card both
+torch takes the rows in float32 and casts them in a second pass, and does the reverse for the gradient. On a card both
 are one pass here, where the table trains and the activations have 16 bits.
 """
 

@@ -116,7 +116,7 @@ def gradient(grad_ND: Tensor, tokens_N: Tensor, entries: int) -> Tensor:
 
 
 def summed(grad_ND: Tensor, ids_N: Tensor, order_N: Tensor, entries: int) -> Tensor:
-    """The same of tokens that are sorted: `ids_N` in order, and where each was."""
+    """Sum the gradients of sorted tokens: `ids_N` in order, and the original index of each."""
     N, D = grad_ND.shape
     out = torch.zeros(entries, D, dtype=torch.float32, device=grad_ND.device)
     pieces = triton.cdiv(N, PIECE)

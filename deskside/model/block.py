@@ -164,7 +164,7 @@ class Block(nn.Module):
 
 
 class CachedBlocks:
-    """How blocks and the final norm compute with a cache. The inference engine has a subclass with fused kernels."""
+    """Cached forward of the blocks and the final norm. The inference engine has a subclass with fused kernels."""
 
     def block(
         self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache

@@ -80,7 +80,7 @@ class KVCache:
             page_BT = self.table_BN.gather(1, position_BT // size)
             return Places(position_BT, page_BT, position_BT % size)
         position_BT = position_BT.clamp(max=self.limit - 1)
-        if counts_B is not None:  # padding stands at the last token's position: there it sees something
+        if counts_B is not None:  # padding gets the last token's position, so its softmax is not empty
             position_BT = torch.minimum(position_BT, (self.lengths_B + counts_B - 1)[:, None])
         page_BT = self.table_BN.gather(1, position_BT // size)
         if counts_B is not None:

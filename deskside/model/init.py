@@ -23,10 +23,10 @@ OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 
 @dataclass(frozen=True)
 class InitOptions:
-    """What may be varied; the defaults are the ones to use.
+    """Options of the initialization. The defaults are recommended.
 
-    embedding_std: None takes the configuration's initializer_range. head_std: of an untied head.
-    matrix_gain: times 1 / sqrt(fan-in). output: how projections that write to the residual stream begin.
+    embedding_std: None is the configuration's initializer_range. head_std: standard deviation of an untied head.
+    matrix_gain: factor on 1 / sqrt(fan-in). output: initialization of projections that write to the residual stream.
     """
 
     embedding_std: float | None = None

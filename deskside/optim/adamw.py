@@ -34,7 +34,7 @@ from deskside.kernels.adamw_state import (
     zero_code,
 )
 from deskside.optim.groups import ParameterInfo
-from deskside.optim.offload import Job, Streamer, host_zeros, pieces
+from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, local
 
 SMALL = 4096  # elements; state of smaller weights is float32 and stays on the device
@@ -91,7 +91,7 @@ class AdamW:
     def step(self, skip: Tensor | None) -> None:
         """One update of every group. `skip`: float scalar on the device; at 1 nothing changes, counters included."""
         self.create_state()
-        jobs: list[Job] = []
+        jobs: list[OffloadJob] = []
         for group in self.groups:
             held = [info for info in group.parameters if local(info.parameter).numel()]
             self._step_plain([info for info in held if self._plain(info.parameter)], group, skip)
@@ -103,11 +103,11 @@ class AdamW:
             job.update(job.held)
 
     def clips(self, info: ParameterInfo) -> bool:
-        """Whether `step` multiplies its gradient with `factor`."""
+        """Return whether `step` multiplies the gradient by `factor`."""
         return info.name in self._names and not self._plain(info.parameter)
 
     def _plain(self, parameter: Tensor) -> bool:
-        """Whether torch's own kernel updates it: its state is in the weight's dtype and on its device."""
+        """Return whether torch's own kernel updates it: its state has the weight's dtype and device."""
         here = self.states == "float32" and self.streamer is None
         alone = self._fused(parameter) and parameter.numel() >= ALONE
         return parameter.numel() < SMALL or (here and not alone)
@@ -158,7 +158,7 @@ class AdamW:
             maximize=False,
         )
 
-    def _jobs(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> list[Job]:
+    def _jobs(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> list[OffloadJob]:
         """The updates of all parameters, in pieces where their state is streamed. Counts the step."""
         if not infos:
             return []
@@ -175,7 +175,7 @@ class AdamW:
             for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
                 scales = slice(part.start // BLOCK, blocks(part.stop))
                 jobs.append(
-                    Job(
+                    OffloadJob(
                         [t[scales if key in (FIRST_MAX, SECOND_MAX) else part] for key, t in state.items()],
                         partial(
                             _update,

@@ -37,7 +37,7 @@ from deskside.config.optim import MuonConfig
 from deskside.kernels.muon import apply, look_ahead
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.newton_schulz import coefficients, orthogonalize
-from deskside.optim.offload import Job, Streamer, host_zeros, pieces
+from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import first_row, full_like, gradient_of, is_sharded, local
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Muon:
             directions[info.name] = gradient
             flat, momentum = gradient.view(-1), self.momentum_of[info.name].view(-1)
             for part in pieces(flat.numel()):
-                jobs.append(Job([momentum[part]], partial(self._advance, g=flat[part], skip=skip)))
+                jobs.append(OffloadJob([momentum[part]], partial(self._advance, g=flat[part], skip=skip)))
         streamer.run(jobs)
         return directions
 
@@ -191,7 +191,7 @@ class Muon:
     def _sharded_direction(
         self, info: ParameterInfo, directions: dict[str, Tensor], skip: Tensor, fused: bool
     ) -> Tensor:
-        """This rank's rows of the direction, computed once: slices of one weight may stand in several stacks."""
+        """This rank's rows of the direction, computed once, because slices of one weight can be in several stacks."""
         if info.name not in directions:
             g, momentum = local(gradient_of(info)), local(self.momentum_of[info.name])
             g = g.to(_working_dtype(g))
@@ -244,7 +244,7 @@ class Muon:
 def _row_factors(
     u: Tensor, row_sizes: Tensor | None, beta: float, dtype: torch.dtype, skip: Tensor
 ) -> Tensor:
-    """What each row of the update is multiplied with, as a view shaped like u; ones without row normalisation.
+    """Return the factor of each row of the update, shaped to broadcast over u; ones without row normalization.
 
     u: (batch, long, short); row_sizes: (batch, long), advanced in place unless skip is 1, or None.
     """

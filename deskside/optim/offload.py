@@ -30,7 +30,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class Job:
+class OffloadJob:
     """Parts of host state, and what is to be done with them: `update` gets them on the device, and changes them."""
 
     held: Sequence[Tensor]
@@ -69,10 +69,10 @@ class Streamer:
 
     @property
     def buffer_bytes(self) -> int:
-        """What the buffers hold on the device."""
+        """Return the bytes of the buffers on the device."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[OffloadJob]) -> None:
         """Queue all jobs. Nothing waits for the device; `wait` before the host reads the state."""
         if self.device.type != "cuda":
             for job in jobs:

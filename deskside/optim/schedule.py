@@ -64,7 +64,7 @@ def stage_at(config: ScheduleConfig, progress: float) -> Stage | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class SchedulePoint:
     """One moment of a schedule: what begins or ends there, and the learning rate and stage from there on."""
 
     what: str
@@ -74,7 +74,7 @@ class Row:
     stage: Stage | None
 
 
-def describe(config: ScheduleConfig, planned_steps: int) -> list[Row]:
+def describe(config: ScheduleConfig, planned_steps: int) -> list[SchedulePoint]:
     """The moments at which the schedule changes, in order, for `deskside train --dry-run`."""
     moments: list[tuple[float, str]] = [(0.0, "start")]
     warmup = warmup_share(config, planned_steps)
@@ -85,6 +85,8 @@ def describe(config: ScheduleConfig, planned_steps: int) -> list[Row]:
     moments += [(s.until, f"stage {i + 2} starts") for i, s in enumerate(config.stages[:-1])]
     moments.append((1.0, "end"))
     return [
-        Row(what, round(at * planned_steps), at, lr_factor(config, at, planned_steps), stage_at(config, at))
+        SchedulePoint(
+            what, round(at * planned_steps), at, lr_factor(config, at, planned_steps), stage_at(config, at)
+        )
         for at, what in sorted(moments, key=lambda moment: moment[0])
     ]

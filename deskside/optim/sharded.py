@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeGuard["DTensor"]:
-    """Whether it is a DTensor. torch.distributed.tensor takes a second to import and is not imported for this: while
-    nobody has done so, there is none."""
+    """Return whether it is a DTensor. Does not import torch.distributed.tensor, which takes a second: without that
+    import there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

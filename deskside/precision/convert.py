@@ -39,12 +39,13 @@ Plan = FusedAttention | FusedMLP
 
 
 class QuantizedModel:
-    """A recipe on a model. `fused`: BF16 takes the hand-written halves too, where they are covered."""
+    """A model that was converted to a recipe. `fused`: BF16 steps use the fused sublayers too, where they are
+    covered."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, shared: Shared, fused: bool):
         self.model, self.recipe, self.shared, self.fused = model, recipe, shared, fused
         self.active = True
-        self.backend: backends.PrecisionBackend | None = None  # another library that carries the recipe out
+        self.backend: backends.PrecisionBackend | None = None  # another library that implements the recipe
         self._halves: list[tuple[Sublayer, Plan | None, Plan]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
         self._plans: list[QuantizedLinear] = []
@@ -54,25 +55,26 @@ class QuantizedModel:
 
     @property
     def quantized_layers(self) -> int:
-        """Linear layers whose products are in fewer than 16 bits."""
+        """Number of Linear layers whose products are in fewer than 16 bits."""
         if self.backend is not None:
             return len(self._linears)
         return sum(not plan.plain for plan in self._plans)
 
     def begin_step(self, step: int) -> None:
-        """Step number `step` begins: its random numbers are a function of it."""
+        """Begin step number `step`. Its random numbers are a function of the step."""
         self.shared.draws.begin(step)
         self.shared.round += 1
         if self._dropout:
             torch.manual_seed(self.shared.draws.next())  # a function of seed and step, as all draws are
 
     def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Replicas take the largest magnitudes that any of them has seen, and so the same scales, and find the same
-        trouble. `largest`: the maximum over all replicas, in place."""
+        """Share the amax of all replicas, so that they get the same scales and detect the same overflow.
+
+        `largest`: computes the maximum over all replicas in place."""
         self.shared.scales.agree(largest)
 
     def trouble(self) -> Tensor:
-        """A float32 scalar: 0, or NaN where saturation has hidden a value that was not finite."""
+        """Return a float32 scalar: 0, or NaN if saturation has hidden a non-finite value."""
         return self.shared.scales.trouble()
 
     def end_step(self) -> None:
@@ -82,8 +84,7 @@ class QuantizedModel:
         self.shared.round += 1
 
     def use(self, active: bool) -> None:
-        """Compute in the recipe's formats, or in BF16. Weights converted for the other are dropped: between two steps
-        nobody will ask for them again."""
+        """Compute in the recipe's formats, or in BF16. Drops the converted weights of the other."""
         if active != self.active:
             self.active = active
             self._set()
@@ -91,7 +92,7 @@ class QuantizedModel:
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
-        """BF16 inside: evaluation, and whatever else must not depend on the recipe."""
+        """Context manager that computes in BF16, for evaluation and sampling."""
         before = self.active
         self.use(False)
         try:
@@ -100,11 +101,11 @@ class QuantizedModel:
             self.use(before)
 
     def region(self) -> contextlib.AbstractContextManager[None]:
-        """Around one forward pass of the model: another library may keep count of passes."""
+        """Context manager around one forward pass of the model, for backends that track passes."""
         return self.backend.region() if self.backend is not None and self.active else contextlib.nullcontext()
 
     def recompute(self, what: str) -> None:
-        """Activation checkpointing of the hand-written halves: "none", "attention", "mlp" or "block" (both)."""
+        """Set activation checkpointing of the fused sublayers: "none", "attention", "mlp" or "block" (both)."""
         for index, (half, plan, plain) in enumerate(self._halves):
             kind = "attention" if isinstance(half, AttentionSublayer) else "mlp"
             again = what in (kind, "block")
@@ -113,7 +114,7 @@ class QuantizedModel:
         self._set()
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether this half is computed by hand-written gradients, in some steps at least."""
+        """Return whether this sublayer is fused, at least in some steps."""
         return any(half is module and (self.fused or plan is not None) for half, plan, _ in self._halves)
 
     def reset_scales(self) -> None:
@@ -121,14 +122,14 @@ class QuantizedModel:
         self.shared.scales.reset()
 
     def forget_weights(self) -> None:
-        """Drop converted weights: they were changed in a way that no version tells, or their memory is wanted."""
+        """Drop converted weights, because the weights changed without a new version or the memory is needed."""
         for plan in self._plans:
             plan.converted.forget()
         if self._head is not None:
             self._head[1].converted.forget()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed run needs: the history of delayed scales. Empty where there are none."""
+        """Return the history of delayed scales, which a resumed run needs; empty for other recipes."""
         return self.shared.scales.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -136,7 +137,7 @@ class QuantizedModel:
         self.shared.scales.load_state_dict(state)
 
     def remove(self) -> None:
-        """The model computes as it is written, in the dtype of its weights."""
+        """Restore the ordinary forward, in the dtype of the weights."""
         restore(self.model)
 
     def _set(self) -> None:
@@ -172,10 +173,10 @@ def convert(
     backend: str = "deskside",
     found: HardwareCaps | None = None,
 ) -> QuantizedModel:
-    """Switch a model to a recipe, in place; parameters and optimizer state stay what they are.
+    """Convert a model to a recipe in place. Parameters and optimizer state do not change.
 
-    fused: also BF16 through the hand-written halves, where they cover the architecture. native: FP8 products on tensor
-    cores, else emulated with the same numbers. cache: convert weights once per optimiser step. accumulate_inside: add
+    fused: use the fused sublayers in BF16 too, where they cover the architecture. native: FP8 products on tensor cores,
+    else emulated with the same numbers. cache: convert weights once per optimizer step. accumulate_inside: add
     weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too; head_native: its products on
     tensor cores, None: as those of the layers. keep: names of projections that stay in BF16. seed: of stochastic
     rounding and random transforms. backend: whose layers carry a quantised recipe out; another library's take none of
@@ -219,7 +220,7 @@ def restore(model: nn.Module) -> None:
 
 
 def refused(recipe: Recipe, device: torch.device) -> str | None:
-    """Why no layer can be had in this recipe on this device, None where nothing speaks against it."""
+    """Return why this recipe is unsupported on this device, or None."""
     if recipe.quantized and device.type == "cuda" and torch.version.hip is not None:
         return "its kernels are written for NVIDIA's cards, and this is AMD's; use bf16"
     return None
@@ -276,12 +277,12 @@ def _plan(applied: QuantizedModel, keep: Collection[str]) -> None:
 
 
 def _named(linear: Linear, names: Collection[str]) -> bool:
-    """Whether one of the projections that share this weight is among `names`."""
+    """Return whether one of the projections in this weight is among `names`."""
     return any(s.name in names for s in linear.slices)
 
 
 def _simple(operator: AddNormLinear) -> bool:
-    """Whether add and norm are what the fused kernel does."""
+    """Return whether the fused kernel supports this add and norm."""
     return isinstance(operator.norm, RMSNorm) and operator.position == "pre"
 
 

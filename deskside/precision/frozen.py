@@ -103,7 +103,7 @@ class FrozenLinear(Linear):
 
     @property
     def stored(self) -> list[Tensor]:
-        """What stands for the weight."""
+        """The buffers that store the weight."""
         return [getattr(self, name) for name in BUFFERS[self.format]]
 
     def requires_grad_(self, requires_grad: bool = True) -> "FrozenLinear":

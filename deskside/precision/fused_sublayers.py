@@ -1,16 +1,16 @@
-"""The halves of a block with hand-written gradients: fused kernels, and products in their recipe's formats.
+"""Fused attention and MLP sublayers with a manual backward, and products in their recipe's formats.
 
-Autograd hands a gradient from one node to the next in the dtype of the activation. A gradient that is cast to FP8 in
-the kernel that makes it, in rows and in columns, cannot travel that way. So one node covers half a block, from
-(residual, delta) to (residual, delta), and inside of it the tensors are in whatever form the next product wants:
+Autograd passes a gradient from node to node in the dtype of the activation. A gradient that its kernel writes in FP8,
+row-wise and transposed, cannot be passed that way. So one autograd node covers a whole sublayer, from (residual, delta)
+to (residual, delta), and inside of it every tensor has the form that the next product reads:
 
     forward    add + norm (+ cast) -> product -> QK-norm + RoPE, attention -> product
                add + norm (+ cast) -> product -> activation * gate (+ cast) -> product
-    backward   the same, the other way round
+    backward   the same steps in reverse order
 
-BF16 takes the same road with nothing to cast. Activation checkpointing is part of the node: with `recompute` it keeps
-the residual alone, which the next half keeps anyway, and the backward starts from there again. What is kept otherwise
-is dropped by the first backward; there is no second one.
+BF16 runs the same code without the casts. Activation checkpointing is part of the node: with `recompute` it saves only
+the residual, which the next sublayer saves anyway, and the backward recomputes the rest from it. The saved state is
+freed by the first backward, so a second backward through the same graph is not possible.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class FusedMLP:
-    """The MLP half and the plans of its two layers. `recompute`: keep the residual alone, and do the rest again."""
+    """Fused MLP sublayer. `recompute`: save only the residual and recompute the rest in the backward."""
 
     half: MLPSublayer
     first: QuantizedLinear
@@ -64,7 +64,7 @@ class FusedMLP:
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The attention half and the plans of its two layers. `recompute`: as in the MLP."""
+    """Fused attention sublayer. `recompute`: as in `FusedMLP`."""
 
     half: AttentionSublayer
     first: QuantizedLinear
@@ -107,7 +107,7 @@ class FusedAttention:
 
 @dataclass
 class _MLPState:
-    """What the MLP's backward needs besides the residual: the first product's output, and its layers' inputs."""
+    """State of the MLP's backward besides the residual: the first product's output, and the inputs of both layers."""
 
     inner: Tensor
     normed: tuple[Tensor, ...]
@@ -115,7 +115,7 @@ class _MLPState:
 
 
 def _mlp(plan: FusedMLP, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[QuantizedOperand, _MLPState]:
-    """The second layer's input, which is as far as a recomputation has to go, and the state."""
+    """Return the second layer's input, which is as far as a recomputation has to go, and the state."""
     rows, kept_normed = plan.first.x.split(normed)
     inner = plan.first.output(rows, dtype)
     del rows, normed
@@ -169,7 +169,7 @@ class _MLP(torch.autograd.Function):
 
 @dataclass
 class _AttentionState:
-    """What attention's backward needs besides the residual."""
+    """State of attention's backward besides the residual."""
 
     qkv: Tensor
     attention: SavedAttention
@@ -185,7 +185,7 @@ def _attention(
     normed: Tensor | Fp8,
     dtype: torch.dtype,
 ) -> tuple[QuantizedOperand, _AttentionState]:
-    """As `_mlp`."""
+    """Return the second layer's input, which is as far as a recomputation has to go, and the state."""
     half, layout = plan.half, plan.layout
     rows, kept_normed = plan.first.x.split(normed)
     qkv = plan.first.output(rows, dtype)
@@ -325,13 +325,13 @@ class _Linear(torch.autograd.Function):
 
 
 def add_norm(norm: RMSNorm, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """(residual + delta, its norm) in one kernel each way: for the norm that no projection follows."""
+    """(residual + delta, its norm) in one kernel each way: for the final norm, which no projection follows."""
     residual_BTD, normed_BTD = _AddNorm.apply(norm.eps, residual_BTD, delta_BTD, norm.weight)
     return residual_BTD, normed_BTD
 
 
 def linear(plan: QuantizedLinear, x_NK: Tensor) -> Tensor:
-    """(N, K) -> (N, M): a layer of its own, for models whose halves are not covered."""
+    """(N, K) -> (N, M): a single quantized layer, for models that the fused sublayers do not cover."""
     y = _Linear.apply(plan, x_NK, plan.linear.weight)
     assert isinstance(y, Tensor)
     return y

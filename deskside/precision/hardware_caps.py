@@ -1,11 +1,11 @@
-"""What the card's matrix units take besides plain FP8, found by asking the card and by running it.
+"""Low-precision formats that the GPU's tensor cores support besides plain FP8.
 
-fp4: NVFP4 operands go to the tensor cores as they are (compute capability 10.x and 12.x). Whether that computes right
-is for the self-check, which falls back to emulation.
-mxfp8: on 12.x, FP8 products are issued as MXFP8 with unit scales. GeForce cards run plain FP8 with float32 sums at half
-of their rate, and block-scaled FP8 at the whole of it; the numbers are the same. Both ways are timed when a run begins,
-and the faster one that agrees is taken; the run keeps the answer, for its other processes and for when it is resumed.
-No such card has been at hand: these paths are compiled and inspected in tests, and guarded by running them here.
+fp4: NVFP4 operands go to the tensor cores directly (compute capability 10.x and 12.x). The self-check verifies the
+results and falls back to emulation.
+mxfp8: on 12.x, FP8 products are issued as MXFP8 with unit scales. GeForce cards run plain FP8 with float32
+accumulation at half rate but block-scaled FP8 at full rate, with the same numbers. Both are timed when a run starts,
+and the faster correct one is used. The run records the choice for its other processes and for a resume. We had no
+such GPU: tests compile these paths and inspect their code, and at run time both checks above guard them.
 """
 
 import statistics
@@ -32,8 +32,8 @@ NONE = HardwareCaps()
 
 
 def hardware_caps(device: torch.device, mxfp8: bool | None = None) -> HardwareCaps:
-    """Of this device. mxfp8: what a trial found before; None: on compute capability 12.x two products are timed, which
-    takes milliseconds once they are compiled."""
+    """Return the capabilities of a device. mxfp8: the result of an earlier trial. None: on compute capability 12.x two
+    products are timed, which takes milliseconds once they are compiled."""
     if device.type != "cuda" or torch.version.hip is not None:
         return HardwareCaps()
     major = torch.cuda.get_device_capability(device)[0]

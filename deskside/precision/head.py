@@ -38,7 +38,7 @@ class QuantizedHead:
         self._inverse: Tensor | None = None
 
     def inverse(self, device: torch.device) -> Tensor:
-        """What gradients in FP8 are multiplied with, one float32 number on the device."""
+        """Return the inverse scale of the FP8 gradients, a float32 scalar on the device."""
         if self._inverse is None or self._inverse.device != device:
             self._inverse = torch.tensor(1 / GRADIENT_SCALE, device=device)
         return self._inverse
@@ -53,7 +53,7 @@ class QuantizedHead:
         z_loss: float = 0.0,
         chunk_tokens: int,
     ) -> Tensor:
-        """As `linear_cross_entropy`. Without gradients it is that, in hidden's dtype."""
+        """Compute `linear_cross_entropy` in FP8. Without gradients it runs in hidden's dtype."""
         if not torch.is_grad_enabled():
             return linear_cross_entropy(
                 hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens

@@ -77,7 +77,7 @@ class Quantized:
 
 
 def multiple(operand: Operand) -> int:
-    """What the summed dimension must be divisible by; 16 also for FP8, whose products take nothing else."""
+    """Return the divisor that the summed dimension needs; 16 for FP8 too, which _scaled_mm requires."""
     return max(BLOCK, operand.hadamard, EDEN_GROUP if operand.rounding == "eden" else 0)
 
 
@@ -102,7 +102,7 @@ def check_divisible(name: str, shape: tuple[int, int], operand: Operand, along: 
 
 
 def check_operand(operand: Operand) -> None:
-    """Raises UsageError for combinations of options that mean nothing or that nobody has defined."""
+    """Raise UsageError for undefined combinations of options."""
     if operand.format != "nvfp4" or operand.scaling not in ("1x16", "16x16"):
         raise UsageError(
             f"{operand.format} scaled by '{operand.scaling}' is not an NVFP4 operand; NVFP4 is scaled 1x16 or 16x16"
@@ -174,7 +174,7 @@ def quantize(
 
 @dataclass(frozen=True)
 class _Scales:
-    """What follows from the largest magnitude of the tensor; float32, one number each.
+    """Global scales that follow from the amax of the tensor; float32 scalars.
 
     encode: x encode is at most 6 x the largest block scale. decode: 1 / encode. block_encode: block maximum ->
     ideal block scale. global_scale: decode, but not finite if the tensor was not.
@@ -197,7 +197,7 @@ class _Scales:
 
 
 def _top(operand: Operand) -> float:
-    """What a block's largest value is mapped to."""
+    """Return the code value that a block's largest value is mapped to."""
     return 6.0 / EDEN_OVERRIDE if operand.rounding == "eden" else 6.0
 
 
@@ -248,7 +248,7 @@ def _eden_corrected(
 
 
 def _stride(x_NK: Tensor, along: Along) -> int:
-    """How far apart the values of a block are in memory."""
+    """Return the memory stride between the values of a block."""
     return 1 if along == "columns" else x_NK.shape[1]
 
 

@@ -1,11 +1,12 @@
-"""How one linear layer carries out a recipe: the forms of its input, its weight and its gradient, and three products.
+"""A quantized linear layer: the forms of its input, its weight and its gradient, and its three products.
 
     x  input      rows for the output          columns for the weight gradient
     w  weight     rows for the output          columns for the input gradient
     g  gradient   rows for the input gradient  columns for the weight gradient
 
-"rows" is the form whose product sums along the tensor's last dimension, "columns" the one that sums over its first.
-A weight is converted once per optimiser step and kept, unless caching is off.
+The product of a tensor's "rows" form sums over its last dimension, the product of its "columns" form over its first.
+Each form has its own scales, because a scale must be constant along the summed dimension. A weight is converted once
+per optimizer step and cached, unless caching is off.
 """
 
 from dataclasses import dataclass
@@ -33,10 +34,10 @@ from deskside.precision.scales import DelayedScales
 
 @dataclass
 class Shared:
-    """What all layers of a model share. `cache`: keep converted weights; hits and misses are counted.
+    """State that all layers of a model share. `cache`: keep converted weights; hits and misses are counted.
 
-    round: raised where weights may have changed. Their version alone does not tell: torch's fused AdamW, and kernels
-    of our own, write into weights without raising it. units: what the card takes natively besides plain FP8.
+    round: incremented when weights may have changed. Their version counter does not tell: torch's fused AdamW and our
+    own kernels write to weights without incrementing it. units: formats that the GPU supports besides plain FP8.
     """
 
     draws: Draws
@@ -51,7 +52,7 @@ class Shared:
 
 
 class Quantizer:
-    """One tensor of one layer in its two forms. `products`: the numbers of the products that they go into."""
+    """Quantizer of one tensor of a layer, in its two forms. `products`: the numbers of the products that use them."""
 
     def __init__(self, rows: Operand, columns: Operand, shared: Shared, products: tuple[int, int]):
         self.rows, self.columns, self.shared, self.products = rows, columns, shared, products
@@ -66,18 +67,18 @@ class Quantizer:
 
     @property
     def cast(self) -> Cast | None:
-        """How the kernel that produces the tensor can write it at once; None where it cannot."""
+        """The cast that the producing kernel can apply itself, or None."""
         return self._cast if fused.writes_fp8(self.shared.scales.device) else None
 
     @property
     def _cast(self) -> Cast | None:
-        """With the delayed scale, once there is one."""
+        """The cast with the delayed scale, once there is one."""
         if self._slot is None or not self.shared.scales.ready:
             return None
         return self.shared.scales.cast(self._slot)
 
     def split(self, x: Tensor | Fp8) -> tuple[QuantizedOperand, tuple[Tensor, ...]]:
-        """The rows, and what must be kept to make the columns later."""
+        """Return the rows form, and what must be kept to make the columns form later."""
         if self._by_row:
             assert isinstance(x, Tensor)
             both, of_rows, of_columns = cast_with_scales_of_rows(x, DTYPE[self.rows.format])
@@ -101,7 +102,7 @@ class Quantizer:
         return QuantizedOperand(x.rows, inverse), (x.columns, inverse)
 
     def columns_of(self, kept: tuple[Tensor, ...]) -> QuantizedOperand:
-        """The columns, from what `split` said to keep."""
+        """Return the columns form from the tensors that `split` kept."""
         if len(kept) == 2:
             return QuantizedOperand(kept[0], kept[1], transposed=self._one_cast or self._by_row)
         return quantize_operand(
@@ -110,7 +111,7 @@ class Quantizer:
 
 
 class ConvertedWeight:
-    """A weight in its two forms, converted once per optimiser step and kept, unless caching is off."""
+    """Cache of a weight's two forms, converted once per optimizer step."""
 
     def __init__(self, quantizer: Quantizer, shared: Shared):
         self._quantizer, self._shared = quantizer, shared
@@ -138,7 +139,7 @@ class ConvertedWeight:
 
 
 class QuantizedLinear:
-    """One `Linear` under a recipe. `number` tells its products apart from those of other layers."""
+    """A `Linear` and its recipe. `number` distinguishes its products from those of other layers."""
 
     def __init__(self, linear: Linear, recipe: Recipe, shared: Shared, number: int):
         self.linear, self.shared = linear, shared

@@ -1,8 +1,9 @@
-"""From a tensor to the operand of a product, in whatever format the recipe names.
+"""Quantize tensors into operands of a product, in the formats of a recipe.
 
-An operand is values and a scale. FP8 values are stored as such; where the product sums over the tensor's rows they
-are stored transposed, as tensor cores want them. NVFP4 values are stored as code x block scale in bfloat16 in the
-tensor's own layout (see nvfp4.py), and only the global scale is left to the product. BF16 is the tensor itself.
+An operand consists of values and a scale. FP8 values are stored as FP8, and transposed if the product sums over the
+tensor's rows, because tensor cores need the summed dimension contiguous. NVFP4 values are stored as code x block
+scale in bfloat16 in the tensor's own layout (see nvfp4.py), and only the global scale is left to the product. BF16 is
+the tensor itself.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class QuantizedOperand:
 
 
 class Draws:
-    """The random numbers of a step: a pure function of (seed, step, which), so that a resumed run repeats them."""
+    """Random numbers of a step: a pure function of (seed, step, index), so a resumed run repeats them."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -45,17 +46,17 @@ class Draws:
         self._signs: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, step: int) -> None:
-        """The draws of step number `step` begin."""
+        """Begin the draws of step number `step`."""
         self.step, self._count = step, 0
         self._signs.clear()
 
     def next(self) -> int:
-        """A seed of its own for each tensor that is rounded stochastically."""
+        """Return a new seed, for the next tensor that is rounded stochastically."""
         self._count += 1
         return self._mix(self._count, 0)
 
     def signs(self, product: int, size: int, device: torch.device) -> Tensor:
-        """(size,) +-1: the same for both operands of a product and for all micro-batches of a step."""
+        """Return random signs (size,), equal for both operands of a product and all micro-batches of a step."""
         key = (product, size)
         if key not in self._signs:
             generator = torch.Generator(device).manual_seed(self._mix(product, size))
@@ -139,7 +140,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     The scale is finite: infinity times the zeros beside a largest value of 1e-35 would be NaN. The inverse is not
     bounded away from zero: NaN and infinity must come out of the product as such.
     """
-    # Each of these few numbers is a launch: a constant made for `where`, or a second tensor, would be one more.
+    # Every operation on these scalars is a kernel launch; `where` with a constant would cost another one.
     scale = (torch.finfo(dtype).max / amax).masked_fill_(amax == 0, 1.0)
     scale.clamp_(max=torch.finfo(torch.float32).max)  # NaN stays
     return scale, scale.reciprocal()

@@ -1,11 +1,11 @@
 """Delayed scaling: a tensor's FP8 scale comes from the largest magnitudes of the last steps.
 
-So it is known before the tensor is, and the kernel that produces the tensor can write it in FP8 at once. Each place
-where a tensor is cast owns a slot. During a step every cast notes its largest magnitude in its slot; `end_step` moves
-them into the history and sets the next scales. A value beyond what was expected saturates.
-Before there is a history a tensor's scale is its own. That lasts for two steps: projections that write to the stream
-begin as zero, so what lies before them has its first gradient in the second step.
-More such steps, or BF16 ones before, change nothing that was seen: docs/precision.md, "The start of delayed scales".
+The scale is therefore known before the tensor, and the kernel that produces the tensor can write it in FP8 directly.
+Each cast owns a slot. During a step it records its amax in the slot; `end_step` moves the amaxes into the history and
+sets the next scales to format_max / max(history). A value beyond the expected amax saturates. Without a history, a
+tensor's scale comes from the tensor itself. This lasts for two steps: projections that write to the residual stream
+start at zero, so everything before them receives its first nonzero gradient in the second step. More of these steps,
+or BF16 steps before them, make no measurable difference: docs/precision.md, "The start of delayed scales".
 (Micikevicius et al. 2022, arXiv 2209.05433; the history of 16 and its maximum are transformer-engine's defaults.)
 """
 
@@ -39,17 +39,17 @@ class DelayedScales:
         limits = [float(torch.finfo(dtype).max) for dtype in self._dtypes]
         self._limit = torch.tensor(limits, device=device)
         self.history = torch.zeros(self._length, slots, device=device)
-        # Four numbers apart: cuBLAS wants a scale aligned to 16 bytes, and Triton compiles anew for one that is not.
+        # Four floats apart: cuBLAS needs scales aligned to 16 bytes, and Triton specializes on the alignment.
         self.amax = torch.zeros(slots, 4, device=device)[:, 0]
         self.scale = torch.ones(slots, 4, device=device)[:, 0]
         self.inverse = torch.ones(slots, 4, device=device)[:, 0]
-        # Each is taken out of its tensor once, and not in every cast.
+        # Indexing costs time, so it is done once here and not in every cast.
         self._casts = [Cast(dtype, self.scale[i], self.amax[i]) for i, dtype in enumerate(self._dtypes)]
         self._inverses = [self.inverse[i] for i in range(slots)]
 
     @property
     def ready(self) -> bool:
-        """Whether enough steps have been noted, so that scales mean something."""
+        """True once enough steps are in the history for scales to be meaningful."""
         return self.steps >= OWN_STEPS
 
     def cast(self, slot: int) -> Cast:
@@ -57,21 +57,21 @@ class DelayedScales:
         return self._casts[slot]
 
     def inverse_of(self, slot: int) -> Tensor:
-        """What a slot's values are multiplied with, one number that stays where it is when its scale changes."""
+        """Return the inverse scale of a slot. The tensor stays at its address when the scale changes."""
         return self._inverses[slot]
 
     def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Take the largest magnitudes of all processes; `largest` finds them in place. NaN becomes infinity, which a
-        maximum keeps."""
+        """Take the amax over all processes; `largest` computes it in place. NaN becomes infinity, because a maximum
+        over processes need not propagate NaN."""
         if self._dtypes:
             self.amax.copy_(largest(torch.where(self.amax.isnan(), float("inf"), self.amax)))
 
     def trouble(self) -> Tensor:
-        """0, or NaN when a cast of this step saw a value that is not finite, which saturation hides."""
+        """Return 0, or NaN if a cast of this step saw a non-finite value, which saturation hides."""
         return (self.amax * 0).sum() if len(self.amax) else self.amax.sum()
 
     def end_step(self, keep: bool = True) -> None:
-        """Take this step's magnitudes into the history (`keep`), or forget them."""
+        """Move this step's amaxes into the history, or discard them (`keep` is False)."""
         if keep and self._dtypes:
             torch.nan_to_num(self.amax, nan=0.0, posinf=0.0, out=self.history[self.steps % self._length])
             self.steps += 1
@@ -79,13 +79,13 @@ class DelayedScales:
         self.amax.zero_()
 
     def reset(self) -> None:
-        """As after `build`."""
+        """Reset the amax history."""
         self.steps = 0
         self.history.zero_()
         self.amax.zero_()
 
     def _set_scales(self) -> None:
-        # All of it is a few hundred numbers: what counts is how many launches they take.
+        # These are a few hundred numbers, so only the number of launches matters.
         amax = self.history.amax(0)
         torch.div(self._limit, amax, out=self.scale)
         self.scale.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)

@@ -187,7 +187,7 @@ def _check_head(device: torch.device, native: bool) -> CheckResult:
 def _compared(
     run: Callable[[], tuple[Tensor, ...]], expected: dict[str, Tensor], tolerance: float
 ) -> CheckResult:
-    """What `run` gives, in the order of `expected`, against it."""
+    """Compare the results of `run` with `expected`, in order."""
     try:
         found = run()
     except torch.OutOfMemoryError:

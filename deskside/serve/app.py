@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from deskside import __version__
-from deskside.engine.requests import Answer, Event, check_prompt
+from deskside.engine.requests import Event, SampleOutput, check_prompt
 from deskside.engine.requests import Request as EngineRequest
 from deskside.serve.openapi import document
 from deskside.serve.protocol import ChatRequest, CompletionRequest, Refusal, read
@@ -293,7 +293,7 @@ class PendingResponse:
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer. Raises Refusal if the engine fails."""
-        answers = [Answer(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
+        answers = [SampleOutput(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
         async for choice, event in self._events():
             answers[choice].add(event)
         return self._writer.whole(answers, self._prompts)

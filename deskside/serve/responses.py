@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from deskside.engine.requests import Answer, Event
+from deskside.engine.requests import Event, SampleOutput
 from deskside.engine.text import REPLACEMENT
 
 DONE = b"data: [DONE]\n\n"
@@ -46,7 +46,7 @@ class ResponseWriter:
             "system_fingerprint": fingerprint,
         }
 
-    def whole(self, answers: Sequence[Answer], prompts: Sequence[int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[SampleOutput], prompts: Sequence[int]) -> dict[str, Any]:
         """Return the response to a request without streaming; `answers` are in the order of the choices."""
         choices: list[dict[str, Any]] = []
         for index, answer in enumerate(answers):

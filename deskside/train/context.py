@@ -1,4 +1,4 @@
-"""What a training step needs, in one object.
+"""The parts of a training run that its components share.
 
 `TrainContext` is built once per process, when the model is ready. The step, the trainer, the checkpointer and the
 objective all take it instead of its parts.

@@ -149,7 +149,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory_gib(device: torch.device) -> float:
-    """What this process may still take on its GPU, what it holds in torch's cache included."""
+    """Return the memory that this process can still allocate on its GPU, including torch's cache."""
     return allowed_bytes(device) / 2**30
 
 

@@ -1,16 +1,16 @@
-"""What a run optimises, apart from how: the seam between the one training loop and pretraining, SFT, DPO and GRPO.
+"""The interface between the training loop and its objective: pretraining, SFT, DPO or GRPO.
 
-The loop knows steps, time, checkpoints and metrics. An objective knows its data, its loss and how it is measured:
+The loop handles steps, time, checkpoints and metrics. An objective handles its data, its loss and its evaluation:
 
     open     a prepared split -> rows        loader  rows -> optimizer steps, as lists of micro-batches
     begin    once, before the first step     loss    a micro-batch -> a sum to minimise, and sums to report
     measure  during the run and at its end   samples what the finished model says
 
 A loss is a sum. The loop divides it by the batch's `num_valid_step`, which the loader counts over the whole step on all
-processes (tokens, pairs, samples: what the mean is to be taken over), so neither packing nor accumulation changes it.
+processes (tokens, pairs or samples, depending on the objective), so it depends neither on packing nor on accumulation.
 
-`NextToken` is pretraining. The others stand in `align/`; `RunConfig.align` says which one a run has, and whoever starts
-or resumes the run hands the objective in.
+`NextToken` is pretraining. The others are in `align/`. `RunConfig.align` names the objective of a run, and the command
+that starts or resumes the run passes it in.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,15 +46,15 @@ class RowDataset(RowShape, Protocol):
     def num_rows(self) -> int: ...
     @property
     def num_tokens(self) -> int:
-        """What an evaluation of the whole split counts: see `Evaluation.tokens`."""
+        """Tokens that an evaluation of the whole split counts; see `Evaluation.tokens`."""
 
     @property
     def fingerprint(self) -> str:
-        """Of what the rows are made from, wherever it lies: a resumed run must find the same."""
+        """Fingerprint of the data, independent of its path. A resumed run must find the same one."""
 
 
 class Batches(Protocol):
-    """Optimizer steps without end, each a list of micro-batches (`Batch`, or a subclass of it)."""
+    """Infinite iterator over optimizer steps, each a list of micro-batches (`Batch` or a subclass)."""
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
     def close(self) -> None: ...
@@ -62,7 +62,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Feed:
-    """Which rows a loader gives, to whom: the arguments of `data.loader.Loader`, all but the dataset."""
+    """Rows and destination of a loader: the arguments of `data.reading.loader.Loader` except the dataset."""
 
     seed: int
     start_row: int
@@ -77,10 +77,10 @@ class Feed:
 
 @dataclass(frozen=True)
 class Loss:
-    """Of a micro-batch: `sum` is minimised; `balance` is the load-balancing loss of a model with experts.
+    """Loss of a micro-batch. `sum` is minimized; `balance` is the load-balancing loss of a model with experts.
 
-    `extra` holds a scalar for each name in the objective's `extras`, detached. It is added up over the step and all
-    processes like `sum`, and `Objective.row` makes of it what stands in metrics.jsonl.
+    `extra` holds a scalar for each name in the objective's `extras`, detached. It is summed over the step and all
+    processes like `sum`, and `Objective.row` turns it into entries of metrics.jsonl.
     """
 
     sum: Tensor
@@ -90,7 +90,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation. `row` goes into metrics.jsonl, `summary` into summary.json, `said` tells a person.
+    """Result of an evaluation. `row` goes into metrics.jsonl, `summary` into summary.json, `said` to the terminal.
 
     `tokens` of the split's `num_tokens` were counted: the loop scales the time by it. `baselines` computes the entries
     of the summary that a part of the split has of its own, so that they and the model are measured on the same bytes.
@@ -105,11 +105,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Session:
-    """What an objective may use of the run that it is part of.
+    """The parts of a run that its objective may use.
 
-    `micro_rows` rows fit through the model at once. `resumed`: `begin` was called for this run before, in another
-    process; what it kept in the run directory is there, and the model's weights are not those of the start.
-    `budget`: the time that set-up counts against. `row_seconds`: of an optimizer step for each of its rows.
+    `micro_rows`: rows that fit in one forward pass. `resumed`: an earlier process already called `begin`, so its files
+    are in the run directory and the model's weights are not the initial ones. `budget`: the time limit of set-up.
+    `row_seconds`: seconds of an optimizer step per row.
     """
 
     run: RunDirectory
@@ -130,9 +130,9 @@ class Objective(Protocol):
     """See the module. One object belongs to one run in one process."""
 
     name: str
-    """As in `RunConfig.align.name`; "train" for pretraining."""
+    """Name in `RunConfig.align.name`; "train" for pretraining."""
     command: str
-    """Of the command line; `COMMAND --resume RUN` goes on with a run."""
+    """The command; `COMMAND --resume RUN` resumes a run."""
     extras: tuple[str, ...]
     """Names in `Loss.extra`, always all of them."""
     measured_first: bool
@@ -142,9 +142,9 @@ class Objective(Protocol):
         """A split ("train" or "val"). Raises UsageError when it is not there, or the model cannot hold its tokens."""
 
     def begin(self, session: Session) -> None:
-        """Once in every process, when model, attention and micro-batch are settled and before a checkpoint is read.
+        """Called once in every process, after the batch size was found and before a checkpoint is restored.
 
-        A new run's model has the weights that it starts from. Every process calls it at the same time.
+        In a new run, the model has its initial weights. All processes call it together.
         """
 
     def seconds_beside_step(self) -> float:
@@ -154,13 +154,14 @@ class Objective(Protocol):
         """Return the seconds that `samples` will take, as far as `begin` has measured them."""
 
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
-        """What `begin` will make on a GPU and keep beside the steps; the micro-batch is settled so that it has room."""
+        """Return the GPU memory that `begin` will allocate and keep; the micro-batch leaves room for it."""
 
     def loader(self, dataset: RowDataset, feed: Feed) -> Batches: ...
     def dry_batch(
         self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
     ) -> Batch:
-        """The largest micro-batch that can come, without reading data: memory is settled with it."""
+        """Return the largest possible micro-batch, without reading data. The batch size search measures memory with
+        it."""
 
     def loss(
         self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
@@ -172,7 +173,8 @@ class Objective(Protocol):
         """On the validation split, or on about `max_tokens` spread over it. Every process calls it at the same time."""
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
-        """Of the finished model, {"prompt", "text", ...} each. On the first process alone; `model` is whole there."""
+        """Return samples of the finished model, each {"prompt", "text", ...}. Called on rank 0, where `model` is
+        unsharded."""
 
 
 class NextToken:

@@ -24,7 +24,7 @@ BUCKET_ELEMENTS = 32 * 2**20
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. `size` 1 is a run without process group."""
+    """Rank, size and device of this process. A world of size 1 has no process group."""
 
     device: torch.device
     rank: int = 0
@@ -33,11 +33,11 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the run directory."""
+        """True on rank 0, which writes the run directory."""
         return self.rank == 0
 
     def agreed(self, numbers: Sequence[float]) -> list[float]:
-        """Rank 0's numbers, on every rank."""
+        """Return rank 0's numbers on every rank."""
         if self.size == 1:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -45,7 +45,7 @@ class World:
         return values.tolist()
 
     def shared(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives on rank 0, on every rank. For choices that a stopwatch or one device's check decides."""
+        """Return rank 0's result of `make` on every rank. For choices that depend on timing or on a device check."""
         if self.size == 1:
             return make()
         box = [make() if self.first else None]
@@ -53,7 +53,7 @@ class World:
         return box[0]
 
     def smallest(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """Return the minimum over all ranks."""
         if self.size == 1:
             return number
         value = torch.tensor(number, dtype=torch.int64)
@@ -67,7 +67,7 @@ class World:
         return values
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest over all ranks, element by element, in place."""
+        """Element-wise maximum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
@@ -78,7 +78,7 @@ class World:
 
 
 def join(device: str, mode: str) -> World:
-    """The world that torchrun describes in the environment, or one process. Raises UsageError for what cannot be."""
+    """Join the process group that torchrun's environment describes, if any. Raises UsageError for an impossible one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen == "cuda" and not torch.cuda.is_available():
@@ -90,7 +90,7 @@ def join(device: str, mode: str) -> World:
             raise UsageError(
                 f"parallel.mode: {mode} needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
             )
-        # With its index, which some of torch's questions about memory insist on.
+        # With an index, which some of torch's memory functions require.
         return World(
             torch.device("cuda", torch.cuda.current_device()) if chosen == "cuda" else torch.device("cpu")
         )
@@ -100,7 +100,7 @@ def join(device: str, mode: str) -> World:
     target = torch.device("cuda", local) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         torch.cuda.set_device(target)
-    # Small agreements travel over gloo on the CPU, so that they never wait for the GPU.
+    # Small broadcasts use gloo on the CPU, so that they never wait for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen == "cuda" else "gloo")
     return World(target, dist.get_rank(), dist.get_world_size(), mode == "shard")
 
@@ -112,7 +112,7 @@ def leave(world: World) -> None:
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], methods: Sequence[str], world: World) -> None:
-    """FSDP2 over all ranks: each block, then the rest. `methods` are entry points of `model` besides forward."""
+    """Shard a model with FSDP2 over all ranks: each block, then the rest. `methods`: entry points besides forward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -125,11 +125,11 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], methods: Sequence[str],
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports sum only
 
 
 def reshard(model: nn.Module) -> None:
-    """After a pass without backward: FSDP2 leaves the root's weights whole, and its parameters are not the shards."""
+    """Reshard after a pass without backward, which leaves the root's parameters unsharded."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -137,7 +137,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Under FSDP2 gradients are reduced once, with the last micro-batch."""
+    """Make FSDP2 reduce gradients once, with the last micro-batch."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -152,7 +152,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             raise RuntimeError(
-                "a parameter has no gradient on this rank; ranks would wait for each other for ever"
+                "a parameter has no gradient on this rank; the ranks would deadlock in the all-reduce"
             )
         bucket.append(parameter.grad)
         if sum(g.numel() for g in bucket) >= BUCKET_ELEMENTS:

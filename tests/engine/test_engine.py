@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from deskside.data.tokenizer import train
 from deskside.engine.engine import Engine
-from deskside.engine.requests import Answer, Request
+from deskside.engine.requests import Request, SampleOutput
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.engine.text import REPLACEMENT
 from deskside.model.transformer import Transformer
@@ -75,14 +75,14 @@ def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
     engine._ahead = drawn(st.booleans())  # as on a GPU
     free = engine.free_tokens
     taken: dict[int, Request] = {}
-    answers: dict[tuple[int, int], Answer] = {}
+    answers: dict[tuple[int, int], SampleOutput] = {}
     cancelled: set[int] = set()
     for _ in range(drawn(st.integers(1, 8))):
         for asked in drawn(st.lists(REQUESTS, max_size=3)):
             number = engine.submit(asked)
             taken[number] = asked
             for sample in range(asked.samples):
-                answers[number, sample] = Answer(len(asked.prompt))
+                answers[number, sample] = SampleOutput(len(asked.prompt))
         if taken and drawn(st.integers(0, 3)) == 0:
             number = drawn(st.sampled_from(sorted(taken)))
             engine.cancel(number)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deskside.engine.engine import Engine
-from deskside.engine.requests import Answer, Event, Request
+from deskside.engine.requests import Event, Request, SampleOutput
 from deskside.engine.sampling import GREEDY, Sampling, Settings
 from deskside.engine.steps import Forward
 from deskside.model.transformer import Transformer
@@ -26,10 +26,10 @@ def poisoned() -> Transformer:
     return model
 
 
-def answers(events: list[Event]) -> dict[int, Answer]:
-    found: dict[int, Answer] = {}
+def answers(events: list[Event]) -> dict[int, SampleOutput]:
+    found: dict[int, SampleOutput] = {}
     for event in events:
-        found.setdefault(event.request, Answer(0)).add(event)
+        found.setdefault(event.request, SampleOutput(0)).add(event)
     return found
 
 

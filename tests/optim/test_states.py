@@ -11,7 +11,7 @@ from torch import nn
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.optim import adamw, offload
 from deskside.optim.build import Optimizer, build
-from deskside.optim.offload import Job, Streamer, host_zeros, pieces
+from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.utils.errors import RunError, UsageError
 from tests.optim.models import NO_SCALING, backward, make, weights
 
@@ -170,7 +170,7 @@ def test_pieces_cover_everything_once() -> None:
 def test_a_streamer_on_the_cpu_works_in_place() -> None:
     device = torch.device("cpu")
     held = host_zeros((5,), torch.float32, device)
-    Streamer(device).run([Job([held[1:3]], lambda parts: parts[0].add_(1))])
+    Streamer(device).run([OffloadJob([held[1:3]], lambda parts: parts[0].add_(1))])
     assert held.tolist() == [0, 1, 1, 0, 0]
 
 

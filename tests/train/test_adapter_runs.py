@@ -111,7 +111,7 @@ def test_what_a_run_keeps_and_says(pretrained: Path, data: Path, tmp_path: Path)
     assert (facts["rank"], facts["base"], facts["fused"]) == (
         2,
         "int8",
-        "the hand-written halves have no adapters",
+        "the fused sublayers do not support adapters",
     )
     assert plan(run)["compile"] == "off"
     assert f"adapters of rank 2: {facts['trained_parameters']:,} parameters train" in events(run)

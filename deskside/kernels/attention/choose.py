@@ -41,7 +41,7 @@ LEVEL = 0.02  # share of the fastest time within which two are level: as much as
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What was chosen and why.
+    """The chosen backend and the measurements behind the choice.
 
     seconds: name -> median seconds of forward and backward, called as the default step of a GPU does
     (`attention_forward`, `attention_backward`), behind work that is queued already. Where torch compiles the step, it
@@ -108,7 +108,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
 
 
 def _fastest(seconds: dict[str, float]) -> str:
-    """Of those that cannot be told from the fastest, one with a pair of its own, which costs the host less."""
+    """Return the fastest backend, preferring one with a manual backward among those within the noise."""
     level = (1 + LEVEL) * min(seconds.values())
     near = [name for name, spent in seconds.items() if spent <= level]
     return min(near, key=lambda name: (backend_named(name).pair is None, seconds[name]))
@@ -179,7 +179,7 @@ def _wrong(error: float, dtype: torch.dtype) -> str:
 
 def _problem(need: Requirements, checked_tokens: int, seed: int) -> tuple[list[Tensor], AttentionContext]:
     """Random q, k, v, the gradient of the output, and a context with two documents of unequal length per row, whose
-    border stands in the tokens that are checked."""
+    boundary is within the tokens that are checked."""
     generator = torch.Generator(need.device).manual_seed(seed)
 
     def normal(heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What attention has to know besides q, k and v, and the registry of the kernels that can compute it."""
+"""The arguments of attention besides q, k and v, and the registry of its backends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ Device = str  # "cpu" or "cuda"
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """How positions may see each other, and which backend computes it.
+    """Mask and backend of attention.
 
     window: tokens that a query sees, itself included; None sees all before it.
     cu_seqlens: int32, document boundaries over the flattened B * T tokens, first 0 and last B * T, padded to a fixed
@@ -24,7 +24,7 @@ class AttentionContext:
     max_seqlen: the longest document, or any upper bound such as T (None: T). A constant of the compiled graph.
     scale: of the scores; None is 1 / sqrt(head_dim).
     backend, window_backend: names in `BACKENDS`; the second one for windowed layers (None: the same).
-    prepared: what the backend's `prepare` made of all this; filled by `prepare`, outside of compiled code.
+    prepared: the backend's own precomputed data; set by `prepare`, outside of compiled code.
     """
 
     causal: bool = True

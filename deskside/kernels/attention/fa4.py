@@ -94,7 +94,7 @@ def _backward(
 
 
 def _rows(*tensors_BTHC: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """As they are, or with documents (B * T, H, C): views in either case, of a fused projection too."""
+    """Return the tensors unchanged or, with documents, as (B * T, H, C). Always views, also of a fused projection."""
     return [x if cu_seqlens is None else x.flatten(0, 1) for x in tensors_BTHC]
 
 

@@ -17,7 +17,7 @@ from deskside.utils.errors import RunError
 
 @dataclass
 class SavedAttention:
-    """What one forward keeps for one backward, which empties it."""
+    """State that a forward keeps for its backward, which clears it."""
 
     pair: FwdBwd
     context: AttentionContext

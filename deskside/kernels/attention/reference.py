@@ -77,7 +77,7 @@ def decode_attention(
 ) -> Tensor:
     """Attention of new tokens over a key-value cache that already holds them. Returns (B, T, H, C).
 
-    positions_BT: int64, where each query stands in its row; cache entry l is position l, and a query sees entries
+    positions_BT: int64, the position of each query in its row; cache entry l is position l, and a query sees entries
     0..position (the last `window` of them), so what lies beyond a row's length is never read.
     """
     T, L = q_BTHC.shape[1], cache_k_BLKC.shape[1]

@@ -19,9 +19,10 @@ from deskside.kernels.attention.sdpa import HALF
 
 
 class Ragged(NamedTuple):
-    """What is prepared: boundaries, and whether grouped heads are to be named.
+    """Prepared arguments: document boundaries, and whether grouped heads have to be passed explicitly.
 
-    That is asked outside of traced code, but under compute.compile=model, which traces `prepare` too; torch warns then.
+    This is determined outside of traced code, except with compute.compile=model, which traces `prepare`; torch then
+    warns.
     """
 
     boundaries: Tensor

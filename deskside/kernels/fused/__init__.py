@@ -43,7 +43,7 @@ def _backend(x: Tensor) -> ModuleType:
 
 @cache
 def writes_fp8(device: torch.device) -> bool:
-    """Whether the operators can hand out FP8 here: on a card that takes the conversion of compute capability 8.9."""
+    """Return whether the fused operators can write FP8 here: it needs the conversion of compute capability 8.9."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

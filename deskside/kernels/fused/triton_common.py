@@ -1,19 +1,27 @@
-"""What the fused kernels share: the cast to FP8 with its largest value, written in rows and in columns.
+"""Building blocks of the fused kernels: the cast to FP8 with its amax, written row-wise and transposed.
 
-A tensor core of Hopper and Ada takes FP8 operands only with the summed dimension contiguous. The same tensor is summed
-over its columns in one product and over its rows (the tokens) in the weight gradient, so it is written twice: as it
-is, and transposed. Both leave the kernel that made the values, which are then never read again in BF16.
+The tensor cores of Hopper and Ada take FP8 operands only with the summed dimension contiguous. An activation is summed
+over its columns in the forward product and over its rows (the tokens) in the weight gradient, so the kernel that
+computes it writes it twice, as is and transposed. The values are then never read again in BF16.
 
-Bytes are not turned one by one. A kernel computes four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i + 3, and packs them
-into one tile of 32-bit words; the word i of a column is then four neighbours of the transposed tensor. The packing is
-written in PTX: taking single bytes out of Triton's own pairs of FP8 values comes out wrong where the pairs are also
-stored, because ptxas 12.8 miscompiles it for sm_90a (docs/log.md, 2026-11-21).
+Transposing single bytes would be slow. Instead, a kernel computes four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i +
+3, and packs them into one tile of 32-bit words. Word i of a column then holds four neighbors of the transposed
+tensor:
 
-The scale is known before (it comes from earlier steps, or from an amax taken by the producer), so one pass is enough.
-`AMAX` collects the largest magnitude in place; most programs only read it, because an atomic per tile would queue.
+    rows      4i    a0 a1 a2 ...        word i of column 0 = [a0 b0 c0 d0]
+              4i+1  b0 b1 b2 ...        word i of column 1 = [a1 b1 c1 d1]
+              4i+2  c0 c1 c2 ...
+              4i+3  d0 d1 d2 ...        so the transposed tile is stored as whole words
 
-Two bytes are written for every value, so instructions per value count as much as bytes. The conversion saturates by
-itself, and a maximum that keeps NaN is one instruction.
+The packing is written in PTX: taking single bytes out of Triton's own pairs of FP8 values comes out wrong where the
+pairs are also stored, because ptxas 12.8 miscompiles it for sm_90a (docs/log.md, 2026-11-21).
+
+The scale is known in advance (from earlier steps, or from an amax that the producer computed), so one pass is enough.
+`AMAX` accumulates the largest magnitude in place. Most programs only read it, because one atomic per tile would
+serialize.
+
+Only two bytes are written per value, so the number of instructions matters as much as the bytes. The conversion
+instruction saturates by itself, and a maximum that propagates NaN is one instruction.
 """
 
 import os
@@ -63,7 +71,7 @@ def note_amax(AMAX, magnitudes):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _interpreted(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the conversion does on a card, but for its rounding."""
+    """Emulate the conversion of the GPU, except for its rounding, in Triton's interpreter."""
     LARGEST: tl.constexpr = 57344.0 if TYPE == tl.float8e5 else 448.0  # noqa: SIM300
     return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(TYPE)
 

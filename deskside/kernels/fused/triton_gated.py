@@ -68,7 +68,7 @@ def gated_fp8(  # type: ignore[no-untyped-def]
     INPUT, ROWS, WORDS, SCALE, AMAX, N, F,
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """The same into ROWS (N, F) and its transpose."""
+    """Like `gated`, in FP8: writes ROWS (N, F) and its transpose."""
     words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (words < N // 4)[:, None] & (columns < F)[None, :]
@@ -102,7 +102,7 @@ def gated_backward_fp8(  # type: ignore[no-untyped-def]
     GRAD, INPUT, ROWS, WORDS, SCALE, AMAX, N, F,
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """The same into ROWS and its transpose."""
+    """Like `gated_backward`, in FP8: writes ROWS and its transpose."""
     words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (words < N // 4)[:, None] & (columns < F)[None, :]

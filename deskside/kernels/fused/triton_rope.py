@@ -103,7 +103,7 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The same into ROWS and its transpose."""
+    """Like `qk_norm_rope_backward`, in FP8: writes ROWS and its transpose."""
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
     word = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
@@ -175,9 +175,9 @@ def _head_gradient(  # type: ignore[no-untyped-def]
     grad, qkv, Q_WEIGHT, K_WEIGHT, COS, SIN, angle, is_query, mask, eps,
     C: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Of one head of queries or keys of some rows: the gradient of its raw halves, and what its norm's weight gradient
-    is the sum of, element by element, because a sum over rows waits for other warps. grad and qkv are pointers, angle
-    is the place in COS and SIN."""
+    """Backward of one head of queries or keys: the gradients of its two raw halves, and the summands of its norm's
+    weight gradient. These are not summed here, because a sum over rows waits for other warps. grad and qkv are
+    pointers, angle is the index into COS and SIN."""
     HALF: tl.constexpr = C // 2
     half = tl.arange(0, HALF)
     first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)

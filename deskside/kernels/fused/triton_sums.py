@@ -1,8 +1,8 @@
-"""What the programs of a backward have left, one row of sums each, added up in one small kernel.
+"""Sum the partial results of a backward kernel, one row per program.
 
-A kernel that adds up over all tokens keeps its sums in registers and leaves them as a row, because atomics would add
-them in another order at each run. There are some thousand rows of a few hundred columns: little to read, so that
-nothing but the time from one load to the next counts. A program takes few columns and asks for a thousand rows at once.
+A kernel that sums over all tokens keeps partial sums in registers and writes them as one row per program. Atomics would
+add them in a different order in each run. There are a thousand or so rows of a few hundred columns, so little is read
+and only load latency matters: each program takes few columns and requests a thousand rows at once.
 """
 
 import triton

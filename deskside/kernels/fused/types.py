@@ -1,4 +1,4 @@
-"""What the fused operators take and give besides plain tensors."""
+"""Arguments and results of the fused operators besides plain tensors."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cast:
-    """How a produced tensor is cast to FP8.
+    """Parameters of a cast to FP8.
 
-    scale: float32 scalar on the device, the values are multiplied with it and saturated. amax: float32 scalar; the
-    largest magnitude before scaling is noted there, in place.
+    scale: float32 scalar on the device; values are multiplied by it and saturated. amax: float32 scalar that is
+    updated in place with the largest magnitude before scaling.
     """
 
     dtype: torch.dtype

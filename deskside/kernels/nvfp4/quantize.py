@@ -37,7 +37,8 @@ class Emulated:
 
 @dataclass(frozen=True)
 class Packed:
-    """What a native product reads: the summed dimension S last. M = N, S = K along columns; M = K, S = N along rows.
+    """Operand of a native product, with the summed dimension S last. Along columns M = N, S = K; along rows M = K, S
+    = N.
 
     codes: (M, S / 2) uint8, the even position in the low half. block_scale: (M, S / 16) E4M3. global_scale as above.
     """
@@ -77,7 +78,7 @@ def quantize_packed(
     signs: Tensor | None = None,
     seed: int = 0,
 ) -> Packed:
-    """As `quantize`, in the layout of the native product; along "rows" that is transposed on the way out."""
+    """Quantize into the layout of the native product; along "rows" the output is transposed."""
     _check(x_NK, operand, along, signs)
     M, S = x_NK.shape if along == "columns" else x_NK.T.shape
     codes = torch.empty(M, S // 2, dtype=torch.uint8, device=x_NK.device)
@@ -144,7 +145,8 @@ def _launch(
 
 
 def _tile(hadamard: int, along: Along) -> dict[str, Any]:
-    """As long as the transform's matrix along the summed dimension, and 32 values a thread: registers allow no more."""
+    """Return the tile: as long as the transform along the summed dimension, with 32 values per thread (register
+    limit)."""
     summed = {0: 128 if along == "columns" else 64, 16: 64, 128: 128}[hadamard]
     values = 8192 if hadamard else 4096
     return {"HADAMARD": hadamard, "ROWS": along == "rows", "BM": values // summed, "BS": summed}

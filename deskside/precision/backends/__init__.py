@@ -1,8 +1,8 @@
 """Other libraries behind the same recipe names: torchao and transformer-engine carry out a recipe's linear layers.
 
-A backend makes an `execution` for each quantised `ops.Linear` (see there): x (N, in) -> (N, out), with the layer's own
-float32 weight, which receives the gradient. The rest of the model runs through its composite operators as written; the
-hand-written halves belong to Deskside's own recipes. Neither library is imported before it is asked for.
+A backend makes a `forward_override` for each quantized `ops.Linear`: x (N, in) -> (N, out), with the layer's own
+float32 weight, which receives the gradient. The rest of the model runs its ordinary forward; fused sublayers exist
+for Deskside's own recipes only. Neither library is imported before it is requested.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ class PrecisionBackend(Protocol):
     """A library that carries out one recipe."""
 
     def execution(self, linear: Linear) -> Callable[[Tensor], Tensor]:
-        """What `linear.forward_override` is to be. Raises UsageError for sizes that the library cannot take."""
+        """Return the `forward_override` of a layer. Raises UsageError for sizes that the library does not support."""
         ...
 
     def region(self) -> AbstractContextManager[None]:
-        """Around one forward pass of the model, for libraries that keep count of passes."""
+        """Context manager around one forward pass of the model, for libraries that track passes."""
         ...
 
 
@@ -50,7 +50,7 @@ def load(name: str, recipe: Recipe, device: torch.device) -> PrecisionBackend:
 
 
 def not_in_checkpoints(name: str, recipe: Recipe) -> str | None:
-    """What a library keeps to itself that a resumed run would need to repeat the other to the last bit; else None."""
+    """Return the state that a library does not expose but a bit-exact resume would need, or None."""
     if name != "transformer-engine":
         return None  # torchao's recipes have neither history nor random numbers
     if any(o.rounding == "stochastic" for p in recipe.products for o in (p.left, p.right)):
@@ -60,7 +60,7 @@ def not_in_checkpoints(name: str, recipe: Recipe) -> str | None:
 
 
 def counterpart(backend: str, known: Mapping[str, _T], recipe: Recipe) -> _T:
-    """What a library has for a recipe. Raises UsageError that names the recipes it has."""
+    """Return a library's counterpart of a recipe. Raises UsageError naming the recipes that it has."""
     if recipe.name not in known:
         raise UsageError(
             f"precision.backend: {backend} has no recipe {recipe.name}; use one of {', '.join(known)}, or backend "

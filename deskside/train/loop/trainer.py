@@ -60,7 +60,7 @@ class TrainProgress:
 
 
 class SavesProgress(Protocol):
-    """What the trainer needs of a `Checkpointer`."""
+    """The methods of a `Checkpointer` that the trainer calls."""
 
     def save(self, progress: TrainProgress, seconds: float) -> None: ...
     def roll_back(self) -> TrainProgress: ...

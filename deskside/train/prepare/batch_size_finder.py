@@ -124,7 +124,7 @@ class BatchSizeFinder:
 
     @property
     def uses_bf16_steps(self) -> bool:
-        """Whether the schedule contains steps in BF16 although the recipe is another."""
+        """True if the schedule contains steps in BF16 although the recipe is another."""
         formats = self.stepper.formats
         return formats.warmup_steps > 0 or formats.bf16_from is not None
 

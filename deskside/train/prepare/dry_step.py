@@ -100,7 +100,7 @@ def free_failed_attempt(device: torch.device) -> None:
 
 
 class RowShape(Protocol):
-    """What a dry step needs to know about a dataset's rows. `PackedDataset` is one."""
+    """Shape of a dataset's rows, which is all that a dry step needs. `PackedDataset` is one."""
 
     @property
     def sequence_length(self) -> int: ...

@@ -1,4 +1,4 @@
-"""The first plan of a run: the steps that its length comes to, their tokens, the memory that a step needs."""
+"""The first plan of a run: its number of steps, their tokens, and the memory that a step needs."""
 
 import math
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def first_plan(
 def first_facts(
     config: RunConfig, plan: StepPlan, stages: Sequence[StageWork], reserve: float, memory_gib: float | None
 ) -> dict[str, Any]:
-    """What plan.json keeps of the first plan: the length, and what was expected of the run."""
+    """Return the entries of plan.json for the first plan: the length and the predictions."""
     first = plan.revisions[0]
     step_seconds = mean_over_run(stages, [stage.dry_seconds for stage in stages])
     tokens = planned_tokens(first.remaining, stages)

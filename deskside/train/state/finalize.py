@@ -32,7 +32,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Totals:
-    """What the training itself came to. peak_reserved_gib: held by the GPU's allocator, None on a CPU."""
+    """Totals of a training run. peak_reserved_gib: peak of the GPU's caching allocator, None on a CPU."""
 
     steps: int
     tokens: int
@@ -50,9 +50,9 @@ def summarise(
     measured: Mapping[str, Any],
     precision: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The outcome of a finished run as plain data.
+    """Return the contents of summary.json.
 
-    measured: what the objective found at the end; precision: what `setup.choose_recipe` settled on.
+    measured: the final evaluation; precision: the facts of `setup.choose_recipe`.
     """
     groups = model.num_params()
     return {
@@ -65,7 +65,7 @@ def summarise(
         "seconds": totals.seconds,
         "clock": config.schedule.clock,
         "tokens_per_second": totals.tokens_per_second,
-        # A speed is read together with these two: that of an emulated format is none of the format's own.
+        # Both qualify the speed: an emulated format runs at another speed than a native one.
         "precision": precision["chosen"],
         "emulated": not precision["native"],
         "mfu": totals.mfu,

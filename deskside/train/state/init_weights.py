@@ -88,10 +88,10 @@ def keep_tokenizer(data: Path, run: RunDirectory) -> None:
 
 
 def grown(weights: dict[str, torch.Tensor], vocab_size: int, fresh: Sequence[int]) -> dict[str, torch.Tensor]:
-    """The same weights for a vocabulary of `vocab_size`, where the tokens `fresh` begin as the mean of the others.
+    """Return the weights with a vocabulary of `vocab_size`, where the tokens `fresh` start as the mean of the others.
 
-    Rows of a vocabulary stand in the embedding and in an untied head. A mean is what no training has to undo: the new
-    token begins as unlikely as an average one (Hewitt 2021, "Initializing new word embeddings").
+    This changes the rows of the embedding and of an untied head. With the mean, a new token starts about as unlikely as
+    an average one, so training has no large logit to undo (Hewitt 2021, "Initializing new word embeddings").
     """
     result = dict(weights)
     for name in ("embed.weight", "head.weight"):

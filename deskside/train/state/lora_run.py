@@ -1,4 +1,4 @@
-"""What training asks of a run with adapters: its model, how blocks are executed, and what is recorded of both."""
+"""Runs with LoRA adapters: the model, its execution mode, and what plan.json records."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from deskside.precision.lora import trained_parameters
 from deskside.utils.errors import UsageError
 from deskside.weights import frozen_base
 
-WHY_AS_WRITTEN = "the hand-written halves have no adapters"
+WHY_NOT_FUSED = "the fused sublayers do not support adapters"
 
 
 def make(
@@ -45,7 +45,7 @@ def keep_base(model: Transformer, run_dir: Path) -> None:
 
 
 def execution_mode(config: RunConfig, device: torch.device) -> str:
-    """How blocks are executed: as written, and compiled on a GPU."""
+    """Return the execution mode: the ordinary forward, compiled on a GPU."""
     asked = config.compute.compile
     return asked if asked != "auto" else "block" if device.type == "cuda" else "off"
 
@@ -60,17 +60,17 @@ def facts(model: Transformer, config: RunConfig) -> dict[str, Any]:
         "base": adapter.base,
         "trained_parameters": trained,
         "frozen_bytes": stored_bytes(model) - 4 * trained,
-        "fused": WHY_AS_WRITTEN,
+        "fused": WHY_NOT_FUSED,
     }
 
 
 def sentence(model: Transformer, config: RunConfig) -> str:
-    """What trains and what does not, in one line."""
+    """Return one line about what trains and what is frozen."""
     found = facts(model, config)
     return (
         f"adapters of rank {found['rank']}: {found['trained_parameters']:,} parameters train, "
-        f"{found['frozen_bytes'] / 2**20:,.0f} MiB of weights are frozen in {found['base']}; blocks run as written, "
-        f"because {WHY_AS_WRITTEN}"
+        f"{found['frozen_bytes'] / 2**20:,.0f} MiB of weights are frozen in {found['base']}; blocks run unfused, "
+        f"because {WHY_NOT_FUSED}"
     )
 
 
