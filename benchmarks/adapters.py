@@ -1,10 +1,10 @@
-"""Memory and speed of adapters beside frozen weights, against full fine-tuning of the same model, on this card.
+"""Memory and speed of adapters over frozen weights, compared with full fine-tuning of the same model, on this GPU.
 
     python -m benchmarks.adapters --out adapters.json                 # 1.5B: full, bf16, int8, nf4
     python -m benchmarks.adapters --shape qwen3-0.6b --rows 8
 
-Every arm is a process of its own: the same tokens, AdamW with float32 states, compiled blocks, one pass per step. Peak
-is what torch allocated; `modelled` is `budget/memory.py` for the same step.
+Every arm runs in its own process with the same tokens, AdamW with float32 states, compiled blocks and one pass per
+step. The peak is what torch allocated; `modelled` is the prediction of `budget/memory.py` for the same step.
 """
 
 import argparse
@@ -49,7 +49,7 @@ ARMS = ("full", "bf16", "int8", "nf4")
 
 
 class Drawn(Mapping[str, Tensor]):
-    """Weights by name, drawn when they are asked for: no arm holds a second copy of the model."""
+    """Weights by name, generated on access, so that no arm holds a second copy of the model."""
 
     def __init__(self, config: ModelConfig):
         with torch.device("meta"):
@@ -67,7 +67,7 @@ class Drawn(Mapping[str, Tensor]):
 
 
 def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One arm, in this process."""
+    """Measure one arm in this process."""
     config = ModelConfig(**SHAPES[options.shape], max_position_embeddings=options.length)
     torch.manual_seed(0)
     if arm == "full":

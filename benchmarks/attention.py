@@ -3,12 +3,12 @@
     python benchmarks/attention.py [--shapes 12x3x64 6x2x128] [--batch 32] [--tokens 2048] [--windows none 512 1024]
         [--documents no yes] [--backends cudnn flash fa4 ...] [--runs 20] [--json FILE]
 
-A shape is query heads x key-value heads x head dimension. The kernels are called as blocks with hand-written
-gradients call them (`attention_forward`, `attention_backward`), with q, k and v as views of one projection. TFLOP/s
-count the pairs of query and key that see each other and no others: 4 C FLOPs per pair and head forward, 10 C backward.
-Device times are between events, behind a kernel that keeps the device waiting while the host queues the work; `host`
-is the time in which the host queued forward and backward. `prepare` is what is done once per forward of the model and
-window. Prints a table per problem, then one line of JSON.
+A shape is query heads x key-value heads x head dimension. The kernels are called in the same way as by blocks with
+hand-written gradients (`attention_forward`, `attention_backward`), with q, k and v as views of one projection. TFLOP/s
+count only visible pairs of query and key: 4 C FLOPs per pair and head in the forward pass, 10 C in the backward pass.
+Device times are between events, after a kernel that keeps the device busy while the host queues the work. `host` is the
+time in which the host queued the forward and backward pass. `prepare` is the work done once per forward pass of the
+model and window. Prints a table per problem, then one line of JSON.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from deskside.kernels.attention import (
     prepare,
 )
 
-MEAN_DOCUMENT = 600  # tokens, exponentially distributed: about what an English web corpus has
-FORWARD, BACKWARD = 4, 10  # FLOPs per visible pair, head and element of a head: two and five products
+MEAN_DOCUMENT = 600  # tokens, mean of an exponential distribution, close to an English web corpus
+FORWARD, BACKWARD = 4, 10  # FLOPs per visible pair, head and element of a head: two and five matrix products
 WARM_UP = 3
-AHEAD_CYCLES = 4_000_000  # of the device's clock, 2 ms or more: longer than the host takes to queue one run
+AHEAD_CYCLES = 4_000_000  # device clock cycles, at least 2 ms: longer than the host takes to queue one run
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians in milliseconds. `prepare` is by the host's clock, with the device's work."""
+    """Medians in milliseconds. `prepare` is measured by the host's clock and includes the device's work."""
 
     forward: float
     backward: float
@@ -51,7 +51,7 @@ class Timing:
 
 
 def documents(batch: int, tokens: int, device: torch.device) -> Tensor:
-    """int32 boundaries of random documents in full rows, padded by as many empty ones as a loader may add."""
+    """Return int32 boundaries of random documents in full rows, padded with empty ones like a loader's."""
     generator = torch.Generator().manual_seed(0)
     ends = [0]
     for row in range(batch):
@@ -64,14 +64,17 @@ def documents(batch: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def visible_pairs(need: Requirements, cu_seqlens: Tensor | None) -> int:
-    """Pairs of query and key in one head of all rows, causal."""
+    """Return the number of visible pairs of query and key in one head of all rows, causal."""
     lengths = [need.tokens] * need.batch if cu_seqlens is None else cu_seqlens.diff().tolist()
     windows = [(n, n if need.window is None else min(need.window, n)) for n in lengths]
     return sum(w * (w + 1) // 2 + (n - w) * w for n, w in windows)
 
 
 def measure(need: Requirements, backend: str, cu_seqlens: Tensor | None, runs: int) -> Timing:
-    """Raises what the backend raises where it cannot compute this, and UsageError for what it does not declare."""
+    """Time one backend on one problem.
+
+    Raises UsageError for a feature that the backend does not declare, and what the backend raises if it fails.
+    """
     inputs, grad = _inputs(need)
     context = AttentionContext(window=need.window, cu_seqlens=cu_seqlens, backend=backend)
     prepared = prepare(context, need)
@@ -82,7 +85,7 @@ def measure(need: Requirements, backend: str, cu_seqlens: Tensor | None, runs: i
 
 
 def _inputs(need: Requirements) -> tuple[list[Tensor], Tensor]:
-    """Views of one projection, and the gradient of the output."""
+    """Return views of one projection, and the gradient of the output."""
     generator = torch.Generator(need.device).manual_seed(0)
 
     def normal(heads: int) -> Tensor:
@@ -98,7 +101,7 @@ def _inputs(need: Requirements) -> tuple[list[Tensor], Tensor]:
 def _once(
     inputs: list[Tensor], grad: Tensor, context: AttentionContext, device: torch.device
 ) -> tuple[float, float, float]:
-    """Milliseconds of the forward, the backward, and the host's part of both."""
+    """Return the milliseconds of the forward pass, of the backward pass, and of the host for both."""
     q, k, v = inputs
     with torch.no_grad():
         if device.type == "cpu":
@@ -131,7 +134,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def results(need: Requirements, backends: list[str], runs: int) -> Iterator[dict[str, Any]]:
-    """One row for each backend: its times and rates, or why there are none."""
+    """Return one row per backend: its times and rates, or the reason why there are none."""
     cu_seqlens = documents(need.batch, need.tokens, need.device) if need.documents else None
     flops = visible_pairs(need, cu_seqlens) * need.heads * need.head_dim
     for name in backends:
@@ -155,7 +158,7 @@ def results(need: Requirements, backends: list[str], runs: int) -> Iterator[dict
 
 
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    """The fastest first."""
+    """Print the rows, fastest first."""
     table = Table(title=title, title_justify="left")
     heads = ["forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "both ms", "TFLOP/s", "host ms", "prepare ms"]
     keys = ["forward_ms", "forward_tflops", "backward_ms", "backward_tflops", "both_ms", "both_tflops"]
@@ -174,7 +177,7 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def problems(options: argparse.Namespace) -> Iterator[Requirements]:
-    """Every combination that was asked for."""
+    """Return every requested combination."""
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for shape in options.shapes:
@@ -204,7 +207,7 @@ def main() -> int:
     console = Console(stderr=True, width=140)
     found = []
     for need in problems(options):
-        torch.compiler.reset()  # FlexAttention is compiled for each problem, and torch gives up after some
+        torch.compiler.reset()  # FlexAttention is compiled for each problem, and torch stops recompiling at a limit
         rows = list(results(need, options.backends, options.runs))
         shape = {"heads": need.heads, "kv_heads": need.kv_heads, "head_dim": need.head_dim}
         problem: dict[str, Any] = {**shape, "batch": need.batch, "tokens": need.tokens}

@@ -1,17 +1,17 @@
-"""What a measurement needs, packed for a GPU machine that has no internet and takes files only in small pieces.
+"""Data and packages for a GPU machine that has no internet access and accepts files only in small pieces.
 
     python -m benchmarks.bundle pack --out DIR [--folder NAME=PATH ...] [--wheels LIST ...] [--python 3.12]
         [--part-mib 45]
-    python benchmarks/bundle.py unpack DIR/* --to THERE          # there: nothing but Python's own library is needed
+    python benchmarks/bundle.py unpack DIR/* --to THERE   # on the remote machine; needs only the standard library
 
-`pack` writes folders DIR/1, DIR/2 ..., each with one piece of a compressed archive and the same index.json. They may
-travel one by one and in any order: `unpack` keeps the pieces that it is given, says which are still missing, and
-unpacks when it has them all and their SHA-256 is right.
+`pack` writes folders DIR/1, DIR/2 ..., each with one piece of a compressed archive and the same index.json. They can
+be transferred one by one and in any order: `unpack` keeps the pieces that it is given, lists those still missing, and
+unpacks once it has all of them and their SHA-256 hashes match.
 
-A folder becomes THERE/NAME. A LIST of wheels (one requirement a line, as in benchmarks/wheels/) becomes THERE/LIST's
-name: the packages themselves, unpacked, so that THERE/NAME on PYTHONPATH is all that an installation takes. Behind a
-requirement may stand `only=PATTERN,PATTERN`: shared libraries of that wheel that match none of them are left behind,
-because a wheel for all versions of CUDA is ten times as large as what one machine loads.
+A folder becomes THERE/NAME. A LIST of wheels (one requirement per line, as in benchmarks/wheels/) becomes a folder
+named after the list, which contains the unpacked packages. Adding it to PYTHONPATH completes the installation. A
+requirement can be followed by `only=PATTERN,PATTERN`: shared libraries of that wheel that match no pattern are left out, because
+a wheel for all versions of CUDA is ten times as large as what one machine loads.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# pip takes these by their exact names, newest first.
+# pip expects the exact platform names, newest first.
 PLATFORMS = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
 HOOK = """import os, site
 
@@ -38,11 +38,11 @@ for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 
 
 class BundleError(Exception):
-    """A bundle cannot be packed or unpacked; its text says what to do."""
+    """A bundle cannot be packed or unpacked. The message says what to do."""
 
 
 def requirements(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """The requirements of a list, each with the patterns of shared libraries that it keeps ([]: all of them)."""
+    """Return the requirements of a list, each with the patterns of the shared libraries to keep ([]: all of them)."""
     for line in path.read_text().splitlines():
         words = line.partition("#")[0].split()
         if not words:
@@ -53,7 +53,7 @@ def requirements(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def unzip(wheel: Path, keep: Sequence[str], to: Path) -> None:
-    """A wheel's files, without the shared libraries that match none of `keep`."""
+    """Extract a wheel without the shared libraries that match no pattern of `keep`."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             library = name.endswith(".so") or ".so." in name
@@ -62,12 +62,12 @@ def unzip(wheel: Path, keep: Sequence[str], to: Path) -> None:
 
 
 def site(listed: Path, python: str, to: Path) -> None:
-    """The packages of a list, unpacked below `to`, for x86-64 Linux and that version of Python.
+    """Unpack the packages of a list below `to`, for x86-64 Linux and the given version of Python.
 
-    Raises BundleError where pip finds no such wheel.
+    Raises BundleError if pip finds no such wheel.
     """
     to.mkdir()
-    # Some packages are found by .pth files, which Python does not read on PYTHONPATH; a sitecustomize there does.
+    # Some packages rely on .pth files, which Python does not read from PYTHONPATH; a sitecustomize module reads them.
     (to / "sitecustomize.py").write_text(HOOK)
     platforms = [word for tag in PLATFORMS for word in ("--platform", f"manylinux{tag}_x86_64")]
     for requirement, keep in requirements(listed):
@@ -99,9 +99,9 @@ def site(listed: Path, python: str, to: Path) -> None:
 
 
 def pack(folders: dict[str, Path], out: Path, part_bytes: int) -> list[Path]:
-    """One archive of these folders (name -> folder) in pieces of at most `part_bytes`; the folders of the pieces.
+    """Pack folders (name -> folder) in pieces of at most `part_bytes` and return the folders of the pieces.
 
-    Raises BundleError where a folder is missing or `out` holds something already.
+    Raises BundleError if a folder is missing or `out` is not empty.
     """
     for name, folder in folders.items():
         if not folder.is_dir():
@@ -128,9 +128,10 @@ def pack(folders: dict[str, Path], out: Path, part_bytes: int) -> list[Path]:
 
 
 def unpack(given: Sequence[Path], to: Path) -> list[int]:
-    """Takes the pieces in these folders; the numbers of those still missing. After the last, all stands in `to`.
+    """Add the pieces in these folders and return the numbers of those still missing. With the last one, extract into
+    `to`.
 
-    Raises BundleError for pieces of two bundles, and for damaged ones.
+    Raises BundleError for pieces of two bundles and for damaged pieces.
     """
     kept = to / ".parts"
     kept.mkdir(parents=True, exist_ok=True)
@@ -165,7 +166,7 @@ def unpack(given: Sequence[Path], to: Path) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when all is done, 2 for wrong usage and damaged or missing files."""
+    """Run the command. Return 0 on success, 2 for wrong usage and for damaged or missing files."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bundle",
         description=__doc__,

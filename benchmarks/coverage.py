@@ -1,19 +1,19 @@
-"""How often an interval of 95 % covers, and how wide it is, when it comes from a handful of seeds.
+"""Coverage and width of 95 % intervals that are computed from a few seeds.
 
     python -m benchmarks.coverage [--studies 4000] [--json FILE]
 
-Made-up studies with a known effect and known noise: a baseline and three other arms, one number per arm and seed, a
-shift that all arms of a seed share, and noise of these kinds:
+The benchmark simulates studies with a known effect and known noise: a baseline and three other arms, one number per arm
+and seed, a shift that all arms of a seed share, and noise of these kinds:
 
     Gaussian            of the same size in every arm
     Student, 5 df       heavy tails
     skewed              exponential, in every arm
-    one arm skewed      exponential and twice as large in one arm, which is the one that is looked at
-    one arm noisy       three times as large in one arm, which is the one that is looked at
+    one arm skewed      exponential and twice as large in one arm; the coverage is that of this arm
+    one arm noisy       three times as large in one arm; the coverage is that of this arm
     baseline noisy      three times as large in the baseline
 
-For every method: the share of studies whose interval covers the effect of the arm that is looked at, and the median
-width. The last table counts differences that are called one where there is none.
+For every method, the tables show the share of studies whose interval covers the true effect, and the median width. The
+last table counts false discoveries.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from deskside.study.stats.statistics import CONFIDENCE, log_ratio, significant
 
 SEEDS = (2, 3, 5, 10, 20)
 ARMS = 4  # with the baseline
-SPREAD = 0.004  # of the logarithm of a loss
+SPREAD = 0.004  # in the logarithm of a loss
 EFFECT = 0.01
 RESAMPLES = 999
-CHUNK = 250  # studies whose resamples are held at once
+CHUNK = 250  # studies whose resamples are in memory at the same time
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 Ends = tuple[np.ndarray, np.ndarray]
@@ -52,7 +52,7 @@ def skewed(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def one_arm(noise: Draw, size: float, arm: int = 1) -> Draw:
-    """Gaussian noise in all arms but one. The shape is (studies, arms, seeds)."""
+    """Draw noise that is Gaussian in all arms but one. The shape is (studies, arms, seeds)."""
 
     def drawn(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         values = draw.standard_normal(shape)
@@ -73,7 +73,7 @@ NOISES: dict[str, Draw] = {
 
 
 def losses(noise: Draw, studies: int, seeds: int, draw: np.random.Generator) -> np.ndarray:
-    """Losses of (studies, arms, seeds). Arm 0 is the baseline, the others are EFFECT (of the logarithm) worse."""
+    """Return losses of shape (studies, arms, seeds). All arms but the baseline, arm 0, are worse by EFFECT (log)."""
     own = SPREAD * noise(draw, (studies, ARMS, seeds))
     common = 2 * SPREAD * draw.standard_normal((studies, 1, seeds))
     effect = np.array([0.0] + [EFFECT] * (ARMS - 1))[None, :, None]
@@ -81,13 +81,13 @@ def losses(noise: Draw, studies: int, seeds: int, draw: np.random.Generator) -> 
 
 
 def student(values: np.ndarray) -> Ends:
-    """What a study uses."""
+    """Return the paired Student intervals that a study uses."""
     found = [log_ratio(study[1].tolist(), study[0].tolist()) for study in values]
     return np.array([i.low for i in found]), np.array([i.high for i in found])
 
 
 def pooled(values: np.ndarray) -> Ends:
-    """Student's with one spread for all arms: the residuals of arms + seeds (two-way analysis of variance)."""
+    """Return Student's interval with one spread for all arms: the residuals of arms + seeds (two-way analysis of variance)."""
     logs = np.log(values)
     _, arms, seeds = logs.shape
     rest = logs - logs.mean(2, keepdims=True) - logs.mean(1, keepdims=True) + logs.mean((1, 2), keepdims=True)
@@ -98,7 +98,7 @@ def pooled(values: np.ndarray) -> Ends:
 
 
 def moderated(values: np.ndarray) -> Ends:
-    """Between the two (Smyth 2004, with a prior of 4 degrees of freedom): an arm's own spread drawn to that of all."""
+    """Return moderated t intervals: each spread is shrunk towards the pooled one (Smyth 2004, 4 prior degrees of freedom)."""
     logs = np.log(values)
     differences = logs[:, 1:] - logs[:, :1]
     seeds, prior = logs.shape[2], 4
@@ -110,7 +110,7 @@ def moderated(values: np.ndarray) -> Ends:
 
 
 def resampled(method: str) -> Callable[[np.ndarray], Ends]:
-    """scipy's bootstrap of the mean of the paired differences: "percentile", "basic" or "BCa"."""
+    """Return scipy's bootstrap intervals of the mean paired difference: "percentile", "basic" or "BCa"."""
 
     def ends(values: np.ndarray) -> Ends:
         found = []
@@ -120,7 +120,7 @@ def resampled(method: str) -> Callable[[np.ndarray], Ends]:
             with warnings.catch_warnings():
                 warnings.simplefilter(
                     "ignore"
-                )  # BCa of two or three numbers warns that it cannot be computed
+                )  # BCa warns that it cannot be computed from two or three numbers
                 result = stats.bootstrap(
                     (logs,), np.mean, axis=-1, vectorized=True, n_resamples=RESAMPLES, confidence_level=CONFIDENCE,
                     method=method, rng=np.random.default_rng(start),
@@ -132,7 +132,7 @@ def resampled(method: str) -> Callable[[np.ndarray], Ends]:
 
 
 def studentised(values: np.ndarray) -> Ends:
-    """Bootstrap-t (Efron 1979): resamples divided by their own spread. Without those that have none."""
+    """Return bootstrap-t intervals (Efron 1979): resamples divided by their spread, unless it is zero."""
     logs = np.log(values[:, 1]) - np.log(values[:, 0])
     seeds = logs.shape[1]
     draw, low, high = np.random.default_rng(0), [], []
@@ -159,7 +159,7 @@ METHODS: dict[str, Callable[[np.ndarray], Ends]] = {
 
 
 def coverage(method: str, noise: str, seeds: int, studies: int) -> tuple[float, float]:
-    """(share of intervals that cover, median width). An interval that could not be computed does not cover."""
+    """Return (coverage, median width). An interval that could not be computed counts as not covering."""
     values = losses(NOISES[noise], studies, seeds, np.random.default_rng(seeds))
     low, high = METHODS[method](values)
     covers = (low <= EFFECT) & (high >= EFFECT)
@@ -167,10 +167,11 @@ def coverage(method: str, noise: str, seeds: int, studies: int) -> tuple[float, 
 
 
 def false_calls(arms: int, real: int, seeds: int, studies: int) -> dict[str, float]:
-    """Of studies with `arms` arms beside the baseline, `real` of which differ by 5 spreads: how many calls are false.
+    """Simulate studies with `arms` arms besides the baseline, of which `real` differ by 5 spreads, and count false
+    calls.
 
-    any: share of studies with a false call; share: mean share of the calls that are false; power: of real differences
-    that are called, each of them for every interval without zero, and by the rule that a study goes by.
+    any: share of studies with a false call; share: mean share of the calls that are false; power: share of the real
+    differences that are called. Each is given for intervals that exclude zero and for the procedure that a study uses.
     """
     draw = np.random.default_rng(arms + seeds)
     counts = {f"{what}, {how}": 0.0 for how in ("each alone", "used") for what in ("any", "share", "power")}

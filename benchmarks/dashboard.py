@@ -1,10 +1,10 @@
-"""How fast the dashboard is there with many runs, and pictures of its tabs.
+"""Start-up time of the dashboard with many runs, and screenshots of its tabs.
 
-    python -m benchmarks.dashboard                            a directory of 1,000 runs is made, and timed
-    python -m benchmarks.dashboard --screenshots docs/images  a picture of every tab, of a made-up study
+    python -m benchmarks.dashboard                            create a directory of 1,000 runs and time it
+    python -m benchmarks.dashboard --screenshots docs/images  a screenshot of every tab, of a synthetic study
     python -m benchmarks.dashboard --screenshots docs/images --of studies/claims --group "Attention heads"
 
-A browser is needed: chromium on the PATH, and playwright. Times are of this machine, the browser's share included.
+It needs playwright and chromium on the PATH. Times include the browser's share.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from deskside.dashboard.page import TABS
 from tests.dashboard import made_up
 
 DESKTOP, PHONE = {"width": 1280, "height": 1000}, {"width": 390, "height": 844}
-COLOURS = 256  # of a picture: letters and plots stay sharp, the file is a third
-LARGEST = 150_000  # bytes of a picture
+COLOURS = 256  # colors of a screenshot: text and plots stay sharp, and the file is a third of the size
+LARGEST = 150_000  # maximum size of a screenshot in bytes
 PHONE_TAB = "Efficiency"
 
 
 @contextlib.contextmanager
 def serving(root: Path) -> Iterator[str]:
-    """`deskside dashboard` of a directory, until it is left; yields its address once it answers."""
+    """Run `deskside dashboard` for a directory and yield its address once it answers."""
     command = [sys.executable, "-m", "deskside", "dashboard", str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -46,11 +46,11 @@ def serving(root: Path) -> Iterator[str]:
             yield address
         finally:
             server.terminate()
-            server.communicate()  # its last words are read, or it would wait for a reader
+            server.communicate()  # read the remaining output, otherwise the process would block on its pipe
 
 
 def wait(address: str, server: "subprocess.Popen[str]") -> None:
-    """Until the server answers; SystemExit when it ends first."""
+    """Wait until the server answers. Raises SystemExit if it ends first."""
     while server.poll() is None:
         try:
             with urllib.request.urlopen(f"{address}/_stcore/health", timeout=1):
@@ -62,7 +62,7 @@ def wait(address: str, server: "subprocess.Popen[str]") -> None:
 
 @contextlib.contextmanager
 def browsing() -> Iterator[Browser]:
-    """A headless chromium."""
+    """Run a headless chromium."""
     path = shutil.which("chromium")
     if path is None:
         raise SystemExit("chromium is not on the PATH; on Debian: apt-get install chromium")
@@ -75,7 +75,7 @@ def browsing() -> Iterator[Browser]:
 
 
 def settle(page: Page) -> None:
-    """Until streamlit has drawn everything: nothing runs, and every chart has its picture."""
+    """Wait until streamlit has drawn everything: nothing is running, and every chart has an image."""
     page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
     page.wait_for_function(
         "!document.querySelector('[data-testid=stSkeleton]') && "
@@ -85,9 +85,9 @@ def settle(page: Page) -> None:
 
 
 def timed(runs: int) -> dict[str, float]:
-    """Seconds until the page is drawn, in a directory with so many runs; cold, then again with a warm server.
+    """Return the seconds until the page is drawn for a directory of this many runs: cold, then with a warm server.
 
-    The browser is open before the command is given, as a person's is.
+    The browser is already open when the command starts, like that of a user.
     """
     with tempfile.TemporaryDirectory() as folder, browsing() as browser:
         root = Path(folder)
@@ -112,9 +112,9 @@ def timed(runs: int) -> dict[str, float]:
 
 
 def screenshots(folder: Path, of: Path | None, group: str | None) -> None:
-    """A picture of every tab, and one of a phone; of a made-up study where no directory is given.
+    """Take a screenshot of every tab and one of a phone; of a synthetic study if no directory is given.
 
-    group: title of the one that is looked at, where the study has several.
+    group: title of the group to show, if the study has several.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
@@ -137,7 +137,7 @@ def _every(browser: Browser, address: str, folder: Path, group: str | None) -> N
 
 
 def picture(browser: Browser, address: str, size: dict[str, int], path: Path, group: str | None) -> None:
-    """One page, in few colours; of this group where the page asks for one."""
+    """Take a screenshot of one page in a reduced palette, with this group selected if the page offers a choice."""
     page = browser.new_page(viewport=size)  # type: ignore[arg-type]
     page.goto(address)
     page.wait_for_selector("h2, h3")
@@ -150,7 +150,7 @@ def picture(browser: Browser, address: str, size: dict[str, int], path: Path, gr
         picker.blur()
         page.wait_for_timeout(500)
         settle(page)
-    page.wait_for_timeout(1500)  # charts are drawn after the page says that it is done
+    page.wait_for_timeout(1500)  # charts are drawn after the page reports that it is done
     page.screenshot(path=str(path), full_page=False)
     page.close()
     Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
@@ -159,7 +159,7 @@ def picture(browser: Browser, address: str, size: dict[str, int], path: Path, gr
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

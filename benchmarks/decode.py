@@ -1,23 +1,23 @@
-"""Speed of generation: deskside's engine beside transformers' generate, same weights, prompts and lengths.
+"""Generation speed of deskside's engine and of transformers' generate, with the same weights, prompts and lengths.
 
     python -m benchmarks.decode [--preset 124m] [--batch 1,2,4,8,16,32,64] [--prompt 512] [--new 256]
         [--peers dynamic,static,static-eager] [--peer-batch 1,16] [--temperature 0] [--top-k 50]
         [--device auto] [--dtype bfloat16] [--runs 3] [--kernels] [--json FILE]
 
-The model has random weights: speed does not depend on them, and no answer ends early. It is exported as `deskside
-export` does, and transformers loads that. Each arm runs once or more for warming up (compiling, CUDA graphs), then
---runs times with new prompts, of which the median counts. Prompts are random tokens, all of one length.
+The model has random weights: speed does not depend on them, and no answer ends early. It is exported like by `deskside
+export`, and transformers loads the export. Each arm runs at least once as warm-up (compilation, CUDA graphs), then
+--runs times with new prompts; the median is reported. Prompts are random tokens, all of one length.
 
-    first    seconds from asking until every row has its first token (transformers: generate with one new token)
-    tok/s    new tokens of all rows per second of decoding: without the time to the first token
+    first    seconds from the request until every row has its first token (transformers: generate with one new token)
+    tok/s    new tokens of all rows per second of decoding, without the time to the first token
     step     milliseconds from one token of a row to its next
-    light    bytes that a step must read (the weights it uses, and the keys and values of all rows) over the time that
-             a large copy takes for as many on this device; 100 % is the speed of light
-    x        deskside's tok/s over the best of transformers at this batch
+    light    share of the bandwidth limit: the time in which a large copy moves the bytes that a step must read (the
+             weights it uses, and the keys and values of all rows), divided by the time of the step
+    x        deskside's tok/s divided by the best of transformers at this batch size
 
-transformers: `dynamic` is what generate does by itself; `static` a static cache, with which it compiles the forward on
-a GPU; `static-eager` the same uncompiled. An arm that fails is a line with the reason. --kernels adds what the device
-does in one step of deskside. The JSON file is written after every arm.
+transformers: `dynamic` is the default of generate; `static` is a static cache, with which it compiles the forward pass
+on a GPU; `static-eager` is a static cache without compilation. A failed arm is a line with the reason. --kernels adds
+the kernels of one deskside step. The JSON file is written after every arm.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Work:
-    """What every arm does. vocabulary: of the prompts' tokens."""
+    """The workload of every arm. vocabulary: that of the prompt tokens."""
 
     vocabulary: int
     prompt: int
@@ -77,7 +77,7 @@ class Work:
     device: torch.device
 
     def prompts(self, batch: int, seed: int) -> Prompts:
-        """Random tokens; other ones for every seed, so that no prompt is in the cache already."""
+        """Return random tokens, different for every seed, so that no prompt is already in the cache."""
         generator = torch.Generator().manual_seed(seed)
         shape = (batch, self.prompt)
         rows: Prompts = torch.randint(0, self.vocabulary, shape, generator=generator).tolist()
@@ -85,7 +85,7 @@ class Work:
 
 
 def deskside_arm(engine: Engine, work: Work) -> Callable[[Prompts], tuple[float, float]]:
-    """Seconds to the first token of all rows, and in all."""
+    """Return the seconds to the first token of all rows, and the total seconds."""
 
     def once(prompts: Prompts) -> tuple[float, float]:
         _wait(work.device)
@@ -108,7 +108,7 @@ def deskside_arm(engine: Engine, work: Work) -> Callable[[Prompts], tuple[float,
 
 
 def peer_arm(model: Any, kind: str, work: Work) -> Callable[[Prompts], tuple[float, float]]:
-    """The same of transformers' generate, by two calls: with one new token, and with all."""
+    """Return the same for transformers' generate, from two calls: with one new token, and with all."""
     options: dict[str, Any] = {
         "do_sample": work.sampling.temperature > 0,
         "pad_token_id": 0,
@@ -145,7 +145,7 @@ def measure(
     runs: int,
     floor_seconds: float,
 ) -> Speed:
-    """Warm up, run, and take medians. floor_seconds: of a step at the speed of a copy."""
+    """Warm up, run, and return the medians. floor_seconds: the time of a step at the bandwidth of a copy."""
     taken = [once(work.prompts(batch, seed)) for seed in range(WARM_UP + runs)][WARM_UP:]
     first = statistics.median(seconds for seconds, _ in taken)
     steps = work.new - 1
@@ -154,15 +154,15 @@ def measure(
 
 
 def step_bytes(model: Transformer, work: Work, batch: int) -> float:
-    """Bytes that a step of decoding must read, at the middle of the answer."""
+    """Return the bytes that a decoding step must read, at the middle of the answer."""
     item = model.activation_dtype.itemsize
     groups = model.num_params()
     weights = sum(groups.values()) - groups["position"]
     if not model.config.tie_word_embeddings:
-        weights -= groups["embedding"]  # of which a step reads a row each
+        weights -= groups["embedding"]  # a step reads one row of each
     used = weights
     if (experts := model.config.num_experts) > 0:
-        # Each token reads its experts; with many tokens nearly all of them are read.
+        # Each token reads its experts; many tokens together read nearly all of them.
         share = 1 - (1 - model.config.num_experts_per_tok / experts) ** batch
         used = weights - groups["mlp"] * (1 - share)
     length = work.prompt + work.new / 2
@@ -170,7 +170,7 @@ def step_bytes(model: Transformer, work: Work, batch: int) -> float:
 
 
 def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
-    """Device time of one step by kernel, longest first: milliseconds and calls a step."""
+    """Return the device time of one step by kernel, longest first: milliseconds and calls per step."""
     for row, prompt in enumerate(work.prompts(batch, 1000)):
         engine.submit(Request(tuple(prompt), work.new, work.sampling, first_sample=row))
     told: set[int] = set()
@@ -202,7 +202,7 @@ def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when everything ran; 1 when an arm failed; 2 for wrong usage."""
+    """Run the command. Return 0 if every arm ran, 1 if an arm failed, 2 for wrong usage."""
     try:
         options = _options(argv)
         work, model = _prepare(options)
@@ -264,7 +264,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Work, Transformer]:
     model = Transformer(config)
     initialize(model, 0)
     model = model.to(device).requires_grad_(False).eval()
-    for parameter in model.parameters():  # as `deskside chat` loads a model: norms stay float32
+    for parameter in model.parameters():  # as in `deskside chat`, norms stay in float32
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(DTYPES[options.dtype])
     sampling = Sampling(options.temperature, options.top_k if options.temperature > 0 else None)
