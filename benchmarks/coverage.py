@@ -87,7 +87,7 @@ def student(values: np.ndarray) -> Ends:
 
 
 def pooled(values: np.ndarray) -> Ends:
-    """Return Student's interval with one spread for all arms: the residuals of arms + seeds (two-way analysis of variance)."""
+    """Return Student's interval with one spread for all arms, from the residuals of arms + seeds (two-way ANOVA)."""
     logs = np.log(values)
     _, arms, seeds = logs.shape
     rest = logs - logs.mean(2, keepdims=True) - logs.mean(1, keepdims=True) + logs.mean((1, 2), keepdims=True)
@@ -98,7 +98,7 @@ def pooled(values: np.ndarray) -> Ends:
 
 
 def moderated(values: np.ndarray) -> Ends:
-    """Return moderated t intervals: each spread is shrunk towards the pooled one (Smyth 2004, 4 prior degrees of freedom)."""
+    """Return moderated t intervals: spreads shrunk towards the pooled one (Smyth 2004, 4 prior degrees of freedom)."""
     logs = np.log(values)
     differences = logs[:, 1:] - logs[:, :1]
     seeds, prior = logs.shape[2], 4

@@ -1,13 +1,13 @@
-"""How far an exported GGUF file is from the model that it was made from, when llama.cpp computes it.
+"""Difference between an exported GGUF file, as computed by llama.cpp, and the model that it was exported from.
 
     python -m benchmarks.gguf_in_llama_cpp RUN|HF_DIR TEXT_FILE [--tokens 250] [--prompts 4]
 
-It exports the model in each type, has llama.cpp (llama-cpp-python, which is no dependency of deskside: `pip install
-llama-cpp-python` builds it with cmake) read the prompts, which are cut from TEXT_FILE, and compares the logits of every
-position with deskside's in float32: the relative error (of the vector of a position; mean and largest), the divergence
-KL(deskside | llama.cpp) in nats, how often the likeliest token is the same, and how many tokens of a greedy
-continuation of 60 are the same from its start. Keys and values are float32 in llama.cpp too; its default of float16 has
-a line of its own.
+The benchmark exports the model in each type, runs llama.cpp on prompts from TEXT_FILE and compares the logits of every
+position with those of deskside in float32. It reports the relative error (of the logit vector of a position; mean and
+maximum), the divergence KL(deskside | llama.cpp) in nats, how often the most likely token is the same, and how many of
+the first tokens of a greedy continuation of 60 agree. Keys and values are float32 in llama.cpp too; its default of
+float16 has a separate line. llama-cpp-python is not a dependency of deskside; `pip install llama-cpp-python` builds it
+with cmake.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CONTINUED = 60
 
 
 class InLlamaCpp:
-    """A file in llama.cpp, on one thread. cache: ggml's number of the type of keys and values, 0 float32, 1 float16."""
+    """A GGUF file in llama.cpp on one thread. cache: ggml's type number of keys and values, 0 float32, 1 float16."""
 
     def __init__(self, file: Path, vocab_only: bool = False, context: int = 256, cache: int = 0):
         import llama_cpp
@@ -49,38 +49,38 @@ class InLlamaCpp:
         self._is_end = llama_cpp.llama_vocab_is_eog
 
     def ids(self, text: str, special: bool = False, start: bool = False) -> list[int]:
-        """special: whether text may spell special tokens. start: whether the file's first token is wanted."""
+        """special: whether text can contain special tokens. start: whether to add the file's first token."""
         return list(self.whole.tokenize(text.encode(), add_bos=start, special=special))
 
     def logits(self, ids: list[int]) -> NDArray[np.float32]:
-        """Of every position, [tokens, vocabulary]."""
+        """Return the logits of every position, [tokens, vocabulary]."""
         self.whole.reset()
         self.whole.eval(ids)
         scores: NDArray[np.float32] = self.whole.scores[: len(ids)].copy()
         return scores
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
-        """The likeliest tokens after these, ends not heeded."""
+        """Return the most likely tokens after these, ignoring end tokens."""
         self.whole.reset()
         generated = self.whole.generate(ids, temp=0.0, repeat_penalty=1.0)
         return [token for token, _ in zip(generated, range(count), strict=False)]
 
     @property
     def ends(self) -> set[int]:
-        """Every token at which it stops."""
+        """Return every token at which generation stops."""
         vocab = self.whole._model.vocab
         return {number for number in range(self.whole.n_vocab()) if self._is_end(vocab, number)}
 
 
 def relative_errors(ours_TV: torch.Tensor, theirs_TV: NDArray[np.float32]) -> torch.Tensor:
-    """|theirs - ours| / |ours| of each position, [T]."""
+    """Return |theirs - ours| / |ours| for each position, [T]."""
     difference_TV = torch.from_numpy(theirs_TV) - ours_TV
     return difference_TV.norm(dim=-1) / ours_TV.norm(dim=-1)
 
 
 @torch.no_grad()
 def continued(loaded: Loaded, ids: list[int], count: int) -> list[int]:
-    """The likeliest tokens after these, by deskside."""
+    """Return the most likely tokens after these, computed by deskside."""
     all_ids = list(ids)
     for _ in range(count):
         all_ids.append(int(loaded.model(torch.tensor([all_ids]))[0, -1].argmax()))
@@ -89,7 +89,7 @@ def continued(loaded: Loaded, ids: list[int], count: int) -> list[int]:
 
 @torch.no_grad()
 def row(loaded: Loaded, prompts: list[list[int]], told: list[list[int]], theirs: InLlamaCpp) -> str:
-    """The numbers of one file, of a table's row."""
+    """Return the table row of one file."""
     errors, divergences, same, kept = [], [], 0, 0
     for ids, answer in zip(prompts, told, strict=True):
         ours_TV = loaded.model(torch.tensor([ids]))[0].float()

@@ -1,11 +1,11 @@
 """A process that kills itself with SIGKILL at a chosen moment of its writes.
 
-`install` wraps the calls through which deskside puts files into place: os.fsync, os.replace and os.rename. The process
-ends in the middle of the chosen call's file operation, and everything of its process group with it:
+`install` wraps the calls with which deskside writes files atomically: os.fsync, os.replace and os.rename. The process
+group is killed around the chosen call:
 
-    fsync      everything is written under a temporary name, and not forced to the disk yet
-    replace    it is on the disk, and has not its final name yet
-    replaced   it has its final name, and nothing has been done after it
+    fsync      everything is written under a temporary name, but not flushed to disk
+    replace    it is on disk, but does not have its final name
+    replaced   it has its final name, and nothing has been done since
 """
 
 import json
@@ -19,9 +19,9 @@ POINTS = ("fsync", "replace", "replaced")
 
 
 class KillPoints:
-    """Counts the moments of each kind, and kills this process group at number `at` of kind `point`.
+    """Counter of the moments of each kind, which kills this process group at number `at` of kind `point`.
 
-    What it counted, and where it killed, is written to `record` as JSON.
+    The counts and the place of the kill are written to `record` as JSON.
     """
 
     def __init__(self, record: Path, point: str | None = None, at: int = 0) -> None:
@@ -57,5 +57,5 @@ class KillPoints:
             os.killpg(0, signal.SIGKILL)
 
     def finish(self) -> None:
-        """Write what was counted."""
+        """Write the counts."""
         self.record.write_text(json.dumps({"killed_at": None, "counts": self.counts}))

@@ -1,16 +1,15 @@
-"""Kill training, alignment, studies, `go` and data preparation many times, and compare what comes out with runs that
-nobody killed.
+"""Kill training, alignment, studies, `go` and data preparation many times, and compare with uninterrupted runs.
 
     python -m benchmarks.kills --seed 1 --kills 200 --out docs/data/DATE-kills/kills.json [--only train sft]
 
-Models have some thousand parameters and run on one CPU thread. Half of the kills come at a random time, the others
-at a random one of the moments in which a file is written and put into place (`kill_points`). After every kill the same
-command is resumed, and perhaps killed again; after two to five kills it runs to its end. Then
+The models have a few thousand parameters and run on one CPU thread. Half of the kills happen at a random time, the
+others at a random point of writing a file (`kill_points`). After every kill the same command is resumed, and possibly
+killed again. After two to five kills it runs to its end. Then
 
-- the curve (step, tokens, learning rate, loss, gradient norm) and the final weights have to be the same to the last bit
-  as those of the run without kills; of a study, those of every trial; of prepared data, every byte;
-- `go` has a real clock, so its steps follow from the speed: every step has to be there once, and the pipeline complete;
-- no resumed run may begin before the newest complete checkpoint that lay there when it was killed.
+- the curve (step, tokens, learning rate, loss, gradient norm) and the final weights must be bit-identical to those of
+  the run without kills; for a study, those of every trial; for prepared data, every byte;
+- `go` uses the real clock, so its steps depend on the speed: every step must occur once, and the pipeline must finish;
+- a resumed run must not start before the newest complete checkpoint that existed when it was killed.
 
 The result is JSON with every kill and every trial. Exit code 1 if anything was lost or differs.
 """
@@ -35,10 +34,10 @@ from typing import Any
 
 from benchmarks.kill_points import POINTS, KillPoints
 
-# How many of every 100 kills each command gets. The last two start processes of their own, which takes long.
+# Share of each command in every 100 kills. The last two start child processes, which takes long.
 SHARES = {"train": 26, "sft": 17, "dpo": 13, "grpo": 13, "data": 21, "study": 5, "go": 5}
-PATIENCE = 600.0  # seconds until a command that nobody killed must have ended
-MAX_STARTS = 40  # of one trial, so that a command that never gets on is reported
+PATIENCE = 600.0  # seconds until a command without kills must have ended
+MAX_STARTS = 40  # per trial, so that a command without progress is reported
 
 TOML = """
 [model]
@@ -98,7 +97,7 @@ class Kill:
 
 @dataclass
 class Trial:
-    """One command that was killed some times and then ran to its end."""
+    """One command that was killed several times and then ran to its end."""
 
     command: str
     trial: int
@@ -116,10 +115,10 @@ class Work:
 
     Args:
         start: Arguments of a new run in the folder `place`.
-        resume: Arguments that go on with it.
-        outcome: What has to be the same as without kills, read from `place`.
-        begun: Whether `place` holds something that `resume` can take up.
-        at_root: Whether `place` holds checkpoints of one run.
+        resume: Arguments that resume it.
+        outcome: Reads from `place` what must be the same as without kills.
+        begun: Whether `place` contains something that `resume` can continue.
+        at_root: Whether `place` contains the checkpoints of one run.
     """
 
     name: str
@@ -131,7 +130,7 @@ class Work:
 
 
 def _child(argv: list[str], log: str, record: str, point: str | None, at: int, small_shards: bool) -> None:
-    """`deskside ARGV` in a process group of its own."""
+    """Start `deskside ARGV` in its own process group."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -145,7 +144,7 @@ def _child(argv: list[str], log: str, record: str, point: str | None, at: int, s
     deskside.STARTED = time.perf_counter()
     points = KillPoints(Path(record), point, at)
     points.install()
-    if small_shards:  # several of them from little text
+    if small_shards:  # several shards from little text
         from deskside.data.corpus import prepare
 
         prepare.SHARD_BYTES = 30_000
@@ -157,7 +156,7 @@ def _child(argv: list[str], log: str, record: str, point: str | None, at: int, s
 
 
 class Bench:
-    """Runs and kills commands in the folder `work`."""
+    """Runner that starts and kills commands in the folder `work`."""
 
     def __init__(self, work: Path, seed: int, writes: float) -> None:
         self.work, self.rng, self.writes = work, random.Random(seed), writes
@@ -170,7 +169,7 @@ class Bench:
         self.number = 0
 
     def begin(self, argv: list[str], point: str | None = None, at: int = 0) -> tuple[BaseProcess, Path, Path]:
-        """Start a command. Returns the process, its log, and the record of its kill points."""
+        """Start a command. Return the process, its log, and the record of its kill points."""
         self.number += 1
         log, record = (self.work / "logs" / f"{self.number:04d}.{end}" for end in ("log", "json"))
         log.parent.mkdir(exist_ok=True)
@@ -196,7 +195,7 @@ class Bench:
         return time.monotonic() - begin, json.loads(record.read_text())["counts"]
 
     def trial(self, work: Work, reference: Any, seconds: float, counts: dict[str, int], kills: int) -> int:
-        """Kill a command `kills` times at most, let it end, and compare. Returns how often it was killed."""
+        """Kill a command at most `kills` times, let it end, and compare. Return how often it was killed."""
         trial = Trial(work.name, len(self.trials))
         self.trials.append(trial)
         place = self.work / f"{work.name}-{trial.trial}"
@@ -222,7 +221,7 @@ class Bench:
         while trial.starts < MAX_STARTS:
             resumed = work.begun(place)
             if not resumed and place.exists():
-                shutil.rmtree(place)  # nothing was saved that could be lost
+                shutil.rmtree(place)  # nothing had been saved
                 trial.started_over += 1
             argv = work.resume(place) if resumed else work.start(place)
             newest = newest_checkpoint(place) if work.checkpoints else None
@@ -246,10 +245,10 @@ class Bench:
             if process.exitcode == 0:
                 return
             if process.exitcode == 2 and "is finished" in text:
-                return  # killed after the last thing that had to be saved; it is compared like any other
+                return  # killed after the last write; it is compared like any other
             if process.exitcode != -signal.SIGKILL:
                 if newest is None and resumed and work.checkpoints:
-                    shutil.rmtree(place)  # as it says: it was killed before anything was saved
+                    shutil.rmtree(place)  # killed before anything was saved
                     trial.started_over += 1
                     continue
                 trial.problems.append(f"exit code {process.exitcode}: {text[-500:]} ({log})")
@@ -271,7 +270,7 @@ class Bench:
         trial.problems.append(f"has not ended after {MAX_STARTS} starts")
 
     def _draw(self, seconds: float, counts: dict[str, int]) -> tuple[str, float, int]:
-        """Draw when to kill: how, after how many seconds, at which of the moments."""
+        """Draw a kill: how, after how many seconds, at which point."""
         kinds = [point for point in POINTS if counts[point]]
         if self.rng.random() >= self.writes or not kinds:
             return "time", self.rng.uniform(0.05, 0.7) * seconds, 0
@@ -285,7 +284,7 @@ def end_group(process: BaseProcess) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        if process.is_alive():  # it has no group of its own yet
+        if process.is_alive():  # it does not have its own group yet
             process.kill()
     process.join(30)
 
@@ -297,7 +296,7 @@ def newest_checkpoint(run: Path) -> int | None:
 
 
 def unfinished(place: Path, since: float) -> list[str]:
-    """Return the files and folders with a temporary name that were written after the time `since`."""
+    """Return the files and folders with a temporary name written after the time `since`."""
     marks = (".tmp", "tmp-", "-tmp", ".partial", ".new")
     named = [p for p in place.rglob("*") if any(mark in p.name for mark in marks)] if place.exists() else []
     return sorted(p.name for p in named if p.lstat().st_mtime >= since)[:5]
@@ -347,7 +346,7 @@ def of_data(folder: Path) -> dict[str, str]:
 
 
 def of_go(run: Path) -> dict[str, Any]:
-    """What holds whatever the speed was."""
+    """Return the results of `go` that do not depend on the speed."""
     steps = [row[0] for row in curve(run)]
     state = json.loads((run / "go.json").read_text())
     return {
@@ -359,7 +358,7 @@ def of_go(run: Path) -> dict[str, Any]:
 
 
 def make_works(work: Path) -> dict[str, Work]:
-    """Write the texts and settings, and return the commands."""
+    """Write the texts and settings and return the commands."""
     rng = random.Random(0)
     words = [f"{a}{b}" for a in ("riv", "sto", "shi", "lig") for b in ("er", "ne", "p", "ht")]
     records = [
@@ -458,7 +457,8 @@ def bench(
     save: Callable[[dict[str, Any]], object],
     writes: float = 0.5,
 ) -> dict[str, Any]:
-    """Make the references, kill, and return the result. `save` is called with what there is after every trial."""
+    """Run the references and the kills and return the result. `save` is called with the partial result after every
+    trial."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     works, found = make_works(work), Bench(work, seed, writes)
     chosen = [name for name in works if name in only]
@@ -475,7 +475,7 @@ def bench(
             print(f"{name} without kills: {seconds:.1f} s, {counts}", flush=True)
     left = {name: round(kills * SHARES[name] / total) for name in chosen}
     left[chosen[0]] += kills - sum(left.values())
-    while any(left.values()):  # in turn, so that a bench that is cut short has killed all of them
+    while any(left.values()):  # round-robin, so that a benchmark that is cut short has killed all of them
         for name in chosen:
             if left[name] > 0:
                 planned = min(left[name], found.rng.randint(2, 5))

@@ -1,4 +1,4 @@
-"""How many tokens per second the loader delivers when the model does nothing.
+"""Throughput of the data loader without a model, in tokens per second.
 
     python benchmarks/loader.py data/english [--sequence 2048] [--rows 128] [--micro 32] [--seconds 5] [--threads 2]
 
@@ -23,7 +23,7 @@ REQUIRED = 5e6
 
 
 def measure(loader: Loader, seconds: float) -> tuple[int, float]:
-    """(valid tokens, seconds) of as many steps as fit. Sums each batch, so that it is really there and read."""
+    """Return (valid tokens, seconds) of as many steps as fit. Each batch is summed, so that it is really read."""
     next(loader)
     tokens, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:

@@ -1,14 +1,14 @@
-"""What saves memory, measured: optimiser states by format and place, and frozen base weights.
+"""Memory and speed of optimizer states by format and location, and of frozen base weights.
 
     python -m benchmarks.memory [--preset 124m] [--arms adamw:float32,adamw:8bit,adamw:8bit:offload,muon:bfloat16]
         [--tokens N] [--micro-tokens N] [--limit-gib 22.5] [--steps 20] [--warmup 5] [--json FILE] [--a.b value ...]
     python -m benchmarks.memory --frozen [--hidden 4096] [--intermediate 12288] [--rows 4096] [--json FILE]
 
-Run it in the repository's root. Every arm is a training step of its own process, as in `benchmarks/step.py`: the peak
-of torch's allocator, tokens/s, and milliseconds of clipping and updating; beside them the peak that is modelled.
-On a CPU the peak is the process's resident set. --limit-gib lets the allocator have no more, so that a large card
-stands for a small one. --frozen times one gated MLP of the given sizes, forward and backward to the input, with frozen
-weights in bfloat16, INT8 and NF4.
+Run it in the root of the repository. Every arm is a training step in its own process, as in `benchmarks/step.py`. The
+table shows the peak of torch's allocator, the modelled peak, tokens/s, and the milliseconds of clipping and updating.
+On a CPU the peak is the resident set of the process. --limit-gib limits the allocator, so that a large GPU represents
+a small one. --frozen times one gated MLP of the given sizes, forward and backward to the input, with frozen weights in
+bfloat16, INT8 and NF4.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TIMED = 20
 
 
 def step_arm(spec: dict[str, Any], limit_gib: float | None) -> dict[str, Any]:
-    """`step_measure.measure`, within a limit of the allocator. For a process of its own."""
+    """Call `step_measure.measure` with a limit for the allocator, in its own process."""
     import torch
 
     from benchmarks.step_measure import measure
@@ -52,7 +52,7 @@ def step_arm(spec: dict[str, Any], limit_gib: float | None) -> dict[str, Any]:
 
 
 def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any]]:
-    """One gated MLP in bfloat16, INT8 and NF4: bytes stored, extra peak, milliseconds. For a process of its own."""
+    """Measure a gated MLP in bfloat16, INT8 and NF4, in its own process: stored bytes, extra peak, milliseconds."""
     import torch
     from torch import nn
 
@@ -97,7 +97,7 @@ def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any
 
 
 def _timed(run: Callable[[], None], device: str) -> float:
-    """Median milliseconds of one call."""
+    """Return the median milliseconds of one call."""
     import torch
 
     times = []
@@ -113,7 +113,7 @@ def _timed(run: Callable[[], None], device: str) -> float:
 
 
 def optim_of(arm: str) -> dict[str, Any]:
-    """`adamw:8bit:offload` as a configuration. Raises UsageError."""
+    """Return `adamw:8bit:offload` as a configuration. Raises UsageError."""
     name, _, rest = arm.partition(":")
     states, _, place = rest.partition(":")
     if name not in ("adamw", "muon") or states not in get_args(StateFormat) or place not in ("", "offload"):
@@ -124,7 +124,7 @@ def optim_of(arm: str) -> dict[str, Any]:
 
 
 def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:
-    """The peak that `budget/memory.py` expects of an arm as it was fitted."""
+    """Return the peak that `budget/memory.py` predicts for an arm with its fitted micro-batch."""
     config = configuration(spec)
     precision: Precision = result["precision"]
     native: tuple[LowKind, ...] = ("fp8",) if result["native"] else ()
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
         _write(options.json, {"frozen": outcome.value, "sizes": sizes})
         return 0
     for arm in options.arms.split(","):
-        optim_of(arm)  # what cannot be is said before anything runs
+        optim_of(arm)  # report impossible arms before anything runs
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     rows: list[dict[str, Any]] = []
     for arm in options.arms.split(","):
@@ -198,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options, and further configuration keys as a nested dict. Raises UsageError."""
+    """Return the options, and further configuration keys as a nested dict. Raises UsageError."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.memory",
         description=__doc__,

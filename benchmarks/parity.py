@@ -1,18 +1,18 @@
-"""Loss parity of precision recipes: the same run in several formats, and what each loses against BF16.
+"""Loss parity of precision recipes: the same run in several formats, and the gap of each to BF16.
 
     python -m benchmarks.parity run --data DIR --out OUT [--arms bf16,fp8-delayed,...] [--tokens 105M] [--preset 124m]
         [--gpus all|0,1|cpu] [--seeds 1,2] [--limit-seconds 560] [--runs DIR] [--batch.tokens 131072 ...]
     python -m benchmarks.parity report FOLDER [FOLDER...] [--reference bf16] [--plots DIR] [--document FILE.md]
 
 `run` starts an ordinary `deskside train` per arm and seed, one per GPU at a time, with the same data in the same order.
-An arm is a recipe's name with options of `precision` behind colons (`fp8-delayed:head=fp8:keep_last=0`); `bf16@2` runs
-that arm with seed 2 alone. Whatever other configuration key follows applies to all. Every evaluation is on the whole
-validation split, with the weights in BF16. OUT gets parity.jsonl, a line per arm as it ends, with its curve, and
-metrics.zip with every arm's metrics.jsonl and log: two files, however many arms. --limit-seconds is hard: what still
-runs then is stopped, and recorded as such.
+An arm is the name of a recipe, followed by options of `precision` separated by colons
+(`fp8-delayed:head=fp8:keep_last=0`). `bf16@2` runs that arm only with seed 2. All other configuration keys apply to all
+arms. Every evaluation uses the whole validation split, with the weights in BF16. OUT receives parity.jsonl, with one
+line per finished arm and its curve, and metrics.zip, with the metrics.jsonl and the log of every arm. --limit-seconds
+is a hard limit: runs that are still active are stopped and recorded as stopped.
 
-`report` merges folders, prints the table, draws the curves, and with --document puts both between that file's lines
-`<!-- parity:begin -->` and `<!-- parity:end -->`.
+`report` merges folders, prints the table and draws the curves. With --document it writes both between the lines
+`<!-- parity:begin -->` and `<!-- parity:end -->` of that file.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- parity:begin -->", "<!-- parity:end -->"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The two commands."""
+    """Return the parser of both commands."""
     whole = argparse.ArgumentParser(
         prog="python -m benchmarks.parity",
         description=__doc__,
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every arm finished, 1 when one did not, 2 for wrong usage."""
+    """Run the command. Return 0 if every arm finished, 1 if one did not, 2 for wrong usage."""
     began = time.monotonic()
     options, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str], began: float) -> int:
-    """Train all arms; prints a line as each ends and the table. Raises UsageError."""
+    """Train all arms. Print a line for each one that ends, then the table. Raises UsageError."""
     keys = parity_jobs.pairs(rest)
     seeds = [parity_jobs.whole(seed, "--seeds") for seed in options.seeds.split(",")]
     jobs = parity_jobs.jobs(options.preset, options.arms, seeds, options.tokens, options.data, keys)
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, rest: Sequence[str], began: float) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print and draw what the folders hold. Raises UsageError."""
+    """Print and draw the results in the folders. Raises UsageError."""
     rows = parity_results.read(options.folders)
     arms = parity_results.averages(rows, options.reference)
     text = parity_results.table(arms) + "\n\n" + parity_results.notes(rows, arms, options.reference)
@@ -106,7 +106,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def insert(document: Path, text: str) -> None:
-    """Put `text` between the document's marker lines. Raises UsageError where they are not."""
+    """Put `text` between the marker lines of the document. Raises UsageError if they are missing."""
     if not document.is_file():
         raise UsageError(f"{document}: there is no such file")
     whole = document.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the arms of the parity benchmark are: each a validated configuration and the words of a `deskside train`."""
+"""Arms of the parity benchmark: a validated configuration and the arguments of `deskside train` for each."""
 
 import math
 import os
@@ -15,14 +15,17 @@ from deskside.config.run import RunConfig
 from deskside.data.reading.shards import read_index
 from deskside.utils.errors import UsageError
 
-EVALUATIONS = 12  # about, in a run
+EVALUATIONS = 12  # approximate number per run
 
 Pairs = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """An arm with a seed. words: behind `deskside train`; setting: what must be equal in runs that are compared."""
+    """An arm with a seed.
+
+    words: arguments of `deskside train`; setting: what must be equal in runs that are compared.
+    """
 
     arm: str
     seed: int
@@ -32,12 +35,12 @@ class Job:
 
     @property
     def label(self) -> str:
-        """Its name as a file."""
+        """The name of the job as a file name."""
         return re.sub(r"[^A-Za-z0-9._=-]", "-", self.arm) + f"-seed{self.seed}"
 
 
 def pairs(words: Sequence[str]) -> Pairs:
-    """--a.b value ... as [("a.b", "value")]; `jobs` refuses what is no key. Raises UsageError."""
+    """Return --a.b value ... as [("a.b", "value")]. `jobs` rejects unknown keys. Raises UsageError."""
     found: Pairs = []
     rest = list(words)
     while rest:
@@ -51,14 +54,14 @@ def pairs(words: Sequence[str]) -> Pairs:
 
 
 def whole(text: str, what: str) -> int:
-    """A whole number that is not negative. Raises UsageError."""
+    """Parse a non-negative integer. Raises UsageError."""
     if not text.strip().isdigit():
         raise UsageError(f"{what}: '{text}' is not a whole number")
     return int(text)
 
 
 def jobs(preset: str, arms: str, seeds: Sequence[int], tokens: str, data: Path, keys: Pairs) -> list[Job]:
-    """Every arm with every seed, all validated before the first one starts, ordered by seed. Raises UsageError."""
+    """Return every arm with every seed, ordered by seed, after validating all of them. Raises UsageError."""
     try:
         length = Duration.parse(f"{tokens} tokens")
     except ValueError as error:
@@ -72,7 +75,7 @@ def jobs(preset: str, arms: str, seeds: Sequence[int], tokens: str, data: Path, 
         for arm in chosen:
             name, at, own = arm.partition("@")
             if at and number:
-                continue  # it has a seed of its own, and one run is enough
+                continue  # the arm names its seed, so one run is enough
             found.append(
                 _job(preset, name, whole(own, arm) if at else seed, int(length.value), data, text, keys)
             )
@@ -84,9 +87,9 @@ def jobs(preset: str, arms: str, seeds: Sequence[int], tokens: str, data: Path, 
 
 
 def slots(gpus: str) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES is for each run at a time; "" is a run on the CPU. Raises UsageError.
+    """Return the CUDA_VISIBLE_DEVICES of each concurrent run; "" is a run on the CPU. Raises UsageError.
 
-    gpus: numbers as torch counts, which knows of those alone that the environment leaves visible.
+    gpus: numbers as torch counts them, that is, among those that the environment leaves visible.
     """
     if gpus == "cpu":
         return [""]
@@ -108,7 +111,7 @@ def slots(gpus: str) -> list[str]:
 
 
 def _job(preset: str, arm: str, seed: int, tokens: int, data: Path, text: dict[str, int], keys: Pairs) -> Job:
-    """text: tokens by split of the dataset."""
+    """Build a job. text: tokens by split of the dataset."""
     name, *settings = arm.split(":")
     own: Pairs = [("precision.name", name)]
     for option in settings:
@@ -126,7 +129,9 @@ def _job(preset: str, arm: str, seed: int, tokens: int, data: Path, text: dict[s
     steps = math.ceil(tokens / step_tokens)
     defaults = {
         "evaluate.every": f"{max(1, math.ceil(steps / EVALUATIONS))} steps",
-        "evaluate.tokens": str(text["val"]),  # all of it, so that the curve and its end are of the same text
+        "evaluate.tokens": str(
+            text["val"]
+        ),  # the whole split, so that the curve and its end use the same text
         "checkpoint.every": f"{steps + 1} steps",
         "checkpoint.keep": "1",
     }
@@ -150,6 +155,6 @@ def _words(given: Pairs) -> list[str]:
 
 
 def _configured(preset: str, given: Pairs) -> RunConfig:
-    """The configuration as `deskside train` will read it. Raises UsageError."""
+    """Return the configuration as `deskside train` will read it. Raises UsageError."""
     _, keys = COMMAND.parse_config(_words(given))
     return merge.build([*presets.layers(preset), keys])

@@ -1,4 +1,4 @@
-"""The curves of the parity benchmark, to be read in black and white: by dashes, markers and labels at their ends."""
+"""Plots of the parity benchmark that are readable in black and white: dashes, markers and labels at the line ends."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +15,14 @@ WIDTH, HEIGHT, DPI = 8.0, 4.6, 150  # inches, inches, dots per inch
 SHADES = ("#000000", "#4a4a4a", "#787878")
 DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)))
 MARKERS, IN_TEXT = "os^Dv<>PX*", "●■▲◆▼◀▶✚✖★"
-TARGETS = (0.3, 1.0)  # percent: what FP8, and the best NVFP4, may lose
-LABEL_GAP = 0.055  # of the height, between labels
+TARGETS = (0.3, 1.0)  # percent: the largest acceptable gap of FP8 and of the best NVFP4
+LABEL_GAP = 0.055  # minimum distance between labels, as a share of the height
 
 Line = tuple[str, list[tuple[float, float]]]
 
 
 def draw(arms: Sequence[Arm], reference: str, folder: Path) -> list[tuple[Path, str]]:
-    """Write parity_bpb.png and parity_gap.png; returns each with its title. Raises UsageError without curves."""
+    """Write parity_bpb.png and parity_gap.png and return each with its title. Raises UsageError without curves."""
     curves = [(arm.name, arm.curve) for arm in arms if arm.curve]
     gaps = [(arm.name, arm.gap_curve) for arm in arms if arm.gap_curve and arm.name != reference]
     if not curves:
@@ -60,7 +60,7 @@ def _axes(title: str, label: str) -> tuple[Figure, Axes]:
 
 
 def _levels(axes: Axes, reference: str, spread: float | None) -> None:
-    """Zero, the two targets, and how far the reference's seeds lie apart."""
+    """Draw zero, the two targets, and the spread of the reference's seeds."""
     axes.axhline(0, color="#000000", linewidth=1.0)
     if spread is not None:
         label = f"seeds of {reference}: {spread:.2f} % apart"
@@ -72,7 +72,7 @@ def _levels(axes: Axes, reference: str, spread: float | None) -> None:
 
 
 def _lines(axes: Axes, lines: Sequence[Line], styles: dict[str, int], bounds: tuple[float, float]) -> None:
-    """The curves, each named beside its end; names that would lie on each other are moved apart."""
+    """Draw the curves, each with its name at the end. Overlapping names are moved apart."""
     low, high = bounds
     axes.set_ylim(low, high)
     last = max(points[-1][0] for _, points in lines)
@@ -104,7 +104,7 @@ def _lines(axes: Axes, lines: Sequence[Line], styles: dict[str, int], bounds: tu
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights (0 to 1) moved as little as keeps them `gap` apart; the highest is at most 1 where they fit."""
+    """Move ascending heights (0 to 1) as little as needed to be `gap` apart. The highest is at most 1 if they fit."""
     found: list[float] = []
     for height in heights:
         found.append(max(height, found[-1] + gap) if found else height)
@@ -116,7 +116,7 @@ def apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _zoom(lines: Sequence[Line]) -> tuple[float, float]:
-    """From below all curves up to where they are after a sixth of the run: the first fall hides the differences."""
+    """Return axis limits from below all curves to their value after a sixth of the run; the first drop is cut off."""
     last = max(points[-1][0] for _, points in lines)
     late = [y for _, points in lines for x, y in points if x >= last / 6]
     values = late or [y for _, points in lines for _, y in points]

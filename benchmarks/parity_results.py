@@ -1,8 +1,8 @@
-"""The rows of parity.jsonl merged over folders and seeds, their gaps to a reference arm, and the Markdown table.
+"""Results of the parity benchmark: rows merged over folders and seeds, gaps to a reference arm, the Markdown table.
 
-A gap is (an arm's number / the reference's with the same seed) - 1: the same initial weights and the same data in the
-same order, so that it is not the seeds' difference. Nats per token and bits per byte differ by a constant factor on
-one text, and their gaps are equal.
+A gap is (the arm's number / the reference's number with the same seed) - 1. Both runs have the same initial weights and
+the same data order, so the gap does not contain the variation between seeds. Nats per token and bits per byte differ by
+a constant factor on one text, so their gaps are equal.
 """
 
 import json
@@ -19,10 +19,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm over its seeds. gaps, train_gaps: percent, one for each seed that the reference has too.
+    """An arm over its seeds. gaps, train_gaps: in percent, one for each seed that the reference has too.
 
-    curve: [(tokens, mean bits per byte)]; gap_curve: [(tokens, mean gap in percent)]. spread: how far apart the seeds'
-    results are, percent of their mean; None with one seed.
+    curve: [(tokens, mean bits per byte)]; gap_curve: [(tokens, mean gap in percent)]. spread: the range of the results
+    over the seeds in percent of their mean; None with one seed.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Arm:
 
 
 def read(folders: Sequence[Path]) -> list[Row]:
-    """The rows of all folders; of an arm and seed that was run more than once, the last one that finished.
+    """Return the rows of all folders. Of repeated runs of an arm and seed, the last finished one counts.
 
     Raises UsageError for a folder without results and for runs that cannot be compared.
     """
@@ -62,7 +62,7 @@ def read(folders: Sequence[Path]) -> list[Row]:
     rows = list(found.values())
     trained = [
         row for row in rows if row["setting"]["data"] is not None
-    ]  # others failed before there was data
+    ]  # other runs failed before they had data
     for row in trained[1:]:
         for key, value in trained[0]["setting"].items():
             if row["setting"][key] != value:
@@ -74,7 +74,7 @@ def read(folders: Sequence[Path]) -> list[Row]:
 
 
 def averages(rows: Sequence[Row], reference: str) -> list[Arm]:
-    """Every arm, in the order of its first row, with its gaps to `reference` where both ran with the same seed."""
+    """Return every arm in the order of its first row, with its gaps to `reference` for the seeds that both have."""
     of_reference = {row["seed"]: row for row in rows if row["arm"] == reference}
     arms = []
     for name in dict.fromkeys(row["arm"] for row in rows):
@@ -97,7 +97,7 @@ def averages(rows: Sequence[Row], reference: str) -> list[Arm]:
 
 
 def table(arms: Sequence[Arm]) -> str:
-    """The Markdown table of the arms of which a run finished."""
+    """Return the Markdown table of the arms with at least one finished run."""
     lines = [
         "| recipe | runs | blocks in BF16 | tokens/s | peak GiB | validation loss, nats | bits per byte "
         "| gap | training loss, gap |",
@@ -124,7 +124,7 @@ def table(arms: Sequence[Arm]) -> str:
 
 
 def notes(rows: Sequence[Row], arms: Sequence[Arm], reference: str) -> str:
-    """What one must know to read the table, and what is not in it."""
+    """Return the conditions of the table and the runs that are missing in it."""
     said = []
     done = [row for row in rows if row["status"] == "finished"]
     if done:
@@ -167,7 +167,7 @@ def _gap_curve(curve: dict[float, float], base: dict[float, float]) -> dict[floa
 
 
 def _mean_curve(curves: Sequence[dict[float, float]]) -> list[tuple[float, float]]:
-    """Over the places that all of them have; a run that ended early does not bend the others' mean."""
+    """Average the complete curves over their common points. Curves of runs that ended early are left out."""
     curves = [curve for curve in curves if curve]
     if not curves:
         return []
@@ -178,7 +178,7 @@ def _mean_curve(curves: Sequence[dict[float, float]]) -> list[tuple[float, float
 
 
 def _range(arm: Arm, key: str, form: str) -> str:
-    """The mean, and with several seeds from where to where."""
+    """Return the mean, and the range if there are several seeds."""
     values = [row[key] for row in arm.finished if row[key] is not None]
     if not values:
         return ""

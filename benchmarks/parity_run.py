@@ -1,7 +1,7 @@
-"""The arms of the parity benchmark as processes: one ordinary training run each, spread over the machine's GPUs.
+"""Processes of the parity benchmark: one ordinary training run per arm, distributed over the GPUs of the machine.
 
-An arm that fails is a row with its last error line; the others go on. Each run leads a session of its own, so that
-its compile workers and loaders end with it, also when the time limit or Ctrl-C ends it.
+A failed arm is a row with its last error line, and the others continue. Each run leads its own session, so that its
+compile workers and loaders end with it, even when the time limit or Ctrl-C ends it.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from benchmarks.parity_jobs import Job
 from deskside.facts.cpu import cpu_cores
 from deskside.utils.errors import UsageError
 
-END_SHARE = 0.1  # of the steps, at the end, that the training loss is averaged over
+END_SHARE = 0.1  # share of the steps, at the end, over which the training loss is averaged
 STAGGER_SECONDS = 1.0
-GRACE_SECONDS = 8.0  # between SIGTERM, on which a run saves itself, and SIGKILL
+GRACE_SECONDS = 8.0  # seconds between SIGTERM, on which a run saves a checkpoint, and SIGKILL
 POLL_SECONDS = 0.1
 
 
 @dataclass
 class Running:
-    """A job under way on a slot, with its log."""
+    """A running job on a slot, with its log."""
 
     job: Job
     slot: str
@@ -47,10 +47,10 @@ class Running:
 def carry_out(
     jobs: Sequence[Job], slots: Sequence[str], out: Path, runs: Path | None, deadline: float | None
 ) -> list[dict[str, Any]]:
-    """Run all jobs, the next one on the first free slot, until `deadline` (time.monotonic). Returns their rows.
+    """Run all jobs, each on the first free slot, until `deadline` (time.monotonic). Return their rows.
 
-    A row is appended to parity.jsonl, and the run's files to metrics.zip, as soon as it ends. Raises UsageError where
-    the folders hold results already.
+    A row is appended to parity.jsonl, and the files of the run to metrics.zip, as soon as the run ends. Raises
+    UsageError if the folders already contain results.
     """
     rows: list[dict[str, Any]] = []
     waiting, running = list(jobs), list[Running]()
@@ -87,7 +87,7 @@ def _refuse_old(jobs: Sequence[Job], out: Path, base: Path) -> None:
 
 
 def _start(job: Job, slot: str, base: Path, slots: int) -> Running:
-    """Begin a run. With an empty slot it sees no GPU."""
+    """Start a run. With an empty slot it sees no GPU."""
     log = base / f"{job.label}.log"
     threads = max(1, cpu_cores() // slots)
     threads = min(threads, 8, int(os.environ.get("OMP_NUM_THREADS", "8").split(",")[0] or 8))
@@ -113,26 +113,26 @@ def _start(job: Job, slot: str, base: Path, slots: int) -> Running:
 
 
 def _stop(running: list[Running], deadline: float) -> None:
-    """Ask every run to save itself and end; at the deadline, end it."""
+    """Ask every run to save and end. Kill those that still run at the deadline."""
     late = time.monotonic() >= deadline - 1.0
     for one in running:
         if late:
             _kill(one.process)
         elif not one.stopped:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 one.process.terminate()
         one.stopped = True
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
+    with contextlib.suppress(ProcessLookupError):  # the run and all its child processes have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 @contextlib.contextmanager
 def _folder(runs: Path | None) -> Iterator[Path]:
-    """Where runs are made: the given folder, or one that goes away, since a run's checkpoint takes gigabytes."""
+    """Yield the folder for runs: the given one, or a temporary one, because the checkpoint of a run takes gigabytes."""
     if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)
         yield runs
@@ -143,7 +143,7 @@ def _folder(runs: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _ended(running: list[Running]) -> Iterator[None]:
-    """Whatever ends this, SIGTERM too, ends the runs."""
+    """End the runs on any exit, SIGTERM included."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -158,9 +158,9 @@ def _ended(running: list[Running]) -> Iterator[None]:
 
 
 def _row(one: Running) -> dict[str, Any]:
-    """What a run that ended left, as a line of parity.jsonl."""
+    """Return a finished run as a line of parity.jsonl."""
     job = one.job
-    with contextlib.suppress(ProcessLookupError):  # workers that outlived it
+    with contextlib.suppress(ProcessLookupError):  # workers that are still alive
         os.killpg(one.process.pid, signal.SIGKILL)
     plan, summary, machine = (_json(one.folder / f"{n}.json") for n in ("plan", "summary", "environment"))
     metrics = _metrics(one.folder)
@@ -228,14 +228,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """Whole lines only: a run that was killed may have left half of one."""
+    """Return complete lines only; a killed run may leave a partial last line."""
     path = folder / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _error(log: Path, code: int) -> str:
-    """The command's own line where it wrote one, else the last line; else how the process ended."""
+    """Return the command's own error line, else the last line, else the exit status."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("deskside: ") and "this is a bug" not in line]
     if code < 0:
