@@ -10,8 +10,8 @@ unpacks once it has all of them and their SHA-256 hashes match.
 
 A folder becomes THERE/NAME. A LIST of wheels (one requirement per line, as in benchmarks/wheels/) becomes a folder
 named after the list, which contains the unpacked packages. Adding it to PYTHONPATH completes the installation. A
-requirement can be followed by `only=PATTERN,PATTERN`: shared libraries of that wheel that match no pattern are left out,
-because a wheel for all versions of CUDA is ten times as large as what one machine loads.
+requirement can be followed by `only=PATTERN,PATTERN`: shared libraries of that wheel that match no pattern are left
+out, because a wheel for all versions of CUDA is ten times as large as what one machine loads.
 """
 
 import argparse

@@ -457,8 +457,7 @@ def bench(
     save: Callable[[dict[str, Any]], object],
     writes: float = 0.5,
 ) -> dict[str, Any]:
-    """Run the references and the kills and return the result. `save` is called with the partial result after every
-    trial."""
+    """Run the references and the kills, and return the result. `save` gets the partial result after every trial."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     works, found = make_works(work), Bench(work, seed, writes)
     chosen = [name for name in works if name in only]
