@@ -37,7 +37,7 @@ from deskside.doctor import check_gemm
 from deskside.doctor.check_tools import median_seconds
 from deskside.kernels.attention import Requirements, choose
 from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.train.loop.step import Attention
+from deskside.train.prepare.attention_backends import AttentionBackends
 
 FP8: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -86,7 +86,7 @@ def measure(
     config: RunConfig,
     recipe_name: str,
     native: bool,
-    attention: Attention,
+    attention: AttentionBackends,
     micro_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -247,7 +247,11 @@ def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
 
 
 def _attention(
-    config: RunConfig, attention: Attention, micro_tokens: int, dtype: torch.dtype, device: torch.device
+    config: RunConfig,
+    attention: AttentionBackends,
+    micro_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> float:
     """Milliseconds of forward and backward of all layers."""
     model, T = config.model, config.batch.sequence_length

@@ -9,7 +9,7 @@ from deskside.config.run import RunConfig
 from deskside.study import results as files
 from deskside.study.execute.devices import choose
 from deskside.study.execute.runner import Runner
-from deskside.study.execute.study_folder import Plan, StudyFolder
+from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from tests.gpu.card import ADAMW, NEEDS_CARD, QUICK, config
 from tests.study import tiny_study
 
@@ -29,7 +29,7 @@ def study(folder: Path, given: RunConfig, share: float, arms: int = 1) -> StudyF
         one = given.model_copy(update={"optim": optim})
         planned.append(type(arm)(**{**vars(arm), "config": one, "baseline": plan.arms[0].id}))
     made = StudyFolder(folder)
-    made.create(Plan(**{**vars(plan), "arms": planned, "memory_fraction": share}), "")
+    made.create(StudyPlan(**{**vars(plan), "arms": planned, "memory_fraction": share}), "")
     return made
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.serve_load import served
-from deskside.cli.serve import Serve, _engine
+from deskside.cli.serve import ServeOptions, _engine
 from deskside.cli.serve import run as run_serve
 from deskside.engine import kv_budget
 from deskside.engine.generate import generate
@@ -413,13 +413,13 @@ def test_the_cache_leaves_a_card_room_to_compute_in(
     chatty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_model(str(chatty))
-    wanted = _engine(loaded, Serve(str(chatty), max_batch=4)).free_tokens
+    wanted = _engine(loaded, ServeOptions(str(chatty), max_batch=4)).free_tokens
     assert capsys.readouterr().err == ""
     each = loaded.model.kv_bytes_per_token(torch.float32)
     monkeypatch.setattr(kv_budget, "free_bytes", lambda device: int(64 * each / kv_budget.SHARE) + 1)
-    assert _engine(loaded, Serve(str(chatty), max_batch=4)).free_tokens == 64 < wanted
+    assert _engine(loaded, ServeOptions(str(chatty), max_batch=4)).free_tokens == 64 < wanted
     assert (
         f"room for a cache of 64 tokens beside the model, in place of {wanted:,}" in capsys.readouterr().err
     )
     # Who asks for a size gets it, or is told that it does not fit.
-    assert _engine(loaded, Serve(str(chatty), max_batch=4, cache_tokens=128)).free_tokens == 128
+    assert _engine(loaded, ServeOptions(str(chatty), max_batch=4, cache_tokens=128)).free_tokens == 128

@@ -285,13 +285,13 @@ def limited(root: Path, config: RunConfig, what: str) -> None:
     """A run that may write no more of `what` after its checkpoint of step 10: files have a largest size from then."""
     original = files.save
 
-    def refuse(path: Path, text: str) -> None:
+    def refuse(temporary: Path, final: Path, state: Any) -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
     def save(folder: Path, step: int, *args: Any) -> Any:
         made = original(folder, step, *args)
         if step == 10 and what == "state.json":
-            files._write = refuse
+            files._finish = refuse
         elif step == 10:
             size = {"metrics": (folder.parent / "metrics.jsonl").stat().st_size + 400, "tensors": 20_000}
             resource.setrlimit(resource.RLIMIT_FSIZE, (size[what], resource.RLIM_INFINITY))
