@@ -16,7 +16,7 @@ ORDER = sorted(METRICS, key=lambda metric: metric.key not in study_text.PRIMARY)
 
 
 def trials(results: Results) -> pd.DataFrame:
-    """Return one row per trial with the column names of results.parquet."""
+    """Return one row per trial; metrics have the keys and units of results.parquet."""
     factors = factor_names(results)
     rows: list[dict[str, Any]] = []
     for arm in results.arms:

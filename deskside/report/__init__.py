@@ -1,1 +1,1 @@
-"""Reports of runs: Markdown, HTML and PNG plots, from the run directory alone."""
+"""Reports of runs and studies as Markdown, HTML and PNG plots, from their directories alone."""
