@@ -33,7 +33,7 @@ from deskside.align.samples import keep_before, with_before
 from deskside.config.align_dpo import DpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
-from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
@@ -237,7 +237,7 @@ class Dpo:
     def _log_reference(self, session: Session, rows: PairRows) -> NDArray[np.float32]:
         """Compute the reference's log-probabilities of the scored tokens of every text, concatenated."""
         found = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
-        with Progress(
+        with ProgressBar(
             f"reference, {rows.split}", rows.num_rows, "rows", quiet=not session.world.first
         ) as bar:
             for numbers in _spread(rows, session, None):

@@ -21,7 +21,7 @@ from deskside.data.chat.prepare_chat import SAMPLE_CHARACTERS, SAMPLES, SAMPLES_
 from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import in_order
-from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import Record, content_key, iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.utils.errors import RunError, UsageError
@@ -118,7 +118,7 @@ class Maker:
             template, coder = ChatTemplate(new), bpe.load(new)
             eos = bpe.end_of_text(coder, new)[1]
             work = partial(_made, self.item, eos if template.turn_end is None else None)
-            with Progress("render", self._count(), f"{noun}s") as bar:
+            with ProgressBar("render", self._count(), f"{noun}s") as bar:
 
                 def made_of(names: Iterable[str]) -> Iterator[Made]:
                     items = ((record, record.fields) for record in self._records(names))

@@ -15,7 +15,7 @@ from deskside.cli.options import Command, choose, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.data.corpus.heldout import warnings
-from deskside.data.corpus.sources import Limits
+from deskside.data.corpus.sources import SizeLimits
 from deskside.data.reading import shards
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import number_of
@@ -140,10 +140,10 @@ def _prepare(options: PrepareOptions) -> int:
     return 0
 
 
-def _limits(megabytes: float) -> Limits:
+def _limits(megabytes: float) -> SizeLimits:
     if not 0.001 <= megabytes <= 16_384:
         raise UsageError(f"--max-line-mb {megabytes:g}: give 0.001 to 16384 (megabytes).")
-    return Limits(int(megabytes * 1e6))
+    return SizeLimits(int(megabytes * 1e6))
 
 
 def _print_left_out(bad: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:

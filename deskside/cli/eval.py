@@ -15,7 +15,7 @@ from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
 from deskside.data.chat.renderer import Renderer, own_template
-from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import Device, device_of, dtype_of, say
 from deskside.evaluate.likelihood import Encoder
 from deskside.evaluate.run import (
@@ -170,7 +170,7 @@ def _evaluate_tasks(options: EvalOptions, tasks: Sequence[Prepared], subject: Su
     for prepared in tasks:
         name = prepared.chosen.name
         try:
-            with Progress(name, answers_of(prepared, options.limit), "answers") as bar:
+            with ProgressBar(name, answers_of(prepared, options.limit), "answers") as bar:
                 result = evaluate(subject, prepared, limit=options.limit, tick=bar.advance)
         except (UsageError, RunError) as error:
             if len(tasks) == 1:

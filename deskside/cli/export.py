@@ -15,7 +15,7 @@ from deskside import __version__
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
-from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.engine.device import say
 from deskside.export.card import model_card
@@ -126,7 +126,7 @@ def _gguf(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, An
     needs = " ".join(notes) or None
     card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs)
     millions = 2 * sum(loaded.model.num_params().values()) / 1e6
-    with Progress("write and read back", millions, "million weights") as bar:
+    with ProgressBar("write and read back", millions, "million weights") as bar:
 
         def tick(weights: int) -> None:
             bar.advance(weights / 1e6)

@@ -1,11 +1,11 @@
-"""Byte-level byte-pair encoding: training, loading, and how many bytes of text each token stands for.
+"""Byte-level byte-pair encoding: training, loading, and the bytes of text of each token.
 
-The text is split into words first, and merges never cross a word. The split pattern is the one of Qwen3.5's published
-tokenizer, for three reasons: combining marks (`\\p{M}`) stay with their letters, without which every Indic word breaks
-at each vowel sign; every digit is a token of its own, which is what small models can do arithmetic with; and llama.cpp
-knows the pattern by name (`qwen35`), so that a GGUF export splits exactly as training did.
+The text is split into words first, and merges never cross words. The split pattern is that of Qwen3.5's published
+tokenizer, for three reasons: combining marks (`\\p{M}`) stay with their letters, otherwise every Indic word breaks
+at each vowel sign; every digit is a token of its own, with which small models learn arithmetic best; and llama.cpp
+knows the pattern by name (`qwen35`), so a GGUF export splits text exactly as training did.
 
-There is no normaliser: the tokens of a text give back its bytes, so bits per byte can be counted exactly.
+There is no normalizer: tokens decode to exactly the bytes of the text, so bits per byte are exact.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> Tokenizer:
-    """Trains on `texts`. A small corpus may hold fewer merges than asked for; the result's size says how many.
+    """Train on `texts`. A small corpus may have fewer merges than requested; the result's size tells how many.
 
-    Raises:
-        UsageError: vocab_size leaves no room for the 256 bytes and the special tokens.
+    Raises UsageError if vocab_size has no room for the 256 bytes and the special tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -74,7 +73,7 @@ def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> T
 
 
 def check_size(vocab_size: int) -> None:
-    """Raises UsageError for a size that cannot be trained. Far above the bound `tokenizers` would abort the process."""
+    """Raise UsageError for a size that cannot be trained. Far above the limit `tokenizers` would abort the process."""
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise UsageError(
             f"--vocab-size {vocab_size}: at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special tokens) "
@@ -83,13 +82,11 @@ def check_size(vocab_size: int) -> None:
 
 
 def load(path: str | Path) -> Tokenizer:
-    """Loads a `tokenizer.json`, or the one in a directory (prepared data, or a Hugging Face model's).
+    """Load a `tokenizer.json`, or the one in a directory (prepared data, or a Hugging Face model's).
 
     Text that spells a special token is encoded as ordinary text, so that data cannot forge a document's end.
 
-    Raises:
-        UsageError: no such file.
-        RunError: the file is damaged, or not a tokenizers file.
+    Raises: UsageError: no such file. RunError: the file is damaged, or not a tokenizers file.
     """
     from tokenizers import Tokenizer
 
@@ -111,11 +108,9 @@ def load(path: str | Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tuple[str, int]:
-    """The token that stands between documents, and its id. `directory` may hold a tokenizer_config.json that names it.
+    """Return the token between documents, and its id. directory: may hold a tokenizer_config.json that names it.
 
-    Raises:
-        UsageError: none of the known names is in the vocabulary.
-        RunError: tokenizer_config.json is damaged.
+    Raises: UsageError: none of the known names is in the vocabulary. RunError: tokenizer_config.json is damaged.
     """
     names = list(_END_NAMES)
     config = Path(directory) / "tokenizer_config.json" if directory is not None else None
@@ -140,7 +135,7 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, so that AutoTokenizer.from_pretrained(directory) works."""
+    """Write tokenizer.json and tokenizer_config.json for AutoTokenizer.from_pretrained(directory)."""
     directory.mkdir(parents=True, exist_ok=True)
     # Not tokenizer.save: it reports a full disk as a bare Exception.
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -161,8 +156,7 @@ def _write_config(directory: Path, end: str) -> None:
 def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
     """Return a tokenizer that data can be prepared with, and its end-of-text token.
 
-    Raises:
-        UsageError, RunError: as `load`, `end_of_text` and `token_bytes`.
+    Raises as `load`, `end_of_text` and `token_bytes`.
     """
     file = Path(source).expanduser()
     tokenizer = load(file)
@@ -172,7 +166,7 @@ def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
 
 
 def copy(source: str | Path, directory: Path) -> None:
-    """Takes over an existing tokenizer with its tokenizer_config.json where it has one. Raises: as `load_for_data`."""
+    """Copy an existing tokenizer with its tokenizer_config.json, if any. Raises as `load_for_data`."""
     file = Path(source).expanduser()
     folder = file if file.is_dir() else file.parent
     _, end = load_for_data(file)
@@ -186,13 +180,10 @@ def copy(source: str | Path, directory: Path) -> None:
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    """Bytes of text per token, shape [vocab]; 0 for special tokens.
+    """Return the bytes of text per token, shape [vocab]; 0 for special tokens.
 
-    In byte-level BPE each character of a token's written form stands for one byte, also where the token is only a part
-    of a UTF-8 character. Sums over the tokens of a text are therefore exact.
-
-    Raises:
-        UsageError: the tokenizer is not byte-level BPE.
+    In byte-level BPE each character of a token's written form stands for one byte, even if the token is part of a
+    UTF-8 character. So sums over the tokens of a text are exact. Raises UsageError for other tokenizers.
     """
     spec = json_value(tokenizer.to_str())
     if not _mentions_byte_level(spec.get("pre_tokenizer")) or (spec.get("model") or {}).get("type") != "BPE":
@@ -227,10 +218,10 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Return the most bytes of text that one token can stand for; None where no bound is known.
+    """Return the maximum bytes of text of one token, or None if no bound is known.
 
-    So a text of n bytes has n / longest_token tokens at least. This holds for BPE without unknown tokens whose
-    pre-tokenizer and normaliser drop nothing. NFC makes a third of a text's bytes at most out of it (Hangul syllables
+    So a text of n bytes has at least n / longest_token tokens. This holds for BPE without unknown tokens whose
+    pre-tokenizer and normalizer drop nothing. NFC reduces a text to a third of its bytes at most (Hangul syllables
     of three Jamo, U+1FEF).
     """
     from tokenizers import pre_tokenizers
@@ -254,7 +245,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _shrinks(normalizer: Any) -> int | None:
-    """How many times shorter, in bytes, a normaliser can make a text; None where no bound is known."""
+    """Return how many times shorter, in bytes, a normalizer can make a text, or None if no bound is known."""
     if normalizer is None:
         return 1
     kind = normalizer.get("type")
@@ -271,7 +262,7 @@ def _shrinks(normalizer: Any) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """Whether a pre-tokenizer leaves all of a text."""
+    """Return whether a pre-tokenizer keeps the whole text."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer.get("type")

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from deskside.config.base import DATA_NOUNS, DataKind, first_problem
 from deskside.config.run import RunConfig
-from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
 from deskside.engine.device import say
@@ -72,7 +72,7 @@ def measure(
     masked = config.data.document_mask if config else False
     dataset = _dataset(loaded, config, data, length)
     attention = _attention(loaded, length, batch_tokens, masked, device)
-    with Progress("evaluate", dataset.num_tokens, "tokens") as bar:
+    with ProgressBar("evaluate", dataset.num_tokens, "tokens") as bar:
         result = evaluate_dataset(
             loaded.model,
             dataset,

@@ -10,7 +10,7 @@ from typing import Any
 
 from deskside import __version__
 from deskside.data.chat.renderer import own_template
-from deskside.run.lineage import Stage, Warn, stages
+from deskside.run.lineage import RunStage, Warn, stages
 from deskside.run.record import mapping, number
 from deskside.utils.errors import UsageError
 from deskside.weights.hf_families import family_of
@@ -55,7 +55,7 @@ def model_card(
 MOST_UNTAGGED = 0.1  # share of tokens; above it the tagged languages would not represent the data
 
 
-def _front(history: Sequence[Stage], form: str) -> str:
+def _front(history: Sequence[RunStage], form: str) -> str:
     """Return the metadata header that model hubs read."""
     languages = _languages(history) if _untagged(history) <= MOST_UNTAGGED else []
     lines = ["---", f"library_name: {'transformers' if form == 'hf' else form}"]
@@ -65,7 +65,7 @@ def _front(history: Sequence[Stage], form: str) -> str:
     return "\n".join([*lines, "---", ""])
 
 
-def _what(loaded: Loaded, history: Sequence[Stage], form: str, dtype: str, chats: bool) -> str:
+def _what(loaded: Loaded, history: Sequence[RunStage], form: str, dtype: str, chats: bool) -> str:
     count = sum(loaded.model.num_params().values())
     kind = "answers in conversations" if chats else "continues text"
     origin = (
@@ -135,7 +135,7 @@ def _shape(loaded: Loaded, dtype: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _data(history: Sequence[Stage]) -> list[str]:
+def _data(history: Sequence[RunStage]) -> list[str]:
     if not history:
         return [f"{_upper(UNKNOWN)}.\n"]
     parts = []
@@ -163,7 +163,7 @@ def _data(history: Sequence[Stage]) -> list[str]:
     return parts
 
 
-def _training(history: Sequence[Stage]) -> list[str]:
+def _training(history: Sequence[RunStage]) -> list[str]:
     if not history:
         return [f"{_upper(UNKNOWN)}.\n"]
     parts = []
@@ -173,7 +173,7 @@ def _training(history: Sequence[Stage]) -> list[str]:
     return parts
 
 
-def _facts(stage: Stage) -> list[tuple[str, str]]:
+def _facts(stage: RunStage) -> list[tuple[str, str]]:
     summary, config = stage.summary, stage.config
     seconds, tokens, steps = (number(summary.get(key)) for key in ("seconds", "tokens", "steps"))
     optim, batch = mapping(config.get("optim")), mapping(config.get("batch"))
@@ -217,12 +217,12 @@ def _optimiser(optim: dict[str, Any]) -> str:
     return f"{optim.get('name', UNKNOWN)}" + ("" if rate is None else f", lr {rate:g}")
 
 
-def _state(stage: Stage) -> str:
+def _state(stage: RunStage) -> str:
     status = stage.summary.get("status")
     return str(status) if isinstance(status, str) else "not finished: there is no summary of it"
 
 
-def _energy(stage: Stage) -> str:
+def _energy(stage: RunStage) -> str:
     energy = stage.energy
     if energy is None:
         return UNKNOWN
@@ -243,12 +243,12 @@ def _hardware(gpu: dict[str, Any], environment: dict[str, Any]) -> str:
     return UNKNOWN
 
 
-def _software(stage: Stage) -> str:
+def _software(stage: RunStage) -> str:
     named = [(n, stage.environment.get(n)) for n in ("deskside", "torch", "python")]
     return ", ".join(f"{name} {version}" for name, version in named if version) or UNKNOWN
 
 
-def _evaluation(loaded: Loaded, history: Sequence[Stage]) -> str:
+def _evaluation(loaded: Loaded, history: Sequence[RunStage]) -> str:
     """Return the final measurements of the last stage."""
     if not history or not history[-1].summary:
         return f"{_upper(UNKNOWN)}. Measure it with: `deskside eval`\n"
@@ -283,17 +283,17 @@ def _evaluation(loaded: Loaded, history: Sequence[Stage]) -> str:
     )
 
 
-def _languages(history: Sequence[Stage]) -> list[str]:
+def _languages(history: Sequence[RunStage]) -> list[str]:
     return sorted({s.lang for stage in history for s in stage.sources if s.lang})
 
 
-def _untagged(history: Sequence[Stage]) -> float:
+def _untagged(history: Sequence[RunStage]) -> float:
     """Return the share of the training tokens whose language is not known."""
     tokens = [(s.lang, s.tokens) for stage in history for s in stage.sources]
     return sum(count for lang, count in tokens if not lang) / max(1, sum(count for _, count in tokens))
 
 
-def _limits(loaded: Loaded, history: Sequence[Stage], chats: bool) -> str:
+def _limits(loaded: Loaded, history: Sequence[RunStage], chats: bool) -> str:
     languages = _languages(history)
     lines = [
         f"It reads at most {loaded.config.max_position_embeddings:,} tokens at once.",

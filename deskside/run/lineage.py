@@ -26,7 +26,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceShare:
     """A source of text: tag, language, and share of the training split."""
 
     name: str
@@ -37,7 +37,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Energy:
+class EnergyUse:
     """The energy of one GPU over logged steps that have a power reading: `steps` of `logged`."""
 
     kilowatt_hours: float
@@ -46,7 +46,7 @@ class Energy:
 
 
 @dataclass(frozen=True)
-class Stage:
+class RunStage:
     """One run. summary, environment and plan are its files, empty if missing or damaged.
 
     specs: the sources as given. began_from: the name of a run or model, "random weights", or None if unknown.
@@ -59,15 +59,15 @@ class Stage:
     summary: dict[str, Any]
     environment: dict[str, Any]
     plan: dict[str, Any]
-    sources: list[Source] = field(default_factory=list)
+    sources: list[SourceShare] = field(default_factory=list)
     specs: list[str] = field(default_factory=list)
-    energy: Energy | None = None
+    energy: EnergyUse | None = None
     began_from: str | None = None
 
 
-def stages(run_dir: Path, warn: Warn) -> list[Stage]:
+def stages(run_dir: Path, warn: Warn) -> list[RunStage]:
     """Return the run and its predecessors, oldest first. warn is called for each damaged file."""
-    found: list[Stage] = []
+    found: list[RunStage] = []
     seen: set[Path] = set()
     path: Path | None = run_dir
     while path is not None and len(found) < MOST_STAGES and path.resolve() not in seen:
@@ -91,7 +91,7 @@ def _run_of(path: Path) -> Path | None:
     return None
 
 
-def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) -> Stage:
+def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) -> RunStage:
     config = mapping(run.get("config"))
     data, align = mapping(config.get("data")), mapping(config.get("align"))
     kind = align.get("name")
@@ -99,7 +99,7 @@ def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) 
     folder = data.get("path")
     index = _index(Path(reached(folder, run.get("directory")))) if isinstance(folder, str) else None
     name, created = run.get("name"), run.get("created")
-    return Stage(
+    return RunStage(
         name=name if isinstance(name, str) else path.resolve().name,
         created=created[:10] if isinstance(created, str) else None,
         objective=OBJECTIVES.get(kind, str(kind)),
@@ -122,7 +122,7 @@ def _index(folder: Path) -> DatasetIndex | None:
         return None
 
 
-def _sources(index: DatasetIndex, bundled: bool) -> list[Source]:
+def _sources(index: DatasetIndex, bundled: bool) -> list[SourceShare]:
     """Return the sources of the training split, largest first."""
     counts: dict[int, list[int]] = {}
     for shard in index.splits["train"].shards:
@@ -135,7 +135,7 @@ def _sources(index: DatasetIndex, bundled: bool) -> list[Source]:
     for tag, (documents, tokens) in counts.items():
         info = index.tags[tag]
         found.append(
-            Source(info.source, info.lang, documents, tokens, licences.get(info.source.split(":")[0]))
+            SourceShare(info.source, info.lang, documents, tokens, licences.get(info.source.split(":")[0]))
         )
     return sorted(found, key=lambda s: -s.tokens)
 
@@ -148,7 +148,7 @@ def _bundled_licenses() -> dict[str, str]:
     return {row[0].strip("`").removesuffix(".txt"): row[-1] for row in named}
 
 
-def _energy(run_dir: Path, warn: Warn) -> Energy | None:
+def _energy(run_dir: Path, warn: Warn) -> EnergyUse | None:
     """Return the sum of watts times step time, where a step takes its tokens over its speed, so pauses do not count."""
     log = read_metrics(run_dir)
     if damaged := log.damaged + log.partial:
@@ -160,7 +160,7 @@ def _energy(run_dir: Path, warn: Warn) -> Energy | None:
         if tokens is not None and watts is not None and speed and tokens > before:
             joules, steps = joules + watts * (tokens - before) / speed, steps + 1
         before = tokens or 0.0
-    return Energy(joules / 3.6e6, steps, len(rows)) if steps else None
+    return EnergyUse(joules / 3.6e6, steps, len(rows)) if steps else None
 
 
 def _object(path: Path, warn: Warn) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def check_out(out_dir: Path) -> set[str]:
     seen = listed if isinstance(listed, dict) else {}
     own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
     own |= {MARK} if seen else set()
-    if others := folders.strangers(out_dir, own):
+    if others := folders.unowned_files(out_dir, own):
         raise UsageError(
             f"--out {out_dir}: holds {others[0]}, which `deskside export` did not write or which was changed since; "
             "move it away, or choose another directory"

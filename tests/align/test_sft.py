@@ -137,10 +137,8 @@ def test_it_learns_to_answer_in_the_template(finished: Path) -> None:
 def test_the_report_says_before_and_after(finished: Path) -> None:
     page, summary = (finished / "report.md").read_text(), json.loads((finished / "summary.json").read_text())
     before, after = summary["before"]["val_loss"], summary["val_loss"]
-    assert f"{after:.3f} nats per assistant token of held-out conversations, {before:.3f} before" in (
-        " ".join(page.replace("*", "").split())
-    )
-    assert "before: " in page and f"wanted: {summary['samples'][0]['reference']}" in page
+    for shown in (f"{after:.3f}", f"{before:.3f}", summary["samples"][0]["reference"]):
+        assert shown in page
 
 
 def test_transformers_answers_the_same(finished: Path) -> None:

@@ -1,19 +1,20 @@
-"""Conversations -> tokens, with a mark on every token that an assistant has to learn.
+"""Tokenization of conversations, with a mask of the tokens that the assistant has to learn.
 
-A chat template turns messages into one text. Which of its characters an assistant says is known in one of two ways:
+A chat template renders messages as one text. The assistant's characters in it are found in one of two ways:
 
 - the template marks them with `{% generation %}`; or
-- by prefixes: what is rendered for the messages before a turn, with the prompt for a reply at its end, must be the
-  beginning of what is rendered with it; what follows, up to the end-of-turn token, is the turn. Some templates write an
-  earlier turn differently once there is a later one (thinking is dropped from it). Then only a conversation's last turn
-  is learnt, and that is counted.
 
-The text is cut where an assistant begins to speak, and the parts are tokenised one by one. So the tokens before a turn
-are exactly those of the prompt that chatting gives to the model, even where a merge would have crossed the cut.
+- by prefixes: the rendering of the messages before a turn, with the generation prompt, must be a prefix of the
+rendering with the turn; the rest, up to the end-of-turn token, is the turn. Some templates render earlier turns
+differently once there is a later one (they drop the thinking). Then only the last turn of a conversation is
+learned, and this is counted.
 
-A message that spells a special token does not get it (renderer.py), so data cannot forge a turn. The texts here are
-escaped, and `Renderer.ids` makes tokens of their parts. Only byte-level BPE
-is taken, as in all prepared data: other tokenizers write a text's first word differently.
+The text is split where an assistant turn begins, and the parts are tokenized separately. So the tokens before a
+turn are exactly those of the prompt in a chat, even if a merge would have crossed the split.
+
+A message that spells a special token does not get it (renderer.py), so data cannot forge a turn: message texts are
+escaped, and `Renderer.ids` tokenizes their parts. As for all prepared data, the tokenizer must be byte-level BPE;
+others encode a text's first word differently.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ Turns = Literal["all", "last"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A conversation: ids, and 1 for each that is learnt (both of shape [tokens]).
+    """A tokenized conversation: ids, and a mask with 1 for learned tokens (both of shape [tokens]).
 
-    `last_only`: earlier turns of the assistant are not marked, because the template writes them differently later.
+    last_only: earlier assistant turns are not marked, because the template later renders them differently.
     """
 
     ids: NDArray[np.uint32]
@@ -68,16 +69,16 @@ class Tokens:
 
 
 class ChatTemplate:
-    """The template and tokenizer of a folder that holds tokenizer.json and chat_template.jinja."""
+    """The template and tokenizer of a folder with tokenizer.json and chat_template.jinja."""
 
     def __init__(self, folder: Path):
-        """Raises UsageError for a tokenizer or template that cannot be used."""
+        """Raises UsageError for an unsupported tokenizer or template."""
         self._coder = bpe.load(folder)
         self._renderer = Renderer(folder, self._coder)
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", self._renderer.template) is not None
         if self._renderer.ids("a") == self._renderer.ids(" a"):
             raise UsageError(
-                f"{folder}: this tokenizer adds a space before every text, so turns cannot be tokenised one by one."
+                f"{folder}: this tokenizer adds a space before every text, so turns cannot be tokenized separately."
             )
         try:
             trial = self.conversation(_TRIAL)
@@ -90,11 +91,11 @@ class ChatTemplate:
         self.turn_end: int | None = int(trial.ids[last]) if ends is not None and ends.special else None
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens after which an assistant speaks. Raises NotRendered."""
+        """Return the tokens up to the assistant's turn. Raises NotRendered."""
         return self._renderer.prompt(messages)
 
     def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> Tokens:
-        """A whole conversation. Raises NotRendered."""
+        """Tokenize a whole conversation. Raises NotRendered."""
         spans, text, last_only = self._spans(messages)
         if not spans:
             raise NotRendered("no assistant speaks")
@@ -114,7 +115,7 @@ class ChatTemplate:
         return Tokens(np.array(ids + rest, np.uint32), np.array(mask + [0] * len(rest), np.uint8), last_only)
 
     def _spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str, bool]:
-        """Where the assistant's turns stand in the text, the text, and whether earlier turns are missing."""
+        """Return the spans of the assistant's turns, the text, and whether earlier turns are missing."""
         if self._marks:
             return *self._renderer.marked(messages), False
         text = self._renderer.text(messages, reply=False)
@@ -126,17 +127,16 @@ class ChatTemplate:
             if text.startswith(before) and text.startswith(after) and len(before) < len(after):
                 spans.append((len(before), len(after)))
             elif n == numbers[-1]:
-                raise NotRendered(
-                    "what it writes before a reply is not the beginning of what it writes with one"
-                )
-        # One that is written differently later on is one that no later prompt shows as it was learnt.
+                raise NotRendered("its text before a reply is not a prefix of its text with the reply")
+        # A turn that is rendered differently later would never appear in a prompt as it was learned.
         return (spans, text, False) if len(spans) == len(numbers) else (spans[-1:], text, True)
 
     def _before(self, messages: Sequence[Message], n: int) -> str:
         """Return the text before turn n, up to where the assistant begins to speak.
 
-        Many templates refuse an empty conversation. Where the assistant speaks first, the text before it is then what
-        they write up to the end of the prompt for a reply, which a question with and without that prompt shows.
+        Many templates refuse an empty conversation. If the assistant speaks first, the text before it is what the
+        template writes up to the end of the generation prompt, found by rendering a question with and without that
+        prompt.
         """
         if n:
             return self._renderer.text(messages[:n], reply=True)
@@ -151,12 +151,12 @@ class ChatTemplate:
             at = first.find(prompt) if with_prompt.startswith(asked) and prompt else -1
             if at < 0:
                 raise NotRendered(
-                    "it begins with the assistant, and the template shows no beginning of its turn"
+                    "it begins with the assistant, and the template does not show where that turn begins"
                 ) from None
             return first[: at + len(prompt)]
 
     def _turn_end(self, text: str, begin: int, end: int) -> int:
-        """A turn ends with its last special token; white space after that belongs to what follows."""
+        """Return the end of a turn: after its last special token; white space after that belongs to the next part."""
         after = max((found.end() for found in self._renderer.special.finditer(text, begin, end)), default=end)
         return after if not text[after:end].strip() else end
 
@@ -166,7 +166,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """What `make` made: new tokens with their ids; `fresh` are ids that no training has seen, the new ones included."""
+    """The result of `make`: new tokens with their ids. fresh: ids that were never trained, including the new ones."""
 
     added: dict[str, int]
     fresh: tuple[int, ...]
@@ -176,11 +176,11 @@ class ChatTokenizer:
 
 
 def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
-    """Write a tokenizer for conversations into the folder `out`, made from the one in `source`.
+    """Write a chat tokenizer to the folder `out`, made from the one in `source`.
 
-    template: its text; None takes the tokenizer's own, and where there is none the default, which is ChatML's form; its
-    special tokens are added where the vocabulary lacks them. generation_config.json names the tokens that end a text.
-    Raises UsageError for a tokenizer or template that cannot be used.
+    template: its text; None uses the tokenizer's own, or by default ChatML, whose special tokens are added if the
+    vocabulary lacks them. generation_config.json names the end tokens. Raises UsageError for an unsupported
+    tokenizer or template.
     """
     coder = bpe.load(source)
     bpe.token_bytes(coder)  # refuses what is not byte-level BPE
@@ -201,7 +201,7 @@ def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
         json.dumps(_settings(source, end), indent=2) + "\n", encoding="utf-8"
     )
     turn_end = ChatTemplate(out).turn_end
-    # The first one is what transformers pads with and compares, so it is the one that ends a turn.
+    # transformers pads with the first one and compares with it, so it must be the end-of-turn token.
     ends = list(dict.fromkeys([turn_end, end_id] if turn_end is not None else [end_id]))
     generation = {"eos_token_id": ends if len(ends) > 1 else end_id, "pad_token_id": end_id}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
@@ -211,7 +211,7 @@ def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
 
 def _id(coder: Tokenizer, token: str) -> int:
     number = coder.token_to_id(token)
-    assert number is not None  # it has just been added
+    assert number is not None  # added just now
     return int(number)
 
 
@@ -222,7 +222,7 @@ def _add_special(coder: Tokenizer, tokens: Sequence[str]) -> None:
 
 
 def _settings(source: Path, end: str) -> dict[str, Any]:
-    """tokenizer_config.json: the source's, without a template of its own."""
+    """Return the source's tokenizer_config.json without its template."""
     settings = tokenizer_settings(source)
     settings.pop("chat_template", None)
     settings.pop("added_tokens_decoder", None)  # tokenizer.json has them, the new ones included

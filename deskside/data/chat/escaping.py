@@ -1,13 +1,13 @@
-"""Reversible escapes for the special tokens that a text from outside spells.
+"""Reversible escapes for special tokens that occur in untrusted text.
 
-A text is escaped before a chat template mixes it with special tokens of its own, and unescaped after those have been
-found. An escaped text holds no special token of the tokenizer:
+A text is escaped before a chat template mixes it with the template's own special tokens, and unescaped after those
+have been found. An escaped text contains no special token of the tokenizer:
 
     special token number n  ->  ESCAPE + the character U+F0000 + n (private use)
     ESCAPE                  ->  ESCAPE ESCAPE
 
-Nothing is lost: `unescape(escape(text)) == text` for every text. Whole tokens are replaced, so that tokens of one
-character, and tokens that are parts of others, are covered too.
+`unescape(escape(text)) == text` holds for every text. Whole tokens are replaced, so tokens of one character and
+tokens that are parts of others are covered as well.
 """
 
 import re
@@ -21,10 +21,10 @@ ESCAPES = [chr(0xE000 + number) for number in range(64)]
 
 
 class Escaping:
-    """Escapes for one set of special tokens. `pattern` finds them, longer ones first."""
+    """Escapes for one set of special tokens. pattern: finds them, longer ones first."""
 
     def __init__(self, special: Sequence[str]):
-        """Raises UsageError for a tokenizer with more special tokens than there are private characters."""
+        """Raises UsageError for a tokenizer with more special tokens than there are private-use characters."""
         if len(special) > MOST:
             raise UsageError(
                 f"the tokenizer has {len(special)} special tokens; {MOST} at most can be escaped"
@@ -39,7 +39,7 @@ class Escaping:
         )
 
     def used_in(self, text: str) -> bool:
-        """Whether something in the text is escaped."""
+        """Return whether the text contains an escape."""
         return self._escape in text
 
     def escape(self, text: str) -> str:
@@ -48,7 +48,7 @@ class Escaping:
         return self.pattern.sub(lambda found: self._escape + chr(FIRST + self._number[found[0]]), text)
 
     def unescape(self, text: str) -> str:
-        """Return the text with everything that was escaped."""
+        """Return the text with all escapes resolved."""
         if not self.used_in(text):
             return text
         return self._undo.sub(
@@ -56,7 +56,7 @@ class Escaping:
         )
 
     def escape_all(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of a message in which every string is escaped, however deep it lies."""
+        """Return a copy of a message in which every string is escaped, at any depth."""
         return {str(name): self._deep(value) for name, value in message.items()}
 
     def _deep(self, value: Any) -> Any:

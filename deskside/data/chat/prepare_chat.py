@@ -1,11 +1,11 @@
-"""Conversations in, token shards with marks out: what `deskside sft` prepares once and then reads from its cache.
+"""Preparation of conversations as token shards with masks, which `deskside sft` caches.
 
-The data set is like that of `prepare` (index.json, shards, tokenizer.json), so loading, packing, verifying and resuming
-are the same code. It has besides: a mask file for each shard (`shards`), the chat template with the settings that a
-chat needs, and samples.json, a few held-out conversations to show what the model says.
+The data set has the format of `prepare` (index.json, shards, tokenizer.json), so loading, packing, verifying and
+resuming share its code. In addition it has a mask file for each shard, the chat template with the settings of a
+chat, and samples.json, a few held-out conversations for sample answers.
 
-Which conversations are held out is decided by a keyed hash of their messages: not by their order, and copies of one
-conversation stand on one side. The folder appears under its name when it is complete.
+A keyed hash of its messages decides whether a conversation is held out, so the choice does not depend on the order,
+and copies are in the same split. The folder gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, checked_message
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.prepare import sum_up
 from deskside.data.corpus.process_pool import in_order
-from deskside.data.corpus.progress_bar import Progress
+from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import Record, content_key, iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
@@ -37,7 +37,7 @@ from deskside.data.reading.shards import MAX_TAGS, ChatInfo, DatasetIndex, Encod
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
 
-VERSION = 2  # of what is made from the same arguments
+VERSION = 2  # of the format: the same arguments give other content
 SHARD_TOKENS = 1 << 25
 DEFAULT_FRACTION, FEWEST_HELD_OUT = 0.02, 32
 SAMPLES, SAMPLE_CHARACTERS = 4, 600
@@ -47,7 +47,7 @@ NO_CONVERSATION, REFUSED = "no conversation", "the chat template cannot render i
 
 @dataclass(frozen=True)
 class ChatSpec:
-    """What decides a data set of conversations, apart from the tokenizer."""
+    """Everything that determines a data set of conversations, apart from the tokenizer."""
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
@@ -57,9 +57,10 @@ class ChatSpec:
 
 
 def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
-    """A short name of what `prepare_chat` makes, from the content of everything that decides it.
+    """Return a short key of the content of everything that determines the result.
 
-    Of a hub data set only the name is known, so a change there is not seen. Raises UsageError as `Source.parse`.
+    Only the name of a hub data set is included, so a change there goes unnoticed. Raises UsageError as
+    `Source.parse`.
     """
     parts = [content_key([Source.parse(s) for s in names]) for names in (spec.sources, spec.val_sources)]
     parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", "chat_template.jinja")]
@@ -70,25 +71,23 @@ def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
 def prepare_chat(
     spec: ChatSpec, tokenizer: Path, out: Path, *, quiet: bool = False, shard_tokens: int = SHARD_TOKENS
 ) -> DatasetIndex:
-    """Make the data set in the new folder `out`. tokenizer: a folder that `chat_template.make` wrote.
+    """Make the data set in the new folder `out`. tokenizer: a folder written by `chat_template.make`.
 
-    Raises:
-        UsageError: wrong sources, nothing that can be learnt from, or `out` is there already.
-        RunError: the disk is full.
+    Raises UsageError for wrong sources, nothing to learn from, or an existing `out`; RunError if the disk is full.
     """
     if not spec.sources:
         raise UsageError(
-            "--data: no conversations were named; give a .jsonl or .parquet file, a folder or hf:owner/name"
+            "--data: no conversations were given; give a .jsonl or .parquet file, a folder or hf:owner/name"
         )
     if out.exists():
-        raise UsageError(f"{out}: is there already; remove it, or give another --data.path")
+        raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
     with new_folder(tokenizer, out) as new:
         return _Maker(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).make()
 
 
 @contextlib.contextmanager
 def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out` with the tokenizer's files, which becomes `out` when all went well."""
+    """Yield a temporary folder beside `out` with the tokenizer's files, which is renamed to `out` on success."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
@@ -108,7 +107,7 @@ def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
 
 @dataclass
 class _Split:
-    """One split under way."""
+    """One split in progress."""
 
     name: str
     documents: list[EncodedDocument] = field(default_factory=list)
@@ -121,7 +120,7 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A record that is one; key: a hash of its messages."""
+    """A valid conversation. key: a hash of its messages."""
 
     record: Record
     messages: list[dict[str, Any]]
@@ -129,7 +128,7 @@ class _Conversation:
 
 
 def _rendered(turns: Turns, template: ChatTemplate, messages: list[dict[str, Any]]) -> Tokens | str:
-    """The tokens, or why there are none."""
+    """Return the tokens, or the reason why there are none."""
     try:
         return template.conversation(messages, turns)
     except NotRendered as error:
@@ -165,7 +164,7 @@ class _Maker:
             if not held_out:
                 raise UsageError(f"--val: no conversation {_reasons(self.logs['val'])}")
         count, fraction, forced = self._first_pass(train, bool(val))
-        with Progress("render", count, "conversations", quiet=self.quiet) as bar:
+        with ProgressBar("render", count, "conversations", quiet=self.quiet) as bar:
 
             def divided() -> Iterator[tuple[str, _Conversation]]:
                 for one in self._conversations(train, "train"):
@@ -182,11 +181,13 @@ class _Maker:
         return self._finish()
 
     def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
-        """How many conversations there are, the share to hold out, and the one that is when the share catches none."""
+        """Return the number of conversations, the share to hold out, and the one to hold out if the share selects
+        none.
+        """
         keys = [one.key for one in self._conversations(sources, "train")]
         if not keys:
             raise UsageError(f"--data: no conversation {_reasons(self.logs['train'])}")
-        self.logs["train"] = BadInputLog()  # the second pass counts them
+        self.logs["train"] = BadInputLog()  # counted again by the second pass
         if have_val:
             return len(keys), 0.0, None
         fraction = self.spec.val_fraction or max(DEFAULT_FRACTION, min(0.1, FEWEST_HELD_OUT / len(keys)))
@@ -206,8 +207,8 @@ class _Maker:
                 key = xxhash.xxh3_128_digest(json.dumps(messages, sort_keys=True).encode())
                 yield _Conversation(record, messages, key)
 
-    def _add_all(self, given: Iterable[tuple[str, _Conversation]], bar: Progress | None = None) -> None:
-        """Each to the split that is named beside it, in their order."""
+    def _add_all(self, given: Iterable[tuple[str, _Conversation]], bar: ProgressBar | None = None) -> None:
+        """Add conversations to the named splits, in order."""
         items = ((named, named[1].messages) for named in given)
         work, build = partial(_rendered, self.spec.turns), partial(ChatTemplate, self.out)
         with contextlib.closing(in_order(items, work, self.template, build)) as made:
@@ -223,7 +224,7 @@ class _Maker:
                 REFUSED, record.origin, found
             )
             return
-        if self.template.turn_end is None:  # nothing in the template would teach when to stop
+        if self.template.turn_end is None:  # otherwise the model would not learn to stop
             found = _with_end(found, self.eos_id)
         pair = (record.source, record.lang)
         if pair not in self.tags and len(self.tags) >= MAX_TAGS:
@@ -295,13 +296,13 @@ class _Maker:
 
 
 def told(index: DatasetIndex, say: Callable[[str], None]) -> None:
-    """What a person should know of prepared conversations."""
+    """Print what the user should know about prepared conversations."""
     assert index.chat is not None
     train, val = index.splits["train"], index.splits["val"]
     learnt = index.chat.learnt_tokens
     say(
         f"{train.documents:,} conversations of {train.tokens:,} tokens to train on, {learnt['train']:,} of them "
-        f"said by an assistant; {val.documents:,} held out"
+        f"by the assistant; {val.documents:,} held out"
     )
     if index.chat.last_turn_only:
         say(
@@ -312,7 +313,7 @@ def told(index: DatasetIndex, say: Callable[[str], None]) -> None:
         for reason, left in reasons.items():
             say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
     if index.duplicates_of_validation:
-        say(f"left out: {index.duplicates_of_validation:,} that are held out too")
+        say(f"left out: {index.duplicates_of_validation:,} copies of held-out conversations")
 
 
 def _with_end(found: Tokens, end: int) -> Tokens:

@@ -1,16 +1,16 @@
-"""Messages -> the text that a chat template makes of them, and its tokens.
+"""Rendering of messages with a chat template, and tokenization of the result.
 
-Templates run in transformers' sandbox for Jinja: they come with a model, and so from anybody. Whatever one raises
-becomes `Refused`, here and nowhere else.
+Templates run in transformers' Jinja sandbox, because they come with a model and are untrusted. Everything that one
+raises becomes `Refused`.
 
-Nothing that a message holds ever makes a special token: `<|im_end|>` in it is encoded as the plain text that it is, so
-nobody can end a turn, or speak as the system, from inside of a message. A template writes special tokens and messages
-into one text; to tell them apart, every string of a message is escaped before rendering (escaping.py), and `ids` undoes
-it after the template's own special tokens have been found. `encode_plain` is the second line of defence: it refuses a
-text whose tokens hold a special one, whatever the tokenizer did to it.
+The content of a message never becomes a special token: `<|im_end|>` in it is encoded as plain text, so a message
+cannot end a turn or impersonate the system. A template mixes special tokens and messages in one text. To
+distinguish them, every string of a message is escaped before rendering (escaping.py), and `ids` unescapes it after
+the template's own special tokens have been found. As a second defense, `encode_plain` refuses text whose tokens
+include a special one, whatever the tokenizer did to it.
 
-A message holds a role, a text and perhaps a name. A role has to be one that the template knows, and a name one that it
-writes. Other fields (tool calls, reasoning) are refused by `checked_messages`, never dropped.
+A message has a role, a text and perhaps a name. The template must know the role and write the name. Other fields
+(tool calls, reasoning) are refused by `checked_messages`, never dropped.
 """
 
 import re
@@ -45,11 +45,11 @@ Message = Mapping[str, Any]
 
 
 class NotRendered(UsageError):
-    """A conversation that cannot be used; says why."""
+    """A conversation that cannot be used; the message gives the reason."""
 
 
 class Refused(NotRendered):
-    """A template refuses the messages, or cannot be run at all, for this `reason`."""
+    """The template refuses the messages, or cannot be run, for this `reason`."""
 
     def __init__(self, reason: str):
         super().__init__(f"the model's chat template refuses these messages: {reason}")
@@ -57,10 +57,10 @@ class Refused(NotRendered):
 
 
 class Renderer:
-    """The chat template of a folder. `special`: a pattern that finds the tokenizer's special tokens.
+    """The chat template of a folder. special: a pattern that finds the tokenizer's special tokens.
 
-    tokenizer: a copy of its own, because the way that it treats special tokens is changed. Raises UsageError for a
-    folder without a template. Belongs to one thread at a time.
+    tokenizer: a copy of its own, because its treatment of special tokens is changed. Raises UsageError for a folder
+    without a template. Not thread-safe.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer):
@@ -77,15 +77,15 @@ class Renderer:
         self._names_shown: dict[str, bool] = {}
 
     def text(self, messages: Sequence[Message], reply: bool) -> str:
-        """Return the text of messages, escaped; with `reply` up to where the assistant speaks next.
+        """Render messages as escaped text; with `reply` up to where the assistant speaks next.
 
-        `plain` shows it to a person, and `ids` makes tokens of it. Raises NotRendered.
+        `plain` makes it readable, and `ids` tokenizes it. Raises NotRendered.
         """
         texts, _ = self._rendered(messages, add_generation_prompt=reply)
         return str(texts[0])
 
     def marked(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str]:
-        """Where the stretches stand that the template marks with `{% generation %}`, and the text, escaped.
+        """Return the spans that the template marks with `{% generation %}`, and the escaped text.
 
         Raises NotRendered.
         """
@@ -93,11 +93,11 @@ class Renderer:
         return [(a, b) for a, b in spans[0] if b > a], str(texts[0])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens after which the assistant speaks. Raises NotRendered."""
+        """Return the tokens up to the assistant's turn. Raises NotRendered."""
         return self.ids(self.text(messages, reply=True))
 
     def escaped(self, text: str) -> str:
-        """Return a text from outside so that it can stand in a rendered text without making a special token."""
+        """Escape untrusted text, so that it cannot become a special token in a rendered text."""
         return self._escaping.escape(text)
 
     def plain(self, text: str) -> str:
@@ -105,9 +105,9 @@ class Renderer:
         return self._escaping.unescape(text)
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text: the template's special tokens, and everything else as plain text.
+        """Tokenize a rendered text: the template's special tokens, and everything else as plain text.
 
-        Raises NotRendered where the tokenizer makes a special token of plain text.
+        Raises NotRendered if the tokenizer would encode plain text as a special token.
         """
         found = list(self.special.finditer(text))
         if not self._escaping.used_in(text):
@@ -133,7 +133,7 @@ class Renderer:
         return self._run([self._escaping.escape_all(message) for message in messages], **options)
 
     def _run(self, messages: Sequence[Message], **options: bool) -> tuple[list[str], list[Any]]:
-        """Run the template. Raises Refused for whatever it raises."""
+        """Run the template. Raises Refused for any exception in it."""
         from jinja2 import TemplateError  # both are slow to import, and only chats need them
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -150,7 +150,7 @@ class Renderer:
     # What the template knows
 
     def _check(self, number: int, message: Message) -> None:
-        """Raises NotRendered for a role or a name that the template would not write."""
+        """Raise NotRendered for a role or a name that the template would not write."""
         role = message["role"]
         if role not in self.roles:
             raise NotRendered(
@@ -165,9 +165,9 @@ class Renderer:
 
     @cached_property
     def roles(self) -> frozenset[str]:
-        """The roles that the template knows: those whose text it writes, or about which it raises an error of its own.
+        """Return the roles that the template knows: it writes their text, or raises an error of its own about them.
 
-        Asked are the usual ones, and those that the template compares a role with.
+        Tested are the usual roles, and those that the template compares a role with.
         """
         candidates = {*ROLES, *_compared_roles(self.template)}
         return frozenset(
@@ -181,7 +181,7 @@ class Renderer:
         return self._names_shown[role]
 
     def _shows(self, message: Message) -> bool | None:
-        """Whether _TRIAL in a message appears in some short conversation; None where all of them are refused."""
+        """Return whether _TRIAL in a message appears in some short conversation; None if all of them are refused."""
         user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         rendered = False
         for talk in ([message], [message, user], [user, message], [user, assistant, message]):
@@ -204,14 +204,14 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def encode(tokenizer: Tokenizer, text: str, plain: bool) -> list[int]:
-    """Tokens of a text, special ones that it spells included unless `plain`. Changes how the tokenizer treats them."""
+    """Tokenize a text, including the special tokens that it spells unless `plain`. Changes the tokenizer's setting."""
     tokenizer.encode_special_tokens = plain
     # As a batch, because only that lets other threads run meanwhile.
     return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
 
 def encode_plain(tokenizer: Tokenizer, text: str, special: frozenset[int]) -> list[int]:
-    """Tokens of a text from outside. Raises NotRendered where one of them is special after all."""
+    """Tokenize untrusted text. Raises NotRendered if a token is special nevertheless."""
     ids = encode(tokenizer, text, plain=True)
     if not special.isdisjoint(ids):
         found = next(token for token in ids if token in special)
@@ -222,9 +222,9 @@ def encode_plain(tokenizer: Tokenizer, text: str, special: frozenset[int]) -> li
 
 
 def checked_messages(value: object) -> list[dict[str, Any]]:
-    """The messages of a record: text parts are joined, and fields without a value left out.
+    """Return the messages of a record, with text parts joined and empty fields removed.
 
-    Raises NotRendered for what is no conversation, and for fields that no rendering here would show.
+    Raises NotRendered for invalid conversations, and for fields that cannot be rendered here.
     """
     if not isinstance(value, list) or not value:
         raise NotRendered("it is not a list of messages")
@@ -259,7 +259,7 @@ def _checked(number: int, message: object) -> dict[str, Any]:
 
 
 def _part(where: str, part: object) -> str:
-    """The text of a part of a message's content."""
+    """Return the text of a part of a message's content."""
     given = {name: f for name, f in part.items() if not _empty(f)} if isinstance(part, Mapping) else {}
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str) or given.keys() - {"type", "text"} or given.get("type", "text") != "text":
@@ -268,20 +268,20 @@ def _part(where: str, part: object) -> str:
 
 
 def _empty(value: object) -> bool:
-    """Whether a field says nothing. Tables fill in null where other rows have a value."""
+    """Return whether a field is empty. Tables have null where other rows have a value."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
 def refuse_row_fields(fields: Mapping[str, Any]) -> None:
-    """Raises NotRendered for a record with tools and the like, which a chat would have to show."""
+    """Raise NotRendered for a record with tools and the like, which a chat would have to show."""
     if found := [name for name in ROW_FIELDS if not _empty(fields.get(name))]:
         raise NotRendered(f"the record has {', '.join(found)}, which cannot be represented here; take it out")
 
 
 def own_template(folder: Path) -> str | None:
-    """The chat template beside a tokenizer, or inside of its tokenizer_config.json; None where there is none.
+    """Return the chat template beside a tokenizer, or inside its tokenizer_config.json, or None.
 
-    Raises RunError for a file that is damaged.
+    Raises RunError for a damaged file.
     """
     file = folder / TEMPLATE
     if file.is_file():
@@ -297,13 +297,13 @@ def own_template(folder: Path) -> str | None:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, empty where there is none. Raises RunError where it is no JSON object."""
+    """Return tokenizer_config.json, or {} if it is missing. Raises RunError if it is not a JSON object."""
     file = folder / "tokenizer_config.json"
     return json_object(file) if file.is_file() else {}
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
-    """Those of NAMED_TOKENS that tokenizer_config.json has."""
+    """Return those of NAMED_TOKENS that tokenizer_config.json has."""
     settings = tokenizer_settings(folder)
     found = {name: settings.get(name) for name in NAMED_TOKENS}
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in found.items()}
@@ -311,7 +311,7 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _compared_roles(template: str) -> set[str]:
-    """Return the texts that a template compares a role with; none where it does not parse."""
+    """Return the strings that a template compares a role with; none if it does not parse."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -334,7 +334,7 @@ def _compared_roles(template: str) -> set[str]:
 
 
 def _is_role(node: Any) -> bool:
-    """Whether an expression is `message.role`, `message["role"]` or a variable that is named for it."""
+    """Return whether an expression is `message.role`, `message["role"]` or a variable of that name."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.Getattr):

@@ -11,26 +11,26 @@ import xxhash
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from deskside.data.corpus.heldout import Holdout, HoldoutPlanner, few_cut, long_cut, text_hash
-from deskside.data.corpus.progress_bar import Progress
-from deskside.data.corpus.sources import BadInputLog, Document, Limits, OnBad, Source, iter_documents
+from deskside.data.corpus.progress_bar import ProgressBar
+from deskside.data.corpus.sources import BadInputLog, Document, OnBad, SizeLimits, Source, iter_documents
 from deskside.data.reading.shards import MAX_TAGS, LeftOut
 from deskside.data.tokenizer import spans
 from deskside.utils.errors import UsageError
 
-_OTHER = ("other", "")  # the tags of documents beyond MAX_TAGS
+_OTHER = ("other", "")  # shared by all pairs beyond MAX_TAGS
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read: the field that holds the text, and how long a line may be."""
+    """How sources are read: the field that holds the text, and the maximum length of a line."""
 
     text_field: str = "text"
-    limits: Limits = field(default_factory=Limits)
+    limits: SizeLimits = field(default_factory=SizeLimits)
 
 
 @dataclass(frozen=True, order=True)
 class _Piece:
-    """A piece of a document in a sample, by falling rank. `few` and `long` are the document's cuts, see `heldout`."""
+    """A piece of a document in a sample, ordered by falling rank. few, long: the document's cuts, see `heldout`."""
 
     rank: int
     number: int
@@ -42,10 +42,10 @@ class _Piece:
 
 
 @dataclass
-class Sampler:
-    """Keeps at most `limit` bytes of text, chosen by a keyed hash, whatever the order of arrival.
+class TextSampler:
+    """Keeps at most `limit` bytes of text, chosen by a keyed hash, so the order of arrival does not matter.
 
-    Long documents are sampled in pieces, so that a corpus of few books is sampled as well.
+    Long documents are sampled in pieces, so that a corpus of few books is sampled evenly as well.
     """
 
     limit: int
@@ -55,7 +55,7 @@ class Sampler:
     _ceiling: int = 1 << 64
 
     def add(self, text: bytes, key: bytes, few: int, long: int) -> None:
-        """Take pieces of a document. `few` and `long` are where validation would begin in it, see `heldout`."""
+        """Add the pieces of a document. few, long: where validation would begin in it, see `heldout`."""
         for i, (start, end) in enumerate(spans(text, 1 << 13)):
             rank = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
             if rank >= self._ceiling:
@@ -65,11 +65,11 @@ class Sampler:
             while self.held > self.limit and len(self._heap) > 1:
                 dropped = heapq.heappop(self._heap)
                 self.held -= len(dropped.data)
-                # Nothing above it comes in later, so that the order of arrival does not matter.
+                # Nothing above it is added later, so the order of arrival does not matter.
                 self._ceiling = -dropped.rank
 
     def texts(self, holdout: Holdout) -> Iterator[str]:
-        """Yield the sample in a fixed order, without text of validation."""
+        """Yield the sample in a fixed order, without validation text."""
         for piece in sorted(self._heap, reverse=True):
             if not (holdout.tails or holdout.chosen(piece.key)):
                 yield piece.data.decode("utf-8")
@@ -82,10 +82,11 @@ class Sampler:
 
 
 @dataclass
-class Scan:
-    """What the first pass found. Kept in prepare.json, so that a resumed preparation need not look again.
+class Analysis:
+    """The result of the first pass. It is saved in prepare.json, so that a resumed preparation need not repeat it.
 
-    `text_bytes` is of the training sources with what becomes validation, `val_text_bytes` of the validation sources.
+    text_bytes: size of the training sources, including what becomes validation. val_text_bytes: size of the
+    validation sources.
     """
 
     documents: PositiveInt
@@ -99,7 +100,7 @@ class Scan:
 
 @dataclass
 class Splitter:
-    """Says for each document of the training sources which part is trained on and which is validation."""
+    """Decides which part of each training document is trained on and which is validation."""
 
     holdout: Holdout
     held_out: frozenset[bytes] = frozenset()  # texts of the validation sources
@@ -115,7 +116,7 @@ class Splitter:
         return text[:cut], text[cut:]
 
 
-def scan(
+def analyze(
     sources: list[Source],
     val_sources: list[Source],
     *,
@@ -123,13 +124,12 @@ def scan(
     fraction: float | None,
     seed: int,
     on_bad: OnBad,
-    sampler: Sampler | None,
+    sampler: TextSampler | None,
     quiet: bool,
-) -> Scan:
-    """Read everything once, fill the sampler, and return what was found.
+) -> Analysis:
+    """Read everything once, fill the sampler, and return the counts and the split.
 
-    Raises:
-        UsageError: nothing to train on, or bad input while `on_bad` is "refuse".
+    Raises UsageError if there is nothing to train on, or for bad input if `on_bad` is "refuse".
     """
     logs = {"train": BadInputLog(on_bad), "val": BadInputLog(on_bad)}
     tags: dict[tuple[str, str], int] = {}
@@ -138,7 +138,7 @@ def scan(
         raise UsageError(f"the validation sources hold no document {_reasons(logs['val'])}.")
     documents = text_bytes = 0
     planner = HoldoutPlanner(seed, 0 if held_out else fraction)
-    with Progress("read", None, "MB", quiet=quiet) as bar:
+    with ProgressBar("read", None, "MB", quiet=quiet) as bar:
         for document in documents_of(sources, logs["train"], reading):
             note_tag(tags, document)
             pair = (document.source, document.lang)
@@ -155,8 +155,8 @@ def scan(
     if documents == 0:
         raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
     if planner.documents == 0:
-        raise UsageError("every training document also stands in the validation sources.")
-    return Scan(
+        raise UsageError("every training document is also in the validation sources.")
+    return Analysis(
         documents=documents,
         text_bytes=text_bytes,
         val_text_bytes=val_text_bytes,
@@ -173,7 +173,7 @@ def validation_texts(
     reading: Reading,
     tags: dict[tuple[str, str], int] | None = None,
 ) -> tuple[frozenset[bytes], int]:
-    """Hashes of all texts of the validation sources, and their bytes together. With `tags`, their tags are added."""
+    """Return the hashes and the total size of all texts of the validation sources. tags: collects their tags."""
     keys, size = set(), 0
     for document in documents_of(val_sources, log, reading):
         keys.add(text_hash(document.data))
@@ -189,7 +189,7 @@ def documents_of(sources: Iterable[Source], log: BadInputLog, reading: Reading) 
 
 
 def note_tag(tags: dict[tuple[str, str], int], document: Document) -> int:
-    """The number of a document's (source, lang) pair; pairs beyond the limit share one."""
+    """Return the number of a document's (source, lang) pair; pairs beyond the limit share one."""
     pair = (document.source, document.lang)
     if pair not in tags and len(tags) >= MAX_TAGS:
         pair = _OTHER

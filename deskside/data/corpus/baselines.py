@@ -1,4 +1,4 @@
-"""What a model has to beat on the validation text: gzip, and the frequency of its tokens alone. Both in bits."""
+"""Baselines on the validation text, in bits: gzip, and token frequencies (unigrams)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deskside.data.reading import shards
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.data.reading.shards import DatasetIndex, SplitInfo
 
-TRAIN_COUNTS = "train-counts.npy"  # how often each token stands in the training split
+TRAIN_COUNTS = "train-counts.npy"  # token counts of the training split
 
 
 class GzipMeter:
-    """Bits of the texts written one after the other and compressed as one gzip file of level 9."""
+    """Measures the bits of concatenated texts compressed as one gzip file at level 9."""
 
     def __init__(self) -> None:
         self._stream = zlib.compressobj(9, wbits=31)
@@ -28,14 +28,15 @@ class GzipMeter:
         self._size += len(self._stream.compress(text))
 
     def bits(self) -> int:
-        """Ends the file; nothing can be added after it."""
+        """Finish the file and return its bits; nothing can be added afterwards."""
         return 8 * (self._size + len(self._stream.flush()))
 
 
 def unigram_bits(train: NDArray[np.int64], val: NDArray[np.int64], eos_id: int) -> float:
-    """Bits to code the validation's text tokens by their frequency in training, add-one smoothed; counts are [vocab].
+    """Return the bits to code validation tokens by their frequency in training, with add-one smoothing; counts are
+    [vocab].
 
-    The end-of-text token is text of no bytes and left out on both sides.
+    The end-of-text token has no text and is left out on both sides.
     """
     train, val = train.copy(), val.copy()
     train[eos_id] = val[eos_id] = 0
@@ -44,28 +45,24 @@ def unigram_bits(train: NDArray[np.int64], val: NDArray[np.int64], eos_id: int) 
 
 
 def token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> NDArray[np.int64]:
-    """How often each token stands in a split, shape [vocab]."""
+    """Return the number of occurrences of each token in a split, shape [vocab]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for shard in split.shards:
         tokens = shards.open_tokens(out, shard, dtype)
-        for start in range(0, len(tokens), 1 << 20):  # bincount takes eight bytes a token
+        for start in range(0, len(tokens), 1 << 20):  # bincount needs eight bytes per token
             counts += np.bincount(tokens[start : start + (1 << 20)], minlength=vocab_size)
     return counts
 
 
 def write_train_counts(directory: Path, counts: NDArray[np.int64]) -> None:
-    """Keep how often each token stands in training. Raises: as `shards.write_file`."""
+    """Save the token counts of the training split. Raises as `shards.write_file`."""
     shards.write_file(
         directory / TRAIN_COUNTS, lambda file: np.save(file, counts.astype("<i8"), allow_pickle=False)
     )
 
 
 def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64] | None:
-    """Return what `write_train_counts` kept, or None for data that was prepared before it was kept.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """Return the counts of `write_train_counts`, or None for older data. Raises RunError if the file is damaged."""
     path = directory / TRAIN_COUNTS
     if not path.is_file():
         return None
@@ -82,8 +79,8 @@ def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64]
 def baselines_of_rows(dataset: PackedDataset, numbers: NDArray[np.int64]) -> dict[str, float | None]:
     """Return gzip and unigram bits per byte of the text in some rows of a validation split.
 
-    A model that was evaluated on a part of the validation has to be compared on the same bytes. The unigram is None for
-    data that was prepared before the counts of its training tokens were kept.
+    A model that was evaluated on part of the split must be compared on the same bytes. The unigram is None for data
+    without training token counts.
     """
     coder = bpe.load(dataset.directory)
     texts, eos_id = bpe.token_texts(coder), dataset.index.tokenizer.eos_id

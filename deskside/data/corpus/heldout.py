@@ -1,13 +1,16 @@
-"""Which documents are validation.
+"""Choice of the validation documents.
 
-- A keyed hash of its text decides about each document, so the choice does not depend on the order of the sources, and
-  copies of one document are on the same side. Without `--val-fraction` the share is that of about 500 kB of text, at
-  least 0.5 % and at most 10 %. It falls when sources are added, so that the hash moves no document from training to
-  validation.
-- Every language, every source and every .jsonl or .parquet file is represented: where the hash chose no document of
-  one, the document with its lowest hash is added, as long as those added are at most a tenth of the text.
+- A keyed hash of its text decides about each document, so the choice does not depend on the order of the sources,
+and copies of one document are in the same split. Without `--val-fraction` the share is that of about 500 kB of
+text, at least 0.5 % and at most 10 %. It falls when sources are added, so the hash moves no document from training
+to validation.
+
+- Every language, every source and every .jsonl or .parquet file is represented: if the hash chose no document of
+one, its document with the lowest hash is added, as long as all additions are at most a tenth of the text.
+
 - Of a document of more than two million bytes the last million is validation, and the rest is trained on.
-- Of fewer than ten documents each gives its tail: its last tenth, at most a million bytes.
+
+- With fewer than ten documents, validation is the tail of each: its last tenth, at most a million bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ Label = tuple[str, str]  # ("lang", "hi"), ("source", "wiki"), ("file", "a.jsonl
 
 
 def text_hash(text: bytes) -> bytes:
-    """Return 128 bits that stand for a document's text; white space at its ends does not count."""
+    """Return a 128-bit hash of a document's text without surrounding white space."""
     head, tail = text[:_EDGE].decode("utf-8", "ignore"), text[-_EDGE:].decode("utf-8", "ignore")
     if len(text) <= _EDGE or not head.strip() or not tail.strip():
         return xxhash.xxh3_128_digest(text.decode("utf-8").strip().encode("utf-8"))
@@ -46,17 +49,17 @@ def text_hash(text: bytes) -> bytes:
 
 
 def is_validation(key: bytes, seed: int, fraction: float) -> bool:
-    """Return whether a document is among the share that is chosen by hash."""
+    """Return whether the hash selects a document for validation."""
     return rank(key, seed) < fraction * 2.0**64
 
 
 def rank(key: bytes, seed: int) -> int:
-    """Return the position of a document among all, from 0 to 2**64. The lowest become validation."""
+    """Return the position of a document from 0 to 2**64. The lowest become validation."""
     return xxhash.xxh3_64_intdigest(key, seed=seed)
 
 
 def tail_cut(text: bytes, tail: int) -> int:
-    """Return where the tail of about `tail` bytes begins: after a line's end, else after a space, else right there."""
+    """Return the start of a tail of about `tail` bytes: after a line's end, else after a space, else exactly there."""
     at = max(0, len(text) - tail)
     while at < len(text) and text[at] & 0xC0 == 0x80:
         at += 1
@@ -68,23 +71,23 @@ def tail_cut(text: bytes, tail: int) -> int:
 
 
 def few_cut(text: bytes, fraction: float | None) -> int:
-    """Return where the tail begins that one of few documents gives; its length where a part would be empty."""
+    """Return the start of the tail in a corpus of few documents; the document's length if a part would be empty."""
     length = min(0.1 * len(text), TAIL_LIMIT) if fraction is None else fraction * len(text)
     cut = tail_cut(text, int(length))
     return cut if text[:cut].strip() and text[cut:].strip() else len(text)
 
 
 def long_cut(text: bytes) -> int:
-    """Return where validation begins in a document that was chosen: at 0, but in a long one near its end."""
+    """Return where validation begins in a selected document: at 0, or near the end of a long one."""
     return 0 if len(text) <= 2 * TAIL_LIMIT else tail_cut(text, TAIL_LIMIT)
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """The rule for one corpus, as kept in prepare.json.
+    """The rule for one corpus, saved in prepare.json.
 
-    `share` of the documents is chosen by hash, and those whose hashes stand in `added` too. With `tails` every document
-    gives its tail instead; `fraction` is the one that was asked for.
+    The hash selects the share `share` of the documents, and `added` lists further hashes. With `tails`, every
+    document gives its tail instead. fraction: the requested share.
     """
 
     seed: int = 0
@@ -94,7 +97,7 @@ class Holdout:
     fraction: float | None = None
 
     def chosen(self, key: bytes) -> bool:
-        """Return whether a document is validation, or a part of it where it is long."""
+        """Return whether a document, or a part of a long one, is validation."""
         return is_validation(key, self.seed, self.share) or key in self._added
 
     @cached_property
@@ -102,7 +105,7 @@ class Holdout:
         return frozenset(map(bytes.fromhex, self.added))
 
     def cut(self, text: bytes, key: bytes) -> int:
-        """Return where validation begins in a document: at its length where it is trained on whole."""
+        """Return where validation begins in a document; its length if it is trained on as a whole."""
         if self.tails:
             return few_cut(text, self.fraction)
         return long_cut(text) if self.chosen(key) else len(text)
@@ -110,7 +113,7 @@ class Holdout:
 
 @dataclass
 class _Stratum:
-    """Documents that share a label: how much, and the one with the lowest rank."""
+    """Documents that share a label: their size, and the one with the lowest rank."""
 
     first: bytes
     size: int = 0
@@ -120,7 +123,7 @@ class _Stratum:
 
 @dataclass
 class HoldoutPlanner:
-    """Collects what the choice of a `Holdout` needs while a corpus is read once."""
+    """Collects the statistics for the choice of a `Holdout` while a corpus is read once."""
 
     seed: int
     fraction: float | None
@@ -132,11 +135,11 @@ class HoldoutPlanner:
 
     @property
     def few(self) -> bool:
-        """Whether fewer than ten distinct documents have come so far."""
+        """Return whether fewer than ten distinct documents were read so far."""
         return len(self._keys) < FEW_DOCUMENTS
 
     def add(self, text: bytes, key: bytes, labels: Iterable[Label]) -> None:
-        """Take a document into account. Labels with an empty value do not count."""
+        """Add a document. Labels with an empty value do not count."""
         self.documents += 1
         self.size += len(text)
         if self.few:
@@ -154,7 +157,7 @@ class HoldoutPlanner:
                 stratum.lowest = own
 
     def plan(self) -> Holdout:
-        """Return the rule. Raises UsageError where the only document is too short to be divided."""
+        """Return the rule. Raises UsageError if the only document is too short to be divided."""
         if self.fraction == 0 or not self.documents:
             return Holdout(self.seed, fraction=self.fraction)
         if self.few and self._tails:
@@ -170,7 +173,7 @@ class HoldoutPlanner:
         return Holdout(self.seed, share, self._added(share), fraction=self.fraction)
 
     def _added(self, share: float) -> list[str]:
-        """Return the hashes of documents that represent what `share` leaves out, the largest strata first."""
+        """Return the hashes of documents for strata that `share` leaves out, the largest strata first."""
         added: list[str] = []
         covered: set[Label] = set()
         budget = MOST_FRACTION * self.size
@@ -190,7 +193,7 @@ class HoldoutPlanner:
 
 
 def warnings(index: DatasetIndex) -> list[str]:
-    """Return what makes the validation split of a data set say little: its size, or a language or source it lacks."""
+    """Return warnings about a validation split: its size, or a language or source that it lacks."""
     train, val = index.splits["train"], index.splits.get("val")
     if val is None:
         return []

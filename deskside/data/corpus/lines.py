@@ -1,10 +1,10 @@
-"""Lines of plain and compressed files in bounded memory, and text fields of very long JSON lines.
+"""Bounded-memory reading of lines from plain and compressed files, and of text fields in very long JSON lines.
 
-A small archive can hold a line of many gigabytes. Files are therefore decompressed in small steps, and a line that is
-longer than the caller's limit is read to its end without being kept, so that it can be reported by number and size.
+A small archive can hold a line of many gigabytes. Files are therefore decompressed in small steps, and a line
+longer than the caller's limit is skipped but reported by number and size.
 
-A JSON line of 100 MB is parsed without its long strings, which are unescaped piece by piece into UTF-8. Python's own
-parser would hold the line and the string as `str`, each up to four times as large as their UTF-8.
+A JSON line of 100 MB is parsed without its long strings, which are unescaped piece by piece to UTF-8. Python's own
+parser would hold the line and the string as `str`, each up to four times as large as in UTF-8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ZSTD_WINDOW = 1 << 27  # what the zstd program accepts without --long=31
 
 
 class DamagedArchiveError(ValueError):
-    """A compressed file that cannot be read further. The message says why."""
+    """A damaged compressed file. The message gives the reason."""
 
 
 def iter_lines(
@@ -84,7 +84,7 @@ def iter_lines(
 
 
 def _reader(file: BinaryIO, path: Path, limit: int) -> Callable[[], bytes]:
-    """Return a function that gives the next decompressed bytes, and b"" at the end."""
+    """Return a function that returns the next decompressed bytes, and b"" at the end."""
     name = path.name.lower()
     if name.endswith(".gz"):
         import gzip
@@ -106,7 +106,7 @@ def _reader(file: BinaryIO, path: Path, limit: int) -> Callable[[], bytes]:
 
 
 class _ZstdFrames:
-    """Reader of zstd frames that reports a last frame that is cut short, which zstandard's own reader does not."""
+    """A reader of zstd frames that reports a truncated last frame, which zstandard's own reader does not."""
 
     def __init__(self, file: BinaryIO, max_window: int) -> None:
         import zstandard
@@ -153,13 +153,12 @@ def utf8_error(data: bytes | bytearray) -> int | None:
 
 
 def parse_long(line: bytes | bytearray, field: str) -> object:
-    """Return the JSON value of a long line; where `field` of the top-level object is a long string, as UTF-8 bytes.
+    """Parse a long line; if `field` of the top-level object is a long string, it is returned as UTF-8 bytes.
 
     Other long strings are replaced by a short placeholder.
 
-    Raises:
-        ValueError: not JSON, or more than 16 MiB of it besides long strings. UnicodeDecodeError for bytes that are not
-            UTF-8 and UnicodeEncodeError for a lone surrogate in `field` are ValueErrors too.
+    Raises: ValueError: not JSON, or more than 16 MiB of it besides long strings. UnicodeDecodeError for bytes that
+    are not UTF-8 and UnicodeEncodeError for a lone surrogate in `field` are ValueErrors too.
     """
     mark = uuid.uuid4().hex  # no string of the line can be equal to a placeholder
     spans: dict[str, tuple[int, int]] = {}
@@ -194,7 +193,7 @@ def _string_end(line: bytes | bytearray, start: int) -> int:
 
 
 def _backslashes(line: bytes | bytearray, start: int, end: int) -> int:
-    """Return how many backslashes stand directly before `end`, looking back to `start`."""
+    """Return the number of backslashes directly before `end`, looking back to `start`."""
     window = max(start, end - 64)
     count = end - window - len(line[window:end].rstrip(b"\\"))
     if count == end - window > 0 and window > start:
@@ -213,7 +212,7 @@ def _unescape(line: bytes | bytearray, start: int, end: int) -> bytes:
 
 
 def _cut(line: bytes | bytearray, start: int, end: int) -> int:
-    """Return where a piece that begins at `start` can end: not inside an escape, a surrogate pair or a character."""
+    """Return where a piece that begins at `start` can end: outside escapes, surrogate pairs and characters."""
     at = start + CHUNK
     if at + CHUNK >= end:
         return end

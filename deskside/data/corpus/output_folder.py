@@ -1,7 +1,7 @@
-"""Replacing a folder that this program wrote earlier, without deleting a file that it did not write.
+"""Replacement of a folder that this program wrote, without deleting files that it did not write.
 
-The new folder is made whole under another name beside the old one and then takes its name, so a failure at any moment
-leaves the old one as it was. Of the old folder only files that are known as our own are deleted.
+The new folder is completed beside the old one and then renamed, so a failure at any moment leaves the old one
+intact. Only known files of the old folder are deleted.
 """
 
 import os
@@ -11,15 +11,15 @@ from pathlib import Path
 from deskside.utils.errors import RunError, UsageError
 
 
-def strangers(folder: Path, own: Collection[str]) -> list[str]:
-    """What `folder` holds beside the plain files named in `own`, sorted; nothing where there is no folder."""
+def unowned_files(folder: Path, own: Collection[str]) -> list[str]:
+    """Return the sorted names in `folder` that are not plain files listed in `own`; none if there is no folder."""
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in own or not entry.is_file())
 
 
 def refuse_fixed(out: Path) -> None:
-    """Raises UsageError for a folder that cannot be renamed, or from which somebody would be left behind."""
+    """Raise UsageError for a folder that cannot be renamed, or that is some process's working directory."""
     target = out.resolve()
     for fixed, what in (
         (target.is_mount(), "a mount point"),
@@ -30,10 +30,11 @@ def refuse_fixed(out: Path) -> None:
 
 
 def replace(target: Path, new: Path, own: Collection[str]) -> None:
-    """`new`, a folder beside `target`, takes its name. Files of the old `target` that are named in `own` are deleted.
+    """Rename `new`, a folder beside `target`, to `target`. Files of the old `target` that are listed in `own` are
+    deleted.
 
-    Neither path may be a symbolic link. Raises OSError when a folder cannot be renamed, and RunError when the old one
-    got other files since `strangers` looked: they are kept, and the error says where.
+    Neither path may be a symbolic link. Raises OSError if a folder cannot be renamed, and RunError if the old one
+    got other files since `unowned_files` was called; they are kept, and the message says where.
     """
     if not target.exists():
         os.rename(new, target)
@@ -53,6 +54,6 @@ def replace(target: Path, new: Path, own: Collection[str]) -> None:
 
 
 def delete(folder: Path, own: Collection[str]) -> None:
-    """Delete the files named in `own`."""
+    """Delete the files listed in `own`."""
     for name in own:
         (folder / name).unlink(missing_ok=True)

@@ -1,14 +1,18 @@
-"""Text in, token shards out: the whole of `deskside data prepare`.
+"""Preparation of text as token shards: `deskside data prepare`.
 
-1. Read everything once (`scan`): count, find the tags, decide the validation split, sample text for the tokenizer.
-2. Train the tokenizer on the sample, or take over the one that is given.
+1. Read everything once (`analyze`): count, find the tags, choose the validation split, sample text for the
+tokenizer.
+
+2. Train the tokenizer on the sample, or copy the given one.
+
 3. Read again, in the same order, and cut the documents into shards of about `shard_bytes` of text. Worker processes
-   tokenise and write them. Reading is some twenty times faster than tokenising, so one reader feeds many workers.
-4. Measure what a model has to beat on the validation text (gzip, unigrams) and write the index.
+tokenize and write them. Reading is some twenty times faster than tokenizing, so one reader feeds many workers.
 
-prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So the same
-command again keeps what is whole, makes the rest, and mends a shard whose checksum fails. Without `resume` the data set
-is made in a folder beside `out`, which takes its place when it is complete.
+4. Measure the baselines on the validation text (gzip, unigrams) and write the index.
+
+prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So the
+same command again keeps complete shards, makes the others, and repairs a shard whose checksum fails. Without
+`resume` the data set is made in a folder beside `out`, which replaces it when it is complete.
 """
 
 from __future__ import annotations
@@ -30,22 +34,22 @@ import xxhash
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus import output_folder
 from deskside.data.corpus.analyze import (
+    Analysis,
     Reading,
-    Sampler,
-    Scan,
     Splitter,
+    TextSampler,
+    analyze,
     documents_of,
     note_tag,
-    scan,
     validation_texts,
 )
 from deskside.data.corpus.baselines import GzipMeter, token_counts, unigram_bits, write_train_counts
 from deskside.data.corpus.heldout import warnings
-from deskside.data.corpus.prepare_state import State, difference, look, refuse_strangers, write_state
+from deskside.data.corpus.prepare_state import PrepareState, check_owned, difference, open_state, write_state
 from deskside.data.corpus.process_pool import processes
-from deskside.data.corpus.progress_bar import Progress
-from deskside.data.corpus.shard_worker import Job, ShardCutter, make_shard, start_worker
-from deskside.data.corpus.sources import BadInputLog, Limits, OnBad, Source
+from deskside.data.corpus.progress_bar import ProgressBar
+from deskside.data.corpus.shard_worker import ShardCutter, ShardJob, make_shard, start_worker
+from deskside.data.corpus.sources import BadInputLog, OnBad, SizeLimits, Source
 from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
 from deskside.facts.cpu import cpu_cores
@@ -54,12 +58,12 @@ from deskside.utils.files import fingerprint, write_error
 
 SHARD_BYTES = 32 << 20
 SAMPLE_BYTES = 80 << 20
-VALIDATION = 2  # version of the rules that choose it
+VALIDATION = 2  # version of the rules that choose the split
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `prepare` did. `made` and `kept` count shards; sizes are per split."""
+    """The result of `prepare`. made, kept: number of shards; sizes are per split."""
 
     out: str
     vocab_size: int
@@ -93,20 +97,20 @@ def prepare(
     workers: int | None = None,
     resume: bool = True,
     seed: int = 0,
-    limits: Limits | None = None,
+    limits: SizeLimits | None = None,
     shard_bytes: int = SHARD_BYTES,
     sample_bytes: int = SAMPLE_BYTES,
     quiet: bool = False,
 ) -> Report:
-    """Prepares a data set in the directory `out`; see the module's docstring.
+    """Prepare a data set in the directory `out`; see the module's docstring.
 
-    `val_fraction` of the documents becomes validation; `heldout` says which, and how many by default. `val_sources` are
-    used instead of it where given; a training document whose text stands in them is left out and counted. `workers`
-    are processes (default: one per core).
+    Args:
+        val_fraction: Share of documents for validation; `heldout` chooses them, and has the default.
+        val_sources: Used for validation instead; training documents with the same text are left out and counted.
+        workers: Number of processes (default: one per core).
 
-    Raises:
-        UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else.
-        RunError: the tokenizer is damaged, the disk is full, or a worker process died.
+    Raises: UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else. RunError:
+    the tokenizer is damaged, the disk is full, or a worker process died.
     """
     begin = time.monotonic()
     if not sources:
@@ -117,7 +121,7 @@ def prepare(
         raise UsageError(f"--val-fraction {val_fraction}: give a number from 0 up to, but not including, 1.")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least 1.")
-    reading = Reading(field, limits or Limits())
+    reading = Reading(field, limits or SizeLimits())
     train_list, val_list = [Source.parse(s) for s in sources], [Source.parse(s) for s in val_sources]
     arguments: dict[str, Any] = {
         "sources": [s.identity() for s in train_list],
@@ -137,19 +141,19 @@ def prepare(
         given, _ = bpe.load_for_data(tokenizer)  # before a corpus is read
         arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))
     out = Path(out)
-    old = look(out)
+    old = open_state(out)
     replaced = None if resume or old is None or old.scan is None else old
     if replaced:
-        refuse_strangers(out, replaced)
+        check_owned(out, replaced)
         shards.clear_temporary(out)
-    target = out.resolve()  # where it is a link, what it leads to is replaced
+    target = out.resolve()  # replace the target of a symbolic link
     new = target.with_name(f".{target.name}.new")
     work = _Work(new if replaced else out, arguments, train_list, val_list, reading, on_bad, quiet)
     work.open(discard=replaced is not None)
     try:
         complete = work.complete()
         if complete is None:
-            work.first_pass(tokenizer, vocab_size, Sampler(sample_bytes, seed), val_fraction, seed)
+            work.first_pass(tokenizer, vocab_size, TextSampler(sample_bytes, seed), val_fraction, seed)
             work.second_pass(workers or cpu_cores(), shard_bytes)
             complete = work.finish()
     except UsageError:
@@ -169,7 +173,7 @@ def prepare(
 
 @dataclass
 class _Work:
-    """A preparation under way: its arguments, and the state that prepare.json holds."""
+    """A preparation in progress: its arguments, and the state in prepare.json."""
 
     out: Path
     arguments: dict[str, Any]
@@ -178,7 +182,7 @@ class _Work:
     reading: Reading
     on_bad: OnBad
     quiet: bool
-    found: Scan | None = None
+    found: Analysis | None = None
     done: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
     names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
     made: int = 0
@@ -186,11 +190,13 @@ class _Work:
     duplicates: int = 0
     gzip_bits: int = 0
     fresh: bool = False  # begun by this call
-    created: bool = False  # its folder too
+    created: bool = False  # and its folder
 
     def open(self, *, discard: bool) -> None:
-        """Takes up what `out` holds, or begins. Other arguments' work is an error, or with `discard` deleted."""
-        state = look(self.out)
+        """Resume the preparation in `out`, or start one. One with other arguments is an error, or deleted with
+        `discard`.
+        """
+        state = open_state(self.out)
         if state is not None and state.scan is not None:
             what = difference(state.arguments, self.arguments)
             if not what:
@@ -202,13 +208,13 @@ class _Work:
                     f"--out {self.out}: was prepared with other arguments ({what}). "
                     "Give another --out, or --no-resume to replace it."
                 )
-            refuse_strangers(self.out, state)
+            check_owned(self.out, state)
             output_folder.delete(self.out, state.own_files)
         self.fresh, self.created = True, not self.out.exists()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--out {self.out}: cannot be made ({error.strerror}).") from error
+            raise UsageError(f"--out {self.out}: cannot be created ({error.strerror}).") from error
         shards.clear_temporary(self.out)
         self.save()
 
@@ -216,11 +222,11 @@ class _Work:
         write_state(self.out, self.state)
 
     @property
-    def state(self) -> State:
-        return State(arguments=self.arguments, scan=self.found, shards=dict(sorted(self.done.items())))
+    def state(self) -> PrepareState:
+        return PrepareState(arguments=self.arguments, scan=self.found, shards=dict(sorted(self.done.items())))
 
     def undo(self) -> None:
-        """What this call began with a mistake in it is taken back, so that nothing stands in the way of the next."""
+        """Delete what this call started before it failed on a usage error, so that it does not block the next one."""
         if self.fresh:
             output_folder.delete(self.out, self.state.own_files)
             if self.created:
@@ -229,13 +235,13 @@ class _Work:
                     self.out.rmdir()
 
     def complete(self) -> DatasetIndex | None:
-        """The index, when all is there and every checksum is right."""
+        """Return the index if the data set is complete and every checksum matches."""
         if not (self.out / shards.INDEX).is_file():
             return None
         damaged = shards.verify(self.out).damaged
         if "tokenizer.json" in damaged:
             raise RunError(
-                f"{self.out}: tokenizer.json is damaged, so its tokens have lost their meaning. Use --no-resume."
+                f"{self.out}: tokenizer.json is damaged, so its tokens cannot be decoded. Use --no-resume."
             )
         if not damaged:
             index = shards.read_index(self.out)
@@ -245,13 +251,18 @@ class _Work:
         return None
 
     def first_pass(
-        self, given: str | Path | None, vocab_size: int, sampler: Sampler, fraction: float | None, seed: int
+        self,
+        given: str | Path | None,
+        vocab_size: int,
+        sampler: TextSampler,
+        fraction: float | None,
+        seed: int,
     ) -> None:
-        """Scan and tokenizer. The state gets the scan only when the tokenizer lies there, so it stands for both."""
+        """Analyze the sources and make the tokenizer. The state gets the analysis after the tokenizer is written."""
         if self.found is not None and (self.out / "tokenizer.json").is_file():
             return
         sample = sampler if given is None else None
-        found = scan(
+        found = analyze(
             self.sources,
             self.val_sources,
             reading=self.reading,
@@ -276,7 +287,7 @@ class _Work:
         self.save()
 
     def second_pass(self, workers: int, shard_bytes: int) -> None:
-        """Makes every shard that is not there yet."""
+        """Make every missing shard."""
         assert self.found is not None
         coder = bpe.load(self.out)
         eos_id = bpe.end_of_text(coder, self.out)[1]
@@ -288,33 +299,33 @@ class _Work:
         if workers > 1 and not small:
             several = processes(workers, start_worker, settings)
         start_worker(*settings)
-        running: dict[Future[ShardInfo], Job] = {}
+        running: dict[Future[ShardInfo], ShardJob] = {}
         try:
-            with several as pool, Progress("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
+            with several as pool, ProgressBar("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
                 for job in self._jobs(shard_bytes):
                     if self._is_made(job):
                         self.kept += 1
                         bar.advance(job.text_bytes / 1e6)
                     elif pool is None or job.text_bytes > 2 * shard_bytes:
-                        # A long document stays here: a worker would take its memory again, and the pipe a third time.
+                        # A long document is tokenized here: a worker and the pipe would each need its memory again.
                         self._record(job, make_shard(job), bar)
                         job.texts.clear()
                     else:
                         running[pool.submit(make_shard, job)] = job
-                        if len(running) > workers:  # one waits, so that no worker does
+                        if len(running) > workers:  # one job is queued, so that no worker waits
                             self._collect(running, bar)
                 while running:
                     self._collect(running, bar)
         except BrokenProcessPool as error:
             raise RunError(
-                "a tokenising process was killed, most likely for memory. Run the same command again with fewer "
-                "--workers; it goes on with the next shard."
+                "a tokenizing process was killed, most likely for memory. Run the same command again with fewer "
+                "--workers; it continues with the next shard."
             ) from error
 
-    def _jobs(self, shard_bytes: int) -> Iterator[Job]:
-        """Both splits, cut into shards; always the same for the same text. Validation comes first."""
+    def _jobs(self, shard_bytes: int) -> Iterator[ShardJob]:
+        """Yield both splits, cut into shards, always in the same way for the same text. Validation comes first."""
         assert self.found is not None
-        log = BadInputLog()  # counted by the scan already
+        log = BadInputLog()  # already counted by the first pass
         held_out, _ = validation_texts(self.val_sources, log, self.reading)
         splitter = Splitter(self.found.holdout, held_out)
         tags = {pair: i for i, pair in enumerate(self.found.tags)}
@@ -337,7 +348,7 @@ class _Work:
         self.duplicates = splitter.duplicates
         self.gzip_bits = gzip.bits()
 
-    def _is_made(self, job: Job) -> bool:
+    def _is_made(self, job: ShardJob) -> bool:
         self.names[job.split].append(job.name)
         info = self.done.get(job.name)
         if info is None:
@@ -346,20 +357,20 @@ class _Work:
             raise _changed(self.out)
         return shards.shard_problem(self.out, info, checksums=True) == ""
 
-    def _collect(self, running: dict[Future[ShardInfo], Job], bar: Progress) -> None:
+    def _collect(self, running: dict[Future[ShardInfo], ShardJob], bar: ProgressBar) -> None:
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
             self._record(running.pop(future), future.result(), bar)
 
-    def _record(self, job: Job, info: ShardInfo, bar: Progress) -> None:
+    def _record(self, job: ShardJob, info: ShardInfo, bar: ProgressBar) -> None:
         self.done[job.name] = info
         self.made += 1
-        self.save()  # first, so that no file has a name that is not noted
+        self.save()  # noted first, so that every named file is known
         shards.publish(self.out, info)
         bar.advance(job.text_bytes / 1e6)
 
     def finish(self) -> DatasetIndex:
-        """Baselines and the index."""
+        """Measure the baselines and write the index."""
         assert self.found is not None
         if not self.names["train"]:
             raise UsageError(
@@ -404,7 +415,7 @@ class _Work:
 
 
 def sum_up(infos: list[ShardInfo]) -> SplitInfo:
-    """A split of these shards, without baselines."""
+    """Return the split of these shards, without baselines."""
     return SplitInfo(
         tokens=sum(i.tokens for i in infos),
         documents=sum(i.documents for i in infos),

@@ -1,4 +1,4 @@
-"""prepare.json: what a preparation was asked for and what it has made, so that it can go on and knows its own files."""
+"""prepare.json: the arguments and the progress of a preparation, for resuming it and for recognizing its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from deskside.config.base import Part, first_problem
 from deskside.data.corpus import output_folder
-from deskside.data.corpus.analyze import Scan
+from deskside.data.corpus.analyze import Analysis
 from deskside.data.corpus.baselines import TRAIN_COUNTS
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ShardInfo
@@ -21,31 +21,31 @@ STATE = "prepare.json"
 FIXED = (STATE, shards.INDEX, shards.STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
 
 
-class State(Part):
-    """`arguments` decide every byte of the result; `shards` are written whole, by name; `scan` stands for the tokenizer
-    too: it is None until that is written.
+class PrepareState(Part):
+    """The state of a preparation. arguments: determine every byte of the result. shards: completed shards by name.
+    scan: the first pass; None until the tokenizer has been written as well.
     """
 
     arguments: dict[str, Any]
-    scan: Scan | None
+    scan: Analysis | None
     shards: dict[str, ShardInfo]
 
     @property
     def own_files(self) -> set[str]:
-        """Names of the files that a preparation in this state has written."""
+        """Return the names of all files that a preparation in this state has written."""
         return {*FIXED, *(name for info in self.shards.values() for name in (info.file, info.table))}
 
 
-def read_state(directory: Path) -> State | None:
-    """The state of the preparation in `directory`, None where there is none.
+def read_state(directory: Path) -> PrepareState | None:
+    """Return the state of the preparation in `directory`, or None.
 
-    Raises RunError for a prepare.json that is damaged, or that something else wrote.
+    Raises RunError if prepare.json is damaged, or was written by another program.
     """
     path = directory / STATE
     if not path.is_file():
         return None
     try:
-        return State.model_validate(json_value(path.read_bytes()))
+        return PrepareState.model_validate(json_value(path.read_bytes()))
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise RunError(
@@ -54,14 +54,14 @@ def read_state(directory: Path) -> State | None:
         ) from None
 
 
-def write_state(directory: Path, state: State) -> None:
-    """Raises: as `shards.write_file`."""
+def write_state(directory: Path, state: PrepareState) -> None:
+    """Write prepare.json. Raises as `shards.write_file`."""
     text = json.dumps(state.model_dump(mode="json"), ensure_ascii=False) + "\n"
     shards.write_file(directory / STATE, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
-def look(out: Path) -> State | None:
-    """As `read_state`. Raises UsageError too: `out` is a file, or a folder of something else."""
+def open_state(out: Path) -> PrepareState | None:
+    """Return the state in `out`, as `read_state`. Raises UsageError if `out` is a file, or a folder of other data."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file. Give a directory.")
     state = read_state(out)
@@ -70,10 +70,12 @@ def look(out: Path) -> State | None:
     return state
 
 
-def refuse_strangers(out: Path, state: State) -> None:
-    """Raises UsageError unless `out` can be replaced whole: it holds this preparation's files and no others."""
+def check_owned(out: Path, state: PrepareState) -> None:
+    """Raise UsageError unless `out` can be replaced as a whole: it has only files of this preparation."""
     left = [
-        name for name in output_folder.strangers(out, state.own_files) if not name.endswith(shards.TEMPORARY)
+        name
+        for name in output_folder.unowned_files(out, state.own_files)
+        if not name.endswith(shards.TEMPORARY)
     ]
     if left:
         raise UsageError(
@@ -84,7 +86,7 @@ def refuse_strangers(out: Path, state: State) -> None:
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """How the arguments of two preparations differ, in words; nothing where they do not."""
+    """Describe how the arguments of two preparations differ; "" if they do not."""
     now = json_value(json.dumps(now))
     keys = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
     return "; ".join(f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in keys)

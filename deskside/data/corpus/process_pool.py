@@ -1,4 +1,4 @@
-"""Work that is spread over processes: as many as there are cores, begun afresh, ended with this one."""
+"""Worker processes for data preparation: one per core, spawned, and ended with this process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from deskside.facts.cpu import cpu_cores
 from deskside.utils.errors import RunError
 
-FEW = 2048  # items that are done here sooner than processes begin
-CHUNK = 128  # items that travel together
+FEW = 2048  # fewer items are processed faster without starting processes
+CHUNK = 128  # items sent to a process at once
 
 Context = TypeVar("Context")
 Item = TypeVar("Item")
@@ -29,7 +29,10 @@ Tool = TypeVar("Tool")
 def processes(
     count: int, start: Callable[..., None], arguments: tuple[Any, ...]
 ) -> Iterator[ProcessPoolExecutor]:
-    """Processes that called start(*arguments), which begins with `become_worker`. Whatever is raised ends them."""
+    """Context manager of a pool whose processes call start(*arguments), which should call `become_worker`.
+
+    An exception in the block terminates the processes.
+    """
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         count, multiprocessing.get_context("spawn"), initializer=start, initargs=arguments
@@ -47,9 +50,9 @@ def processes(
 
 
 def become_worker() -> None:
-    """In a process of a pool: Ctrl-C ends it at once, and its tokenizer uses one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what happened; a worker need not
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    """Initialize a worker process: Ctrl-C ends it at once, and its tokenizer uses one thread."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports the interruption
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
 
 
 def in_order(
@@ -58,11 +61,11 @@ def in_order(
     own: Tool,
     build: Callable[[], Tool],
 ) -> Generator[tuple[Context, Made], None, None]:
-    """(context, work(tool, item)) of every item, in their order. Contexts stay in this process.
+    """Yield (context, work(tool, item)) for every item, in order. Contexts stay in this process.
 
-    Fewer than FEW items are done here with the tool `own`; more of them by as many processes as there are cores, each
-    with a tool that it has built. work, build, items and what is made travel between processes. Raises RunError when
-    one of them dies. To be closed, as by contextlib.closing, where it may not be read to its end.
+    Fewer than FEW items are processed here with the tool `own`; more of them by one process per core, each with a
+    tool made by `build`. work, build, items and results must be picklable. Raises RunError if a process dies. Close
+    the generator (contextlib.closing) if it may not be exhausted.
     """
     rest = iter(items)
     first = list(itertools.islice(rest, FEW))
@@ -77,7 +80,7 @@ def in_order(
             while chunk := list(itertools.islice(every, CHUNK)):
                 made = pool.submit(_work, work, [item for _, item in chunk])
                 running.append(([context for context, _ in chunk], made))
-                if len(running) > 2 * count:  # so that none waits for the reader
+                if len(running) > 2 * count:  # keeps every process busy
                     yield from _next(running)
             while running:
                 yield from _next(running)
@@ -93,7 +96,7 @@ def _next(running: deque[tuple[list[Context], Future[list[Made]]]]) -> Iterator[
     return zip(contexts, made.result(), strict=True)
 
 
-_tool: Any = None  # one per process, as a process pool wants it
+_tool: Any = None  # one per process, set by the initializer
 
 
 def _start(build: Callable[[], Any]) -> None:

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
 
-LEAST_SECONDS = 2.0  # of a task, before its end is estimated
+LEAST_SECONDS = 2.0  # elapsed seconds before the end of a task is estimated
 
 _limit: ContextVar[tuple[float, Callable[[float], Exception]] | None] = ContextVar("limit", default=None)
 
 
 @contextlib.contextmanager
 def limited(seconds: float, error: Callable[[float], Exception]) -> Iterator[None]:
-    """End the tasks inside early where they will not be done in time.
+    """Context manager that stops tasks early if they will not finish in time.
 
-    seconds: from now on. error: makes what is raised, from the seconds that the task is estimated to take from now on.
+    seconds: the limit from now on. error: makes the exception from the estimated remaining seconds.
     """
     token = _limit.set((time.monotonic() + seconds, error))
     try:
@@ -27,10 +27,10 @@ def limited(seconds: float, error: Callable[[float], Exception]) -> Iterator[Non
         _limit.reset(token)
 
 
-class Progress:
-    """One task at a time, counted in `unit`. With `quiet` nothing is printed.
+class ProgressBar:
+    """The progress of one task at a time, counted in `unit`. Nothing is printed with `quiet`.
 
-    with Progress("tokenise", total=100, unit="MB") as bar:
+    with ProgressBar("tokenize", total=100, unit="MB") as bar:
         bar.advance(5)
     """
 
@@ -59,7 +59,7 @@ class Progress:
             )
             self._id = self._bar.add_task(task, total=total)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -81,7 +81,7 @@ class Progress:
             self._line()
 
     def _check(self) -> None:
-        """Raise the error of `limited` where the task is estimated to end too late."""
+        """Raise the error of `limited` if the task is estimated to end too late."""
         limit = _limit.get()
         now = time.monotonic()
         if limit is None or not self._total or not self._done or now - self._start < LEAST_SECONDS:

@@ -1,7 +1,7 @@
 """Records with several fields, such as conversations and preference pairs, from the same kinds of sources as text.
 
-Each record is a dict of the wanted fields as JSON gives them (parquet's lists and structs become lists and dicts), with
-the tags and the origin that a `sources.Document` has.
+A record is a dict of the requested fields as in JSON (parquet's lists and structs become lists and dicts), with the
+tags and the origin of a `sources.Document`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from deskside.utils.errors import UsageError
 
 @dataclass(slots=True)
 class Record:
-    """`fields` holds every wanted field, and the optional ones that are there; source and lang are tags ("" where there
-    is none), origin is file:line."""
+    """One record. fields: every required field, and the optional ones that are present. source, lang: tags, or "".
+    origin: file:line.
+    """
 
     fields: dict[str, Any]
     source: str
@@ -43,12 +44,10 @@ class Record:
 def iter_records(
     source: Source, fields: Sequence[str], bad: BadInputLog, optional: Sequence[str] = ()
 ) -> Iterator[Record]:
-    """The records of one source in a fixed order; what cannot be read, or lacks a field, goes to `bad`.
+    """Yield the records of one source in a fixed order; unreadable records and missing fields go to `bad`.
 
-    optional: fields that a record may have besides.
-
-    Raises:
-        UsageError: the source is plain text, or a hub data set that cannot be reached, or `bad` refuses.
+    optional: further fields that a record may have. Raises UsageError if the source is plain text, or a hub data
+    set that cannot be reached, or as `bad` does.
     """
     if source.hub is not None:
         yield from _hub(source, fields, bad, optional)
@@ -66,7 +65,9 @@ def iter_records(
 
 
 def content_key(sources: Sequence[Source]) -> str:
-    """A checksum of what the sources hold, wherever the files lie; of a hub data set only its name."""
+    """Return a checksum of the sources' content, independent of their location; for a hub data set only of its
+    name.
+    """
     digest = xxhash.xxh3_128()
     for source in sources:
         digest.update(

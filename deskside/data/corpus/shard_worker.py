@@ -1,4 +1,4 @@
-"""One shard as a job: cut from the stream of documents by the reader, made by a tokenising process."""
+"""Tokenization of one shard: jobs are cut from the stream of documents by the reader, and run in worker processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Job:
-    """The texts of one shard in UTF-8, with a tag each. `key` is a checksum of them, `text_bytes` their size."""
+class ShardJob:
+    """The UTF-8 texts of one shard, with a tag each. key: a checksum of the texts. text_bytes: their size."""
 
     split: str
     name: str
@@ -47,7 +47,7 @@ class ShardCutter:
         self.size = 0
         self.digest = xxhash.xxh3_128()
 
-    def add(self, text: bytes, tag: int) -> Iterator[Job]:
+    def add(self, text: bytes, tag: int) -> Iterator[ShardJob]:
         self.texts.append(text)
         self.tags.append(tag)
         self.size += len(text)
@@ -55,10 +55,10 @@ class ShardCutter:
         if self.size >= self.limit:
             yield from self.rest()
 
-    def rest(self) -> Iterator[Job]:
+    def rest(self) -> Iterator[ShardJob]:
         if self.texts:
             name = f"{self.split}-{self.number:05d}"
-            yield Job(self.split, name, self.texts, self.tags, self.size, self.digest.hexdigest())
+            yield ShardJob(self.split, name, self.texts, self.tags, self.size, self.digest.hexdigest())
             self.number += 1
             self._clear()
 
@@ -72,11 +72,11 @@ class _Tools:
     lengths: NDArray[np.uint32]
 
 
-_tools: _Tools | None = None  # set by start_worker: one per process, as a process pool wants it
+_tools: _Tools | None = None  # set by start_worker, once per process
 
 
 def start_worker(directory: str, eos_id: int, dtype: str) -> None:
-    """Loads the tokenizer of the data set under way. In a worker process it also makes Ctrl-C end it at once."""
+    """Load the tokenizer of this preparation. In a worker process, also make Ctrl-C end it at once."""
     global _tools
     if parent_process() is not None:
         become_worker()
@@ -84,11 +84,10 @@ def start_worker(directory: str, eos_id: int, dtype: str) -> None:
     _tools = _Tools(Path(directory), eos_id, dtype, coder, tokenizer.token_bytes(coder))
 
 
-def make_shard(job: Job) -> shards.ShardInfo:
-    """Tokenises and writes one shard, for `shards.publish` to name.
+def make_shard(job: ShardJob) -> shards.ShardInfo:
+    """Tokenize and write one shard, which `shards.publish` then renames.
 
-    Raises:
-        RunError: the disk is full or cannot be written.
+    Raises RunError if it cannot be written.
     """
     if _tools is None:
         raise RuntimeError("start_worker has not been called in this process")

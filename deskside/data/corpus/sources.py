@@ -1,19 +1,19 @@
-"""Where text comes from: files, directories, globs, the Hugging Face hub and the bundled samples.
+"""Sources of text: files, directories, globs, the Hugging Face hub and the bundled samples.
 
 A source is named by a *spec string*:
 
     book.txt  notes.md             the whole file is one document
     a.jsonl  a.jsonl.gz  a.jsonl.zst   one JSON object per line, the text under one field
     a.parquet                      one row per document, the text in one column
-    a/directory   "a/*.jsonl.gz"   every file of these kinds in it, sorted by name, but for README.md
+    a/directory   "a/*.jsonl.gz"   every file of these kinds in it, sorted by name, except README.md
     hf:owner/name[:config[:split]] streamed through `datasets`
     bundled:tiny_shakespeare.txt   a file that comes with deskside
 
-Whatever cannot be read is given to a `BadInputLog`, which either counts it and goes on ("skip") or stops with one line
-that names it ("refuse"). Nothing is dropped without being counted.
+Input that cannot be read goes to a `BadInputLog`, which either counts it ("skip") or stops with an error that names it
+("refuse"). Nothing is dropped without being counted.
 
-`Limits.line` bounds a line or document, and with it the memory: a longer line, parquet cell or hub row is bad input,
-and a longer text file is read as several documents, cut at ends of lines.
+`SizeLimits.line` bounds a line or document, and with it the memory: a longer line, parquet cell or hub row is bad
+input, and a longer text file is read as several documents, cut at ends of lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 OnBad = Literal["skip", "refuse"]
 
-# What can be wrong with input, in the words that a person reads.
+# Kinds of bad input, as shown to the user.
 NOT_UTF8 = "not UTF-8"
 EMPTY = "empty document"
 TRUNCATED = "truncated or damaged file"
@@ -50,13 +50,13 @@ BINARY = "binary data, not text"
 TEXT_KINDS = (".txt", ".md")
 _KINDS = (*TEXT_KINDS, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _EXAMPLES = 5
-_PARQUET_BATCH = 8 << 20  # bytes of a batch of rows, going by the mean row
-_BINARY_SHARE = 0.1  # of control characters; 100 KB of text has a handful at most
+_PARQUET_BATCH = 8 << 20  # bytes of a batch of rows of average size
+_BINARY_SHARE = 0.1  # share of control characters; 100 KB of text has a handful at most
 
 # Control characters that text does not hold. Tab, line and page breaks, backspace and escape occur in it.
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
 
-# What to do about files of kinds that hold text, but not as text.
+# Advice for file types that contain text in another form.
 _HINTS = {
     ".pdf": "convert it to text first, for example with pdftotext",
     **dict.fromkeys(
@@ -70,7 +70,7 @@ _HINTS = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class SizeLimits:
     """Maximum length in bytes of one line, text file, parquet cell or hub row."""
 
     line: int = 256_000_000
@@ -80,8 +80,8 @@ class Limits:
 class Document:
     """A document as UTF-8, which takes a quarter of the memory that `str` can take.
 
-    `source` and `lang` are tags for mixtures ("" where the record has none); origin is file:line, and `group` what the
-    document shares with its neighbours: its .jsonl or .parquet file, else the source it was named by.
+    source, lang: tags for mixtures, or "". origin: file:line. group: its .jsonl or .parquet file, otherwise the
+    source that it was named by.
     """
 
     data: bytes
@@ -99,8 +99,7 @@ class Document:
 class BadInputLog:
     """Counts bad input by reason and keeps the first few places, or refuses it at once.
 
-    Raises:
-        UsageError: from `add`, when `on_bad` is "refuse".
+    `add` raises UsageError if `on_bad` is "refuse".
     """
 
     on_bad: OnBad = "skip"
@@ -122,7 +121,7 @@ class BadInputLog:
         return sum(self.counts.values())
 
     def firsts(self) -> str:
-        """Every reason with its count and its first place, in one line."""
+        """Return every reason with its count and its first place, in one line."""
         return "; ".join(
             f"{n} x {reason}, first {self.examples[reason][0]}" for reason, n in self.counts.items()
         )
@@ -135,9 +134,9 @@ class BadInputLog:
 
 @dataclass(frozen=True)
 class Source:
-    """A resolved spec: the files behind it in reading order, or a data set on the hub.
+    """A resolved spec: its files in reading order, or a data set on the hub.
 
-    `tag` stands for a document whose record has no `source` of its own.
+    tag: for documents whose record has no `source` of its own.
     """
 
     spec: str
@@ -148,18 +147,14 @@ class Source:
     unreadable: tuple[tuple[str, str], ...] = ()  # directories inside that cannot be listed, and why
 
     def identity(self) -> list[Any]:
-        """What decides the text: names and sizes of the files, wherever they lie. Tells whether inputs changed."""
+        """Return names and sizes of the files, independent of their location, to detect changed inputs."""
         if self.hub is not None:
             return [self.spec]
         return [[p.name, p.stat().st_size if p.exists() else -1] for p in self.paths]
 
     @classmethod
     def parse(cls, spec: str) -> Source:
-        """Resolves a spec string.
-
-        Raises:
-            UsageError: the spec cannot name a source (unknown kind of file, nothing matches, unknown bundled name).
-        """
+        """Resolve a spec string. Raises UsageError if it does not name a source."""
         if not spec:
             raise UsageError("'': an empty text names no source.")
         if spec.startswith("hf:"):
@@ -180,7 +175,9 @@ class Source:
                 f"Supported: {', '.join(_KINDS)}, a directory, hf:, bundled:."
             )
         if path.exists() and not path.is_file():
-            raise UsageError(f"{spec}: is no regular file, and data is read twice. Write it to a file first.")
+            raise UsageError(
+                f"{spec}: is not a regular file, and data is read twice. Write it to a file first."
+            )
         return cls(spec, _stem(path), (path,))
 
 
@@ -195,7 +192,7 @@ def _stem(path: Path) -> str:
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Every file below `folder`, sorted, and every directory that cannot be listed."""
+    """Return every file below `folder`, sorted, and every directory that cannot be listed."""
     unreadable: list[tuple[str, str]] = []
 
     def note(error: OSError) -> None:
@@ -240,14 +237,13 @@ def _parse_bundled(spec: str) -> Source:
 
 
 def iter_documents(
-    source: Source, bad: BadInputLog, *, text_field: str = "text", limits: Limits | None = None
+    source: Source, bad: BadInputLog, *, text_field: str = "text", limits: SizeLimits | None = None
 ) -> Iterator[Document]:
     """Yield the documents of one source in a fixed order; bad input goes to `bad`.
 
-    Raises:
-        UsageError: bad input while `bad.on_bad` is "refuse", or a hub data set that cannot be reached.
+    Raises UsageError for bad input if `bad.on_bad` is "refuse", and for a hub data set that cannot be reached.
     """
-    reader = _Reader(bad, text_field, limits or Limits())
+    reader = _Reader(bad, text_field, limits or SizeLimits())
     if source.hub is not None:
         for row, record in enumerate(iter_hub_rows(source), start=1):
             yield from reader.record(record, source.tag, f"{source.spec}:{row}", source.spec)
@@ -267,16 +263,16 @@ def iter_documents(
             bad.add(MISSING, str(path), error.strerror or str(error))
 
 
-def iter_json(path: Path, bad: BadInputLog, limits: Limits | None = None) -> Iterator[tuple[str, object]]:
-    """Yield the lines of a .jsonl file as (file:line, value); what is not JSON in UTF-8 goes to `bad`."""
-    for number, raw in _lines(path, bad, limits or Limits()):
+def iter_json(path: Path, bad: BadInputLog, limits: SizeLimits | None = None) -> Iterator[tuple[str, object]]:
+    """Yield the lines of a .jsonl file as (file:line, value); lines that are not JSON in UTF-8 go to `bad`."""
+    for number, raw in _lines(path, bad, limits or SizeLimits()):
         origin = f"{path}:{number}"
         found = _parse(raw, number, origin, bad, None)
         if found is not None:
             yield origin, found[0]
 
 
-def _lines(path: Path, bad: BadInputLog, limits: Limits) -> Iterator[tuple[int, bytearray]]:
+def _lines(path: Path, bad: BadInputLog, limits: SizeLimits) -> Iterator[tuple[int, bytearray]]:
     return iter_lines(
         path,
         limits.line,
@@ -290,9 +286,9 @@ def _lines(path: Path, bad: BadInputLog, limits: Limits) -> Iterator[tuple[int, 
 def _parse(
     raw: bytearray, number: int, origin: str, bad: BadInputLog, field: str | None
 ) -> tuple[object] | None:
-    """Return the value of a line, in a tuple because it may be null; None where there is none. Clears `raw`.
+    """Return the value of a line in a tuple, because it may be null, or None if it is invalid. Clears `raw`.
 
-    With `field` a long line is parsed by `parse_long`.
+    field: parse a long line with `parse_long`.
     """
     try:
         if number == 1 and raw.startswith(b"\xef\xbb\xbf"):
@@ -304,7 +300,7 @@ def _parse(
             return (parse_long(raw, field),)
         line = raw.decode("utf-8")
         if not line.strip():
-            return None  # a blank line holds no record, so nothing is lost
+            return None  # a blank line is not a record
         return (json_value(line, big_integers=True),)
     except UnicodeDecodeError as error:
         bad.add(NOT_UTF8, origin, f"byte {error.start} of the line")
@@ -318,7 +314,7 @@ def _parse(
 
 
 def tag_of(value: object) -> str:
-    """The tag of a `source` or `lang` value: what stands before the first colon ("wiki:Page:3" -> "wiki")."""
+    """Return the tag of a `source` or `lang` value: the part before the first colon ("wiki:Page:3" -> "wiki")."""
     if not isinstance(value, str):
         return ""
     return value.split(":", 1)[0].encode("utf-8", "replace").decode("utf-8")
@@ -332,11 +328,11 @@ def is_binary(data: bytes) -> bool:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Turns files and records into documents."""
+    """Converts files and records to documents."""
 
     bad: BadInputLog
     text_field: str
-    limits: Limits
+    limits: SizeLimits
 
     def document(self, data: bytes, source: str, lang: str, origin: str, group: str) -> Iterator[Document]:
         """Yield the document, unless it is empty, too long or not text. `data` is UTF-8."""
@@ -350,7 +346,7 @@ class _Reader:
             yield Document(data, source, lang, origin, group)
 
     def text(self, path: Path, source: Source) -> Iterator[Document]:
-        """Yield a text file as one document, or as several where it is longer than the limit."""
+        """Yield a text file as one document, or as several if it is longer than the limit."""
         group = source.spec
         with path.open("rb") as file:
             if file.read(3) != b"\xef\xbb\xbf":
@@ -379,7 +375,7 @@ class _Reader:
                 yield from self.record(found[0], tag, origin, str(path))
 
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Document]:
-        """Yield the document of one record, whose text is `str`, or UTF-8 that has been checked."""
+        """Yield the document of one record, whose text is `str`, or validated UTF-8."""
         if not isinstance(record, dict) or self.text_field not in record:
             keys = ", ".join(list(record)[:6]) if isinstance(record, dict) else type(record).__name__
             self.bad.add(NO_FIELD, origin, f"wanted {self.text_field!r}, has {keys}")
@@ -388,7 +384,7 @@ class _Reader:
         if isinstance(text, str):
             try:
                 text = text.encode("utf-8")
-            except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no UTF-8 can
+            except UnicodeEncodeError:  # JSON may contain a lone surrogate, which UTF-8 cannot encode
                 self.bad.add(NOT_UTF8, origin, "lone surrogate")
                 return
         if not isinstance(text, bytes):
@@ -428,7 +424,7 @@ class _Reader:
                     texts = batch.column(field)
                     if pa.types.is_dictionary(texts.type):
                         texts = texts.dictionary_decode()
-                    # As bytes, so that one row that is not UTF-8 is named by itself and the others are kept.
+                    # As bytes, so that a row with invalid UTF-8 is reported alone and the others are kept.
                     texts = texts.cast(pa.large_binary())
                     tags = {c: batch.column(c).to_pylist() for c in columns[1:]}
                     for i, cell in enumerate(texts):
@@ -454,14 +450,14 @@ def _text_cut(data: bytes) -> int:
 
 
 def _batch_rows(table: pq.ParquetFile) -> int:
-    """Return the rows that are read at a time, so that a batch of long documents stays small."""
+    """Return the number of rows to read at a time, so that a batch of long documents stays small."""
     groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
     mean = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1.0)
     return max(1, min(1024, int(_PARQUET_BATCH / max(1.0, mean))))
 
 
 def iter_hub_rows(source: Source) -> Iterator[Any]:
-    """The rows of a hub data set, streamed. Raises UsageError when it cannot be read."""
+    """Stream the rows of a hub data set. Raises UsageError if it cannot be read."""
     import datasets
 
     assert source.hub is not None

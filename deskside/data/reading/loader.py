@@ -1,11 +1,11 @@
-"""Rows to tensors: optimizer steps as lists of micro-batches, filled ahead by a thread.
+"""Loader of optimizer steps as lists of micro-batches, prefetched by a thread.
 
-Step s of a run holds the rows start + s * rows_per_step onwards of the one global order (see `rows`). Rank r of W takes
-the r-th of W equal slices of each step, and micro-batches are slices of that; neither changes what a step holds.
+Step s of a run has the rows start + s * rows_per_step onwards of the global order (see `rows`). Rank r of W takes
+the r-th of W equal slices of each step, and micro-batches are slices of that; neither changes the content of a
+step.
 
-On a CUDA device the thread fills page-locked memory that is allocated once and used in turn, and the copies run on a
-stream of their own beside the computation. The thread itself never calls CUDA, so it cannot disturb a graph capture on
-the main thread.
+On a CUDA device the thread fills a ring of page-locked buffers, and the copies run on a side stream, overlapped
+with computation. The thread itself never calls CUDA, so it cannot disturb a graph capture on the main thread.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class Loader:
     def __next__(self) -> list[Batch]:
         if self._closed:
             raise StopIteration
-        filled = self._ahead[0].result()  # raises here what was raised in the thread
+        filled = self._ahead[0].result()  # re-raises an exception of the thread
         self._ahead.popleft()
         self._fill_later(self._next_row + (len(self._ahead) + 1) * self.rows_per_step)
         self._next_row += self.rows_per_step
         return self._to_device(filled)
 
     def close(self) -> None:
-        """Stops the thread and waits for it. Further steps raise StopIteration."""
+        """Stop the thread and wait for it. Further steps raise StopIteration."""
         self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -148,7 +148,7 @@ class Loader:
         )
 
     def _fill_later(self, row: int) -> None:
-        """Hands the thread a step and memory for it: new on a CPU, where the consumer keeps it, in turn on CUDA."""
+        """Queue a step with a buffer: a new one on a CPU, where the consumer keeps it, and one of the ring on CUDA."""
         if self._stream is None:
             buffers = self._allocate()
         elif self._free:
@@ -156,11 +156,11 @@ class Loader:
         else:
             buffers = self._copying.popleft()
             assert buffers.copied is not None
-            buffers.copied.synchronize()  # the copy is a step old and on its own stream: done, as a rule
+            buffers.copied.synchronize()  # the copy was issued a step ago on its own stream, so it has usually finished
         self._ahead.append(self._pool.submit(self._fill, row, buffers))
 
     def _fill(self, row: int, buffers: _Buffers) -> _Filled:
-        """Runs in the thread. `row` is where the step begins in the global order."""
+        """Fill a buffer, in the thread. row: position of the step in the global order."""
         mine = row + self._rank * self._rank_rows
         inputs, targets, positions = (t.numpy() for t in buffers.rows_3RT)
         rows = self.dataset.rows(
@@ -205,7 +205,7 @@ class Loader:
 
 
 def cu_seqlens(rows: RowBatch, first: int, last: int, out: NDArray[np.int32]) -> None:
-    """Writes the boundaries of rows first:last, counted from the first, into `out`; its rest is their total length."""
+    """Write the boundaries of rows first:last, relative to the first, to `out`, padded with their total length."""
     width = rows.inputs.shape[1]
     found = rows.boundaries[rows.row_boundaries[first] : rows.row_boundaries[last]]
     out[: len(found)] = found - first * width
@@ -213,7 +213,7 @@ def cu_seqlens(rows: RowBatch, first: int, last: int, out: NDArray[np.int32]) ->
 
 
 def evaluated_rows(dataset: PackedDataset, max_rows: int | None) -> NDArray[np.int64]:
-    """Return the numbers of the rows that are evaluated: all, or `max_rows` evenly spread over them."""
+    """Return the numbers of the evaluated rows: all, or `max_rows` evenly spaced ones."""
     total = dataset.num_rows
     wanted = total if max_rows is None else min(total, max_rows)
     return np.arange(wanted) * total // max(1, wanted)
@@ -226,10 +226,10 @@ def validation_batches(
     max_rows: int | None = None,
     document_mask: bool = True,
 ) -> Iterator[Batch]:
-    """Every row once, unshuffled; with `max_rows`, that many rows evenly spread over all of them.
+    """Yield every row once, unshuffled; with `max_rows`, that many evenly spaced rows.
 
-    All batches have micro_rows rows: the last is filled up with rows that have no target. num_valid_step is the number
-    of targets in all batches together. Bytes of a target are dataset.token_bytes[target].
+    All batches have micro_rows rows; the last is padded with rows without targets. num_valid_step is the number of
+    targets in all batches together. The bytes of a target are dataset.token_bytes[target].
     """
     width, numbers = dataset.sequence_length, evaluated_rows(dataset, max_rows)
     wanted = len(numbers)

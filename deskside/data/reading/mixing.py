@@ -1,9 +1,9 @@
-"""Mixtures: which component a row comes from, and which of its rows, for any position.
+"""Mixtures: the component and the row within it for any position of the data order.
 
-Rows are dealt in periods of 1024. Weights are rounded to whole rows of a period (largest remainder; a component with a
-weight gets at least one), each component's rows are spread evenly over the period, and every period is the same. So the
-proportions are exact over each period, and a component that is small or heavy simply passes through its own epochs
-faster than the others.
+Rows are dealt in periods of 1024. Weights are rounded to whole rows of a period (largest remainder; a component
+with a positive weight gets at least one), each component's rows are spread evenly over the period, and all periods
+are equal. So the proportions are exact in each period, and a small or heavily weighted component repeats its epochs
+more often.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ PERIOD = 1024
 
 @dataclass(frozen=True)
 class Mixture:
-    """component [period] says whose row it is, rank [period] which of that component's rows, count [components]."""
+    """component [period]: the owner of each row. rank [period]: its index among that component's rows. count
+    [components].
+    """
 
     component: NDArray[np.int64]
     rank: NDArray[np.int64]
@@ -30,8 +32,10 @@ class Mixture:
 
     @classmethod
     def of(cls, weights: Sequence[float]) -> Mixture:
-        """Raises:
-        ValueError: no weights, more than a period of them, or one that is not positive and finite.
+        """Return the mixture of these weights.
+
+        Raises ValueError for no weights, more weights than rows of a period, or a weight that is not positive and
+        finite.
         """
         share = np.asarray(weights, dtype=np.float64)
         if not 0 < len(share) <= PERIOD or not np.all(np.isfinite(share)) or np.any(share <= 0):
@@ -51,7 +55,7 @@ class Mixture:
         return cls(component[order], rank[order], count)
 
     def locate(self, position: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(component, how many of its rows came before), each of position's shape."""
+        """Return (component, number of its earlier rows), each of position's shape."""
         period, offset = np.divmod(position, len(self.component))
         component = self.component[offset]
         return component, period * self.count[component] + self.rank[offset]

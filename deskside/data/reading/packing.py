@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of pieces in compressed form: row r holds the pieces row_start[r] : row_start[r + 1].
+    """Rows of pieces in compressed form: row r has the pieces row_start[r] : row_start[r + 1].
 
-    start [pieces] is where a piece begins in the token stream, length [pieces] its tokens; row_start is [rows + 1].
+    start [pieces]: where a piece begins in the token stream. length [pieces]: its tokens. row_start: [rows + 1].
     """
 
     sequence_length: int
@@ -41,26 +41,26 @@ class Packing:
 
     @property
     def utilisation(self) -> float:
-        """The filled share of all rows, 0 to 1."""
+        """Return the filled share of all rows, 0 to 1."""
         return self.num_tokens / max(1, self.num_rows * self.sequence_length)
 
     def row_tokens(self) -> NDArray[np.int64]:
-        """Tokens in each row, shape [rows]."""
+        """Return the tokens in each row, shape [rows]."""
         if not len(self.length):
             return np.zeros(self.num_rows, dtype=np.int64)
         return np.add.reduceat(self.length, self.row_start[:-1], dtype=np.int64)
 
     def row_pieces(self) -> NDArray[np.int64]:
-        """Pieces in each row, shape [rows]."""
+        """Return the pieces in each row, shape [rows]."""
         return np.diff(self.row_start)
 
 
 def cut(
     start: NDArray[np.int64], length: NDArray[np.int64], sequence_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Cuts documents (where each starts, its tokens) into pieces of at most a row: whole rows first, the rest last.
+    """Cut documents (start, tokens) into pieces of at most a row: whole rows first, the rest last.
 
-    Pieces stand in the documents' order. Documents of no tokens give none.
+    Pieces are in the order of the documents. Empty documents give none.
     """
     pieces = -(-length // sequence_length)
     owner = np.repeat(np.arange(len(length)), pieces)
@@ -71,10 +71,9 @@ def cut(
 
 
 def pack(start: NDArray[np.int64], length: NDArray[np.int64], sequence_length: int) -> Packing:
-    """Cuts and packs documents; see the module's docstring. The same documents give the same rows.
+    """Cut and pack documents; see the module's docstring. The result is deterministic.
 
-    Raises:
-        ValueError: sequence_length below 1, or a negative length.
+    Raises ValueError for sequence_length below 1 or a negative length.
     """
     if sequence_length < 1 or (len(length) and int(length.min()) < 0):
         raise ValueError("sequence_length must be at least 1, and lengths not negative")
@@ -88,7 +87,7 @@ def pack(start: NDArray[np.int64], length: NDArray[np.int64], sequence_length: i
 
 
 def assign_best_fit(length: NDArray[np.int32], capacity: int) -> NDArray[np.int64]:
-    """The row of each piece by best-fit decreasing, shape [pieces]; every length is from 1 to capacity."""
+    """Return the row of each piece by best-fit decreasing, shape [pieces]; every length is from 1 to capacity."""
     row_of = np.empty(len(length), dtype=np.int64)
     by_length = np.argsort(-length, kind="stable")
     counts = np.bincount(length, minlength=capacity + 1)

@@ -1,9 +1,9 @@
-"""A prepared data set seen as training rows of one length: which row stands at a position, and its tokens.
+"""A prepared data set as training rows of one length, with random access by position.
 
-There is one endless order of rows. Position p is a pure function of (data, sequence length, weights, seed, p): the
-mixture says which component and which of its rows, the component's epoch is how often it has been through all of them,
-and each epoch has its own permutation. Ranks and micro-batches take slices of this order, so the data of a run does not
-depend on how many GPUs it has, and a resumed run goes to its position at once.
+There is one endless order of rows. The row at position p is a pure function of (data, sequence length, weights,
+seed, p): the mixture gives the component and its row number, which gives the component's epoch, and each epoch has
+its own permutation. Ranks and micro-batches take slices of this order, so the data of a run does not depend on the
+number of GPUs, and a resumed run continues at its position at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deskside.data.reading.packing import Packing, pack
 from deskside.data.reading.shuffle import key_of, permute
 from deskside.utils.errors import UsageError
 
-IGNORE = -100  # the target of padding, which no loss counts
+IGNORE = -100  # the target of padding, ignored by the loss
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,19 @@ class RowBatch:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Conversations that rows cannot hold: `shortened` to a row, and left out because `nothing` in it is learnt."""
+class Truncation:
+    """Conversations that do not fit into rows: `shortened` to a row, and left out because `nothing` in it is
+    learned.
+    """
 
     shortened: int = 0
     nothing: int = 0
 
 
 class PackedDataset:
-    """One split of a prepared data set, packed for one sequence length. Make it with `open`.
+    """One split of a prepared data set, packed for one sequence length. Create it with `open`.
 
-    A conversation is never cut into pieces: what does not fit into a row is left out, and `cut` counts it.
+    Conversations are never split into pieces: what does not fit into a row is left out, and `cut` counts it.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class PackedDataset:
         tokens: list[NDArray[Any]],
         sequence_length: int,
         masks: list[NDArray[np.uint8]] | None = None,
-        cut: Cut | None = None,
+        cut: Truncation | None = None,
     ) -> None:
         self.directory, self.split, self.index = directory, split, index
         self.component_names, self.packings, self.mixture = names, packings, mixture
@@ -80,7 +82,7 @@ class PackedDataset:
         self._base = np.cumsum([0, *(len(t) for t in tokens)])[:-1]
         self._count_up = np.arange(sequence_length, dtype=np.int64)
         self._row_tokens = [p.row_tokens() for p in packings]
-        self._masks, self.cut = masks, cut or Cut()
+        self._masks, self.cut = masks, cut or Truncation()
         self._row_valid = self._row_tokens
         if masks is not None:
             self._row_valid = [self._learnt_by_row(p, _learnt_before(masks)) for p in packings]
@@ -89,11 +91,11 @@ class PackedDataset:
     def open(
         cls, path: str | Path, split: str, sequence_length: int, weights: dict[str, float] | None = None
     ) -> PackedDataset:
-        """Opens, checks (see `shards.check`) and packs. `weights` mixes sources and languages (see `mixing`).
+        """Open, check (see `shards.check`) and pack a data set. weights: mixes sources and languages (see
+        `mixing`).
 
-        Raises:
-            UsageError: no data set there, no such split, a wrong length or wrong weights.
-            RunError: the data is damaged.
+        Raises: UsageError: no data set, no such split, or invalid lengths or weights. RunError: the data is
+        damaged.
         """
         directory = Path(path).expanduser()
         index = shards.check(directory)
@@ -117,7 +119,7 @@ class PackedDataset:
                 marked.append(mask)
         start, length, tag = np.concatenate(starts), np.concatenate(lengths), np.concatenate(tags)
         masks = marked if len(marked) == len(tokens) else None
-        cut = Cut()
+        cut = Truncation()
         if masks is not None:
             start, length, keep, cut = _within_a_row(start, length, sequence_length, masks)
             tag = tag[keep]
@@ -142,12 +144,12 @@ class PackedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows."""
+        """Return the size of the tokenizer's vocabulary."""
         return self.index.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens and the tokenizer, wherever the data lies."""
+        """Return a checksum of the tokens and the tokenizer, independent of the location."""
         found = [shard for split in self.index.splits.values() for shard in split.shards]
         checksums = [shard.checksum for shard in found]
         checksums += [shard.mask_checksum for shard in found if shard.mask_checksum is not None]
@@ -155,41 +157,41 @@ class PackedDataset:
 
     @property
     def num_rows(self) -> int:
-        """Rows in one pass over everything."""
+        """Return the rows of one epoch."""
         return sum(p.num_rows for p in self.packings)
 
     @property
     def num_tokens(self) -> int:
-        """Targets in one pass over everything."""
+        """Return the targets of one epoch."""
         return int(self.row_valid.sum())
 
     @property
     def utilisation(self) -> float:
-        """The filled share of all rows, 0 to 1."""
+        """Return the filled share of all rows, 0 to 1."""
         return sum(p.num_tokens for p in self.packings) / (self.num_rows * self.sequence_length)
 
     @property
     def row_valid(self) -> NDArray[np.int64]:
-        """Targets of each row in the packing's own order, shape [num_rows]."""
+        """Return the targets of each row in packing order, shape [num_rows]."""
         return np.concatenate(self._row_valid)
 
     @cached_property
     def token_bytes(self) -> NDArray[np.uint32]:
-        """Bytes of text per token id, shape [vocab], 0 for special tokens: for bits per byte."""
+        """Return the bytes of text per token id, shape [vocab], 0 for special tokens, for bits per byte."""
         return tokenizer.token_bytes(tokenizer.load(self.directory))
 
     def max_boundaries(self, rows: int) -> int:
-        """The most pieces and paddings that any `rows` neighbouring rows of the order can hold."""
+        """Return the maximum number of pieces and paddings in any `rows` consecutive rows of the order."""
         counts = []
         for packing, filled in zip(self.packings, self._row_tokens, strict=True):
             segments = packing.row_pieces() + (filled < self.sequence_length)
             most = np.sort(segments)[::-1][:rows]
-            # Neighbours can lie in different epochs of a component, so a row can stand among them more than once.
+            # Consecutive positions can be in different epochs of a component, so a row may occur more than once.
             counts.append(np.repeat(most, rows // packing.num_rows + 2))
         return int(np.sort(np.concatenate(counts))[::-1][:rows].sum())
 
     def locate(self, seed: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(component, its row) of each position of the order, each shape [n]."""
+        """Return (component, its row) for each position of the order, each of shape [n]."""
         component, count = self.mixture.locate(np.asarray(positions, dtype=np.int64))
         row = np.empty_like(count)
         for number in np.unique(component).tolist():
@@ -204,7 +206,7 @@ class PackedDataset:
         return component, row
 
     def valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of targets in the row at each position, shape [n], without reading any token."""
+        """Return the targets of the row at each position, shape [n], without reading tokens."""
         return self._valid(*self.locate(seed, positions))
 
     def _valid(self, component: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -220,17 +222,17 @@ class PackedDataset:
         positions: NDArray[np.int64],
         out: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> RowBatch:
-        """The rows at these positions of the shuffled, endless order. `out` gives arrays [n, T] to fill."""
+        """Return the rows at these positions of the shuffled, endless order. out: arrays [n, T] to fill."""
         return self._gather(*self.locate(seed, positions), out)
 
     def plain_rows(self, numbers: NDArray[np.int64]) -> RowBatch:
-        """Rows by number, 0 to num_rows - 1, in the packing's own order."""
+        """Return rows by number, 0 to num_rows - 1, in packing order."""
         ends = np.cumsum([p.num_rows for p in self.packings])
         component = np.searchsorted(ends, numbers, side="right")
         return self._gather(component, numbers - np.concatenate(([0], ends))[component], None)
 
     def _learnt_by_row(self, packing: Packing, before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Targets of each row of a packing of conversations."""
+        """Return the targets of each row of packed conversations."""
         first = packing.start + 1
         learnt = before[first + packing.length] - before[first]
         return np.add.reduceat(learnt, packing.row_start[:-1])
@@ -288,20 +290,20 @@ class PackedDataset:
 
 
 def _learnt_before(masks: list[NDArray[np.uint8]]) -> NDArray[np.int64]:
-    """How many tokens before each place of the stream are learnt, shape [tokens + 1]."""
+    """Return the number of learned tokens before each position of the stream, shape [tokens + 1]."""
     return np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
 
 
 def _within_a_row(
     start: NDArray[np.int64], length: NDArray[np.int64], width: int, masks: list[NDArray[np.uint8]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Cut]:
-    """(start, length, which are kept, what was cut) of conversations as pieces of at most a row.
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Truncation]:
+    """Return (start, length, kept, cut) of conversations as pieces of at most a row.
 
-    The last token is a target only, so a conversation of n tokens is a piece of n - 1.
+    The last token is only a target, so a conversation of n tokens is a piece of n - 1.
     """
     length = length - 1
     fits = np.minimum(length, width)
     before = _learnt_before(masks)
     keep = (fits > 0) & (before[start + 1 + fits] > before[start + 1])
-    cut = Cut(int((keep & (length > width)).sum()), int((~keep).sum()))
+    cut = Truncation(int((keep & (length > width)).sum()), int((~keep).sum()))
     return start[keep], fits[keep], keep, cut

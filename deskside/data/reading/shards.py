@@ -38,9 +38,9 @@ from deskside.utils.parsing import json_value
 SCHEMA_VERSION = 1
 INDEX = "index.json"
 STAMP = ".verified.json"
-TEMPORARY = ".deskside-tmp"  # no other program's files end so, and these may be deleted
+TEMPORARY = ".deskside-tmp"  # unique to this program, so such files may be deleted
 DOCUMENT = np.dtype([("start", "<i8"), ("tag", "<u2")])
-_PART = 1 << 20  # tokens that are looked up at a time: their lengths take twice the memory of a shard
+_PART = 1 << 20  # tokens per lookup, because the lengths need twice the memory of the tokens
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
 
 
@@ -49,7 +49,7 @@ FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # in the data set's ow
 
 
 class LeftOut(TypedDict):
-    """How much was left out for one reason, and the first places."""
+    """The number of items left out for one reason, and the first places."""
 
     count: int
     first: list[str]
@@ -66,9 +66,9 @@ class TagCount(Part):
 
 
 class ShardInfo(Part):
-    """One shard. `tokens` counts every entry of the file; `key` is a checksum of the texts it was made from.
+    """One shard. tokens: number of entries in the file. key: a checksum of its source texts.
 
-    `mask` is the file that marks what is learnt, of conversations alone.
+    mask: the file that marks learned tokens, for conversations only.
     """
 
     file: FileName
@@ -86,10 +86,10 @@ class ShardInfo(Part):
 
 
 class SplitInfo(Part):
-    """A split. The two baselines are in bits per byte of text, and stand in the validation split only.
+    """A split. The two baselines are in bits per byte of text, for the validation split only.
 
-    `token_text_bytes` is the text that the tokens give back: equal to `text_bytes` unless a foreign tokenizer
-    normalises the text.
+    token_text_bytes: the text that the tokens decode to; equal to `text_bytes` unless a foreign tokenizer
+    normalizes the text.
     """
 
     tokens: PositiveInt
@@ -109,7 +109,9 @@ class TokenizerInfo(Part):
 
 
 class ChatInfo(Part):
-    """Of conversations: what ends a turn, tokens to learn by split, and how many have only their last turn learnt."""
+    """Facts about conversations: the end-of-turn token, learned tokens by split, and how many teach only their last
+    turn.
+    """
 
     turn_end: NonNegativeInt | None
     learnt_tokens: dict[str, NonNegativeInt]
@@ -117,7 +119,7 @@ class ChatInfo(Part):
 
 
 class DatasetIndex(Part):
-    """index.json. Raises pydantic.ValidationError where it contradicts itself."""
+    """The content of index.json. Raises pydantic.ValidationError if it is inconsistent."""
 
     schema_version: int
     dtype: Dtype
@@ -149,7 +151,7 @@ class DatasetIndex(Part):
 
 @dataclass
 class EncodedDocument:
-    """`mask` (1 where a token is learnt) has every document of a shard of conversations, and no other."""
+    """A tokenized document. mask: 1 for learned tokens, in shards of conversations only."""
 
     tokens: NDArray[Any]
     tag: int
@@ -170,7 +172,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def clear_temporary(directory: Path) -> None:
-    """Deletes what an interrupted `write_file` left."""
+    """Delete the leftovers of an interrupted `write_file`."""
     for path in directory.glob(f"*{TEMPORARY}"):
         path.unlink(missing_ok=True)
 
@@ -186,10 +188,10 @@ def write_shard(
     lengths: NDArray[np.uint32],
     key: str,
 ) -> ShardInfo:
-    """Writes `name`.bin and `name`.idx.npy (and `name`.mask.bin), still under temporary names for `publish` to change.
+    """Write `name`.bin and `name`.idx.npy (and `name`.mask.bin) under temporary names, which `publish` removes.
 
-    So a shard's name can be noted before there is a file of that name. `lengths` is bytes per token, shape [vocab].
-    Raises: as `write_file`.
+    So a shard's name can be recorded before a file has that name. lengths: bytes per token, shape [vocab]. Raises
+    as `write_file`.
     """
     lead = int(documents[0].mask is None)
     sizes = np.array([len(d.tokens) + lead for d in documents], dtype=np.int64)
@@ -233,7 +235,7 @@ def write_shard(
 
 
 def publish(directory: Path, info: ShardInfo) -> None:
-    """Gives the files of a shard that `write_shard` wrote their names. Raises: as `write_file`."""
+    """Rename the files of a shard from `write_shard` to their final names. Raises as `write_file`."""
     for path in [directory / name for name in (info.file, info.table, info.mask) if name is not None]:
         try:
             os.replace(f"{path}{TEMPORARY}", path)
@@ -244,16 +246,15 @@ def publish(directory: Path, info: ShardInfo) -> None:
 
 def write_index(directory: Path, index: DatasetIndex) -> None:
     text = json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
-    # Half a surrogate, as in a file's name that is not UTF-8, becomes JSON's own escape.
+    # A lone surrogate, as in a file name that is not UTF-8, becomes a JSON escape.
     write_file(directory / INDEX, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def read_index(directory: Path) -> DatasetIndex:
-    """Reads and checks index.json.
+    """Read and check index.json.
 
-    Raises:
-        UsageError: not a prepared data set, not finished, or of another kind.
-        RunError: the index is damaged or of another version.
+    Raises: UsageError: not a prepared data set, not finished, or of another kind. RunError: the index is damaged or
+    of another version.
     """
     path = directory / INDEX
     if not path.is_file():
@@ -266,7 +267,7 @@ def read_index(directory: Path) -> DatasetIndex:
         raise UsageError(f"{directory}: not a prepared data set (no {INDEX}); {remedy}.")
     try:
         data = json_value(path.read_bytes())
-        if (kind := data.get("kind")) in DATA_NOUNS:  # align/prepared.py writes those
+        if (kind := data.get("kind")) in DATA_NOUNS:  # written by align/prepared.py
             raise UsageError(
                 f"{directory}: holds {DATA_NOUNS[kind]}, not text or conversations; give another folder."
             )
@@ -282,7 +283,7 @@ def read_index(directory: Path) -> DatasetIndex:
 
 
 def damaged_shards(directory: Path, split: SplitInfo, *, checksums: bool) -> dict[str, str]:
-    """Shards that are not as the index says: {file: what is wrong}. Sizes always, contents with `checksums`."""
+    """Return {file: problem} for shards that differ from the index. Always checks sizes, contents with `checksums`."""
     found: dict[str, str] = {}
     for shard in split.shards:
         problem = shard_problem(directory, shard, checksums=checksums)
@@ -292,7 +293,7 @@ def damaged_shards(directory: Path, split: SplitInfo, *, checksums: bool) -> dic
 
 
 def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
-    """What is wrong with a shard, "" if nothing."""
+    """Return the problem with a shard, or ""."""
     binary, table = directory / shard.file, directory / shard.table
     for path in (binary, table):
         if not path.is_file():
@@ -317,7 +318,7 @@ def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` looked at. `damaged` maps a file to what is wrong with it."""
+    """The result of `verify`. damaged: {file: problem}."""
 
     directory: str
     shards: int
@@ -326,7 +327,7 @@ class VerifyReport:
 
 
 def verify(directory: str | Path) -> VerifyReport:
-    """Reads every byte of a prepared data set and compares all checksums. Raises: as `read_index`."""
+    """Read every byte of a prepared data set and compare all checksums. Raises as `read_index`."""
     directory = Path(directory)
     index = read_index(directory)
     damaged: dict[str, str] = {}
@@ -345,24 +346,22 @@ def verify(directory: str | Path) -> VerifyReport:
 
 
 def refuse_damage(directory: str | Path, damaged: dict[str, str]) -> None:
-    """Raises:
-    RunError: naming the first damaged file and the remedy, if there is one.
-    """
+    """Raise RunError naming the first damaged file and the remedy, if there is one."""
     if damaged:
         file, problem = next(iter(damaged.items()))
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         what = problem if problem.startswith(file) else f"{file} {problem}"
         raise RunError(
             f"{directory}: {what}{more}. Run the `deskside data prepare` that made it again: only damaged shards are "
-            "made anew."
+            "made again."
         )
 
 
 def check(directory: Path) -> DatasetIndex:
-    """Opens a data set for use: sizes always; checksums once, then only when a file's size or time changed.
+    """Check a data set before use: sizes always; checksums once, then only if a file's size or time has changed.
 
-    The stamp that remembers this lies in the data set; where it cannot be written, the checksums run each time.
-    Raises: as `read_index`; RunError for a damaged shard.
+    A stamp in the data set records the check; if it cannot be written, the checksums are compared each time. Raises
+    as `read_index`, and RunError for a damaged shard.
     """
     index = read_index(directory)
     for split in index.splits.values():
@@ -383,12 +382,12 @@ def _stamp(directory: Path) -> str:
 def _write_stamp(directory: Path) -> None:
     try:
         (directory / STAMP).write_bytes(_stamp(directory).encode())
-    except OSError:  # a read-only data set is fine: it is verified at every opening
+    except OSError:  # a read-only data set is verified at every opening
         return
 
 
 def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
-    """The tokens of a shard as a read-only memory map, shape [tokens]."""
+    """Return the tokens of a shard as a read-only memory map, shape [tokens]."""
     path = directory / shard.file
     kind = np.dtype(dtype).newbyteorder("<")
     if path.stat().st_size != shard.tokens * kind.itemsize:
@@ -399,13 +398,15 @@ def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
 
 
 def open_mask(directory: Path, shard: ShardInfo) -> NDArray[np.uint8] | None:
-    """Which tokens of a shard are learnt, as a read-only memory map of shape [tokens]; None where all are."""
+    """Return the mask of learned tokens as a read-only memory map of shape [tokens], or None if all are learned."""
     path = directory / shard.mask if shard.mask is not None else None
     return None if path is None else np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
 def open_table(directory: Path, shard: ShardInfo) -> NDArray[Any]:
-    """The document table of a shard, shape [documents], fields `start` and `tag`. Raises RunError: it is none."""
+    """Return the document table of a shard, shape [documents], fields `start` and `tag`. Raises RunError if it is
+    invalid.
+    """
     try:
         table: NDArray[Any] = np.load(directory / shard.table, allow_pickle=False)
         sound = table.dtype == DOCUMENT and table.shape == (shard.documents,)

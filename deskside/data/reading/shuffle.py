@@ -1,8 +1,8 @@
-"""A pseudo-random order that can be entered anywhere: position -> item, without a table and without a random stream.
+"""Random-access shuffling: a keyed permutation computed per position, without a table or a random stream.
 
-A Feistel network turns any mixing function into a permutation of 2^(2h) numbers; numbers outside 0..n-1 are sent
-through it again until they fall inside ("cycle walking"; Black and Rogaway 2002), which leaves a permutation of n.
-The mixing is written out here in 64-bit integers, so the order never changes with a library's version.
+A Feistel network turns any mixing function into a permutation of 2^(2h) numbers. Results outside 0..n-1 are mapped
+again until they are inside ("cycle walking"; Black and Rogaway 2002), which gives a permutation of n. The mixing
+function is written out in 64-bit integers, so the order never changes with a library's version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROUNDS = 8
 
 
 def key_of(*parts: int) -> int:
-    """One 64-bit key from several integers; their order counts."""
+    """Combine several integers to one 64-bit key; their order matters."""
     key = 0
     for part in parts:
         key = mix(key ^ mix(part & MASK))
@@ -24,10 +24,9 @@ def key_of(*parts: int) -> int:
 
 
 def permute(position: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Where each position (0 <= position < n) goes in the permutation of n that `key` names; same shape, int64.
+    """Return the image of each position (0 <= position < n) under the permutation of n that `key` selects; int64.
 
-    Raises:
-        ValueError: a position outside 0..n-1.
+    Raises ValueError for a position outside 0..n-1.
     """
     position = np.asarray(position, dtype=np.int64)
     if position.size and (int(position.min()) < 0 or int(position.max()) >= n):
@@ -61,9 +60,9 @@ def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def endless(positions: NDArray[np.int64], count: int, seed: int, length: int) -> NDArray[np.int64]:
-    """Which of `count` items stand at these positions of the endless order, shuffled anew in every epoch.
+    """Return the items at these positions of an endless order of `count` items, reshuffled in every epoch.
 
-    length: of the rows, which has an order of its own.
+    length: of the rows; each length has an order of its own.
     """
     epoch, inside = np.divmod(np.asarray(positions, np.int64), count)
     found = np.empty_like(inside)

@@ -171,7 +171,7 @@ def test_a_template_that_forgets_teaches_the_last_turn(tmp_path: Path) -> None:
 
 
 def test_a_template_without_prefixes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="before a reply is not the beginning"):
+    with pytest.raises(UsageError, match="before a reply is not a prefix"):
         chat_tokenizer.make(tmp_path, COUNTING)
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.data.corpus.analyze import Sampler, Splitter
+from deskside.data.corpus.analyze import Splitter, TextSampler
 from deskside.data.corpus.heldout import HoldoutPlanner, few_cut, long_cut, text_hash
 
 DOCUMENT = st.text("ab \nहि", min_size=30, max_size=300).map(lambda text: ("word " + text) * 60)
@@ -12,7 +12,7 @@ DOCUMENT = st.text("ab \nहि", min_size=30, max_size=300).map(lambda text: ("
 @settings(max_examples=20)
 @given(st.lists(DOCUMENT, min_size=1, max_size=14, unique=True))
 def test_a_sample_without_limit_is_the_text_that_is_trained_on(documents: list[str]) -> None:
-    planner, sampler = HoldoutPlanner(seed=0, fraction=None), Sampler(1 << 30, seed=0)
+    planner, sampler = HoldoutPlanner(seed=0, fraction=None), TextSampler(1 << 30, seed=0)
     for text in (document.encode() for document in documents):
         key = text_hash(text)
         planner.add(text, key, [])

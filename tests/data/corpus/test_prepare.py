@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus import shard_worker
-from deskside.data.corpus.analyze import Sampler
+from deskside.data.corpus.analyze import TextSampler
 from deskside.data.corpus.heldout import Holdout, tail_cut, text_hash
 from deskside.data.corpus.prepare import Report, prepare
 from deskside.data.reading import shards
@@ -333,7 +333,7 @@ def test_other_arguments_are_welcome_until_something_is_made(
         raise _StopHere  # as a kill would
 
     with monkeypatch.context() as patch, pytest.raises(_StopHere):
-        patch.setattr("deskside.data.corpus.prepare.scan", stop)
+        patch.setattr("deskside.data.corpus.prepare.analyze", stop)
         prepare([str(corpus)], tmp_path / "out", **SMALL)
     assert (tmp_path / "out" / "prepare.json").exists()
     assert prepare([str(corpus)], tmp_path / "out", **{**SMALL, "vocab_size": 300}).vocab_size == 300
@@ -474,7 +474,7 @@ def test_sample_does_not_depend_on_order(order: list[int]) -> None:
     documents = [f"document {i} " * (1 + i * 37 % 23) for i in range(40)]
 
     def sample(numbers: list[int]) -> list[str]:
-        sampler = Sampler(1500, 0)  # bytes
+        sampler = TextSampler(1500, 0)  # bytes
         for i in numbers:
             text = documents[i].encode()
             sampler.add(text, text_hash(text), len(text), 0)
