@@ -1,29 +1,29 @@
-"""deskside beside other trainers: the same work, on the same device, in the same call.
+"""Comparison of deskside with other trainers: the same workload, on the same device, in the same call.
 
     python -m benchmarks.peers --folder DIR [--preset 124m] [--tokens 65536] [--sequence 2048] [--steps 50]
         [--only litgpt,prototype] [--deskside bf16,fp8-delayed] [--rows N] [--json FILE]
 
-Run it in the repository's root. DIR holds the repositories `litgpt` and `nanochat` (benchmarks/README.md); a peer whose
-folder or package is missing is a line that says so.
+Run it in the root of the repository. DIR contains the repositories `litgpt` and `nanochat` (benchmarks/README.md). A
+peer whose folder or package is missing is reported in one line.
 
-The work: 65,536 random Zipf tokens per optimiser step in rows of 2048, a vocabulary of 32,768, the shape of `124m`,
-BF16 products with float32 weights, gradients clipped at 1, fused AdamW. Every peer runs in a process of its own: the
-first steps compile, then --steps are timed between their ends on the device (CUDA events), and the median is given.
+The workload is 65,536 random Zipf tokens per optimizer step in rows of 2048, a vocabulary of 32,768, the shape of
+`124m`, BF16 products with float32 weights, gradients clipped at 1, and fused AdamW. Every peer runs in its own process.
+The first steps compile; then --steps are timed on the device (CUDA events, end to end), and the median is reported.
 
     transformers         Qwen3ForCausalLM, BF16 autocast, torch.compile of model and loss
     transformers-liger   the same, eager, with Liger's kernels
     litgpt               litgpt.GPT, BF16 autocast, torch.compile of model and loss
     nanochat             nanochat's GPT of the same depth and width with its Muon and AdamW
     nanochat-fp8         the same with its FP8 layers
-    prototype            peers_prototype.py: what a person writes in an afternoon
+    prototype            peers_prototype.py: a compact trainer
     prototype-torchao    the same with torchao's tensorwise FP8 (head in BF16)
     deskside ...         this project, through benchmarks.step
 
-What is not equal. nanochat has no other model and optimiser than its own: 6 heads of 128, ReLU^2, value embeddings,
-more parameters, Muon, no clipping; its sliding windows need FlashAttention-3, without which it runs full attention.
-transformers shifts labels itself, one target per row less. litgpt's own loss comes in chunks of 128 tokens; here it
-gets the plain one, compiled, which is faster. The micro-batch is what suited each peer on a large card (16 or 32 rows
-of 2048), halved until it fits; deskside fits its own. Loading data is left out for all.
+Differences: nanochat supports only its own model and optimizer (6 heads of 128, ReLU^2, value embeddings, more
+parameters, Muon, no clipping); its sliding windows need FlashAttention-3, without which it runs full attention.
+transformers shifts the labels itself, which leaves one target less per row. litgpt's own loss works in chunks of 128
+tokens; here it uses the plain loss, compiled, which is faster. The micro-batch of each peer is the best one on a large
+GPU (16 or 32 rows of 2048), halved until it fits; deskside finds its own. Data loading is excluded for all.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from deskside.utils.errors import UsageError
 
 TARGET = "benchmarks.peers_train:measure"
 CHILD_SECONDS = 400.0
-# Rows of a micro-batch that suited a peer best on a large card. The names stand here too, because the parent imports no
-# torch; a test holds them equal to those of `peers_models.PEERS`.
+# The best micro-batch of each peer on a large GPU, in rows. The names are repeated here because the parent process
+# imports no torch; a test checks that they equal those of `peers_models.PEERS`.
 ROWS = {
     "transformers": 16,
     "transformers-liger": 16,
@@ -57,7 +57,7 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when everything that is there ran; 1 when something failed; 2 for wrong usage."""
+    """Run the command. Return 0 if every available arm ran, 1 if one failed, 2 for wrong usage."""
     try:
         options = arguments(sys.argv[1:] if argv is None else argv)
         chosen = [] if not options.deskside else step.arms(options.deskside)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def done(row: Row) -> None:
         rows.append(row)
         print(line(row), flush=True)
-        if options.json:  # after every peer, so that a killed call leaves what it had
+        if options.json:  # after every peer, so that a killed benchmark keeps the finished ones
             options.json.write_text(json.dumps({"benchmark": "peers", "rows": rows}, indent=1), "utf-8")
 
     print(HEAD)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `only` as a tuple of names. Raises UsageError."""
+    """Return the options, with `only` as a tuple of names. Raises UsageError."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers",
         description=__doc__,
@@ -118,7 +118,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run_peer(name: str, options: argparse.Namespace) -> Row:
-    """One peer; its micro-batch is halved until it fits into memory."""
+    """Run one peer, halving its micro-batch until it fits in memory."""
     spec = {
         "peer": name,
         "preset": options.preset,
@@ -144,7 +144,7 @@ def run_peer(name: str, options: argparse.Namespace) -> Row:
 
 
 def run_deskside(arm: str, precision: dict[str, Any], options: argparse.Namespace) -> Row:
-    """One arm of `benchmarks.step`, as a row like a peer's."""
+    """Run one arm of `benchmarks.step` and return a row like that of a peer."""
     words = ["--preset", options.preset, "--device", options.device, "--micro-tokens", options.micro_tokens]
     words += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
     for name in ("tokens", "sequence"):
@@ -178,7 +178,7 @@ HEAD = f"{'trainer':<24}{'M params':>9}{'rows':>8}{'ms':>8}{'p90':>8}{'tokens/s'
 
 
 def line(row: Row) -> str:
-    """One row of the table, 80 columns; the reason where there is no number."""
+    """Return one row of the table, 80 columns wide; a row without a number gives the reason."""
     if row["status"] != "ok":
         text = f"{row['name']:<24}{row['status']}: {row['error']}"
         return text if len(text) <= 80 else text[:77] + "..."
@@ -193,7 +193,7 @@ def line(row: Row) -> str:
 
 
 def ratios(rows: Sequence[Row]) -> str:
-    """tokens/s of every deskside arm over every peer's."""
+    """Return the tokens/s of every deskside arm relative to every peer."""
     ours = [r for r in rows if r["status"] == "ok" and r["name"].startswith("deskside ")]
     peers = [r for r in rows if r["status"] == "ok" and not r["name"].startswith("deskside ")]
     if not ours or not peers:

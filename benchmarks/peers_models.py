@@ -1,7 +1,7 @@
-"""How each peer is built: its own model class at the common shape, its own precision, its optimiser.
+"""Construction of each peer: its own model class at the common shape, its own precision and optimizer.
 
-Nothing of a peer is copied here: packages are imported, and the two repositories are read from a folder. What a peer
-compiles is its model together with the loss, which is the faster way for all of them.
+No code of a peer is copied: packages are imported, and the two repositories are loaded from a folder. Each peer
+compiles its model together with the loss, which is the fastest option for all of them.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ NANOCHAT_HEAD_DIM = 128
 
 @dataclass
 class Peer:
-    """loss(tokens_BT, targets_BT) is the mean loss of a micro-batch; `update` clips where the peer does, and steps."""
+    """A peer that is ready to train.
+
+    loss(tokens_BT, targets_BT) is the mean loss of a micro-batch. `update` clips if the peer does, and steps.
+    """
 
     loss: Callable[[Tensor, Tensor], Tensor]
     parameters: list[nn.Parameter]
@@ -39,7 +42,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Work:
-    """What every peer is asked to do."""
+    """The workload of every peer."""
 
     model: ModelConfig
     sequence_length: int
@@ -48,12 +51,12 @@ class Work:
 
     @property
     def dtype(self) -> torch.dtype:
-        """BF16 on a GPU; float32 on a CPU, where the benchmark only shows that it runs."""
+        """Return BF16 on a GPU and float32 on a CPU, where the benchmark only checks that it runs."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
 def missing(name: str, folder: Path | None) -> str | None:
-    """What a peer lacks here, None when it can run. Imports nothing."""
+    """Return what is missing to run a peer here, or None. Imports nothing."""
     spec = PEERS[name]
     for package in spec.packages:
         if importlib.util.find_spec(package) is None:
@@ -66,7 +69,7 @@ def missing(name: str, folder: Path | None) -> str | None:
 
 
 def build(name: str, work: Work) -> Peer:
-    """Raises UsageError for a peer that cannot run here."""
+    """Build a peer. Raises UsageError for a peer that cannot run here."""
     reason = missing(name, work.folder)
     if reason is None and PEERS[name].cuda and work.device.type != "cuda":
         reason = "its FP8 products need a GPU"
@@ -108,7 +111,7 @@ def _qwen3(work: Work, compiled: bool) -> Peer:
     model.to(work.device).train()
 
     def loss(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        # It shifts the labels itself, so that the last token of each row has no target: 1 in 2048.
+        # transformers shifts the labels itself, so the last token of each row has no target: 1 in 2048.
         with _autocast(work):
             found: Tensor = model(input_ids=tokens_BT, labels=tokens_BT).loss
         return found
@@ -157,7 +160,7 @@ def _litgpt(work: Work) -> Peer:
 def _load_litgpt(repository: Path) -> None:
     """Make litgpt.config and litgpt.model importable without the rest of litgpt, which needs lightning.
 
-    The model module wants one function of the checkpoint converter, which only reads old checkpoints.
+    The model module imports one function of the checkpoint converter, which is only used for old checkpoints.
     """
 
     def unused(*arguments: Any, **options: Any) -> None:
@@ -221,7 +224,7 @@ def _nanochat_in(work: Work, fp8: bool) -> Peer:
 
 
 def _nanochat_takes(module: nn.Module, name: str) -> bool:
-    """The linear layers that nanochat's training script gives to FP8."""
+    """Return whether nanochat's training script converts this linear layer to FP8."""
     if not isinstance(module, nn.Linear):
         return False
     sizes = (module.in_features, module.out_features)
@@ -247,7 +250,7 @@ def _prototype_torchao(work: Work) -> Peer:
 
 
 def _prefer_cudnn(work: Work) -> list[str]:
-    """SDPA is cuDNN's for the whole process, where it runs; else torch's own choice, and a note says so."""
+    """Make SDPA use cuDNN in the whole process if it works; otherwise add a note that torch chooses."""
     if work.device.type != "cuda":
         return []
     shape = work.model
@@ -277,7 +280,7 @@ def _with_adamw(
     compiled: bool,
     notes: list[str],
 ) -> Peer:
-    """Fused AdamW over everything and clipping at 1, as deskside's AdamW has it; vectors are not decayed."""
+    """Add fused AdamW for all parameters and clipping at 1, as in deskside; vectors have no weight decay."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": DECAY},
@@ -308,7 +311,7 @@ def _autocast(work: Work) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Spec:
-    """How a peer is built, and what it needs."""
+    """Requirements and constructor of a peer."""
 
     build: Callable[[Work], Peer]
     packages: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
-"""A compact trainer as a skilled person would write it in an afternoon: what any framework has to beat.
+"""A compact trainer that a skilled person could write in an afternoon, as a baseline for every framework.
 
-The shape is the configuration's (Qwen3's block). What makes it fast is no secret: q, k and v in one product, gate and
-up in another, float32 weights that are cast in the forward, cuDNN attention, the loss inside of the graph, and one
-torch.compile around everything.
+It has the shape of the configuration (Qwen3's block). It is fast because it computes q, k and v in one product and gate
+and up in another, casts float32 weights in the forward pass, uses cuDNN attention, keeps the loss inside the graph, and
+wraps everything in one torch.compile.
 """
 
 import torch
@@ -13,7 +13,7 @@ from deskside.config.model import ModelConfig
 
 
 class CastLinear(nn.Linear):
-    """Float32 weights, products in the dtype of the input."""
+    """Linear layer with float32 weights that multiplies in the dtype of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.to(input.dtype))
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 class Prototype(nn.Module):
-    """tokens, targets (B, T) -> mean loss, computed in `dtype` with float32 weights."""
+    """Language model: tokens, targets (B, T) -> mean loss, computed in `dtype` with float32 weights."""
 
     cos: Tensor
     sin: Tensor
@@ -91,6 +91,6 @@ class Prototype(nn.Module):
 
 
 def turn(x_BTHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding; channels c and c + C / 2 are a pair."""
+    """Apply the rotary embedding. Channels c and c + C / 2 are a pair."""
     first, second = x_BTHC.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHC.dtype)

@@ -1,4 +1,4 @@
-"""Time a peer's training step. For a process of its own."""
+"""Timing of a peer's training step, in its own process."""
 
 import itertools
 import statistics
@@ -17,10 +17,10 @@ from deskside.train.loop.device_timer import DeviceEvent
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Median, p10 and p90 of a step, speed, peak memory, seconds to the end of the first step.
+    """Return median, p10 and p90 of the step time, speed, peak memory, and seconds to the end of the first step.
 
     spec: `peer`, `preset`, `tokens` per step, `sequence_length`, `rows` of a micro-batch, `steps`, `warmup`, `folder`,
-    `device` and `began`, what time.monotonic() said when the command was given. Raises UsageError.
+    `device` and `began`, the value of time.monotonic() when the command was given. Raises UsageError.
     """
     config = configuration({key: spec[key] for key in ("preset", "tokens", "sequence_length", "device")})
     kind = config.compute.device

@@ -1,11 +1,12 @@
-"""How fast the NVFP4 quantiser and the scaled product are, beside a copy and torch.mm, on this card.
+"""Speed of the NVFP4 quantizer and the scaled matrix product on this GPU, compared with a copy and torch.mm.
 
     python -m benchmarks.quantize [--tokens 65536] [--models 124m,1.3b] [--json FILE]
 
-Quantiser: each operand that a recipe names, on the tensors of a block: GB/s counts 6 bytes a value (read for the
-maximum, read again, written in BF16), against the measured copy. `pass` is the second pass alone (the maximum given):
-4 bytes a value. Product: the three products of each linear layer, TFLOP/s, against torch.mm in BF16 on the same
-operands. Medians of many runs with a cold L2 cache; before timing, each product is compared with torch.mm.
+Quantizer: each operand of a recipe, on the tensors of a block. GB/s counts 6 bytes per value (read for the maximum,
+read again, written in BF16) and is compared with the measured copy. `pass` is the second pass alone, with a given
+maximum: 4 bytes per value. Product: the three products of each linear layer in TFLOP/s, compared with torch.mm in BF16
+on the same operands. All times are medians of many runs with a cold L2 cache. Before timing, each product is checked
+against torch.mm.
 """
 
 import argparse
@@ -37,7 +38,7 @@ OPERANDS: dict[str, tuple[Operand, tuple[str, ...]]] = {
 
 
 def milliseconds(call: Callable[[], object], runs: int = 20) -> float:
-    """Median over runs, the L2 cache overwritten before each."""
+    """Return the median over runs, overwriting the L2 cache before each."""
     flush = torch.empty(64 * 2**20, dtype=torch.float32, device="cuda")
     for _ in range(3):
         call()
@@ -54,7 +55,7 @@ def milliseconds(call: Callable[[], object], runs: int = 20) -> float:
 
 
 def linear_layers(preset: str) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linear layers of a block."""
+    """Return the input and output sizes of the linear layers of a block."""
     model = merge.build(presets.layers(preset)).model
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size

@@ -2,9 +2,9 @@
 
     python -m benchmarks.readme_walk FOLDER --out docs/data/2026-11-22-readme/walk.md [--only TEXT]
 
-The commands are read from README.md. What takes hours or a card is shrunk by `SMALLER` (each with its reason) or left
-out by `LEFT_OUT`; the table shows what was really run, the seconds and the exit code. The texts are made from the
-bundled sample.
+The commands are read from README.md. Commands that need hours or a GPU are shrunk by `SMALLER` (each with a reason) or
+left out by `LEFT_OUT`. The table shows the command that was run, the seconds and the exit code. The input texts are
+made from the bundled sample.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The start of a README command -> (what is replaced, by what)...; the reason for all of one entry.
+# Prefix of a README command -> replacements (old, new)..., and the reason for all of them.
 SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "deskside go --hours 24 --data": ((("--hours 24", "--hours 0.08 --yes"),), "24 hours"),
     "deskside go --resume": ((), "of a finished run it says so and exits 2"),
@@ -49,7 +49,7 @@ EXPECTED = {"deskside go --resume": 2, "deskside train --resume": 2}
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the README, and what is run in its place; None where it is left out, for the reason."""
+    """A command of the README and the command that is run for it; None if it is left out, with the reason."""
 
     written: str
     run: str | None
@@ -58,7 +58,7 @@ class Command:
 
 
 def commands(readme: str) -> list[Command]:
-    """Return the commands of all code blocks in order. Raises ValueError for a line that is no command."""
+    """Return the commands of all code blocks in order. Raises ValueError for a line that is not a command."""
     found = []
     for block in re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
@@ -91,7 +91,7 @@ def _command(written: str) -> Command:
 
 
 def make_inputs(folder: Path) -> None:
-    """Write small data of every kind that the README names."""
+    """Write small data of every kind that the README mentions."""
     text = (ROOT / "deskside/data/bundled/tiny_shakespeare.txt").read_text("utf-8")
     parts = [part for part in text.split("\n\n") if part.strip()]
 
@@ -114,7 +114,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run the walk and write the table; the exit code is 1 where a command ended otherwise than the README implies."""
+    """Run the walk and write the table. Return 1 if an exit code differs from what the README implies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, required=True)

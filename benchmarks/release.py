@@ -1,18 +1,19 @@
-"""Every measurement behind the documents, as one list of commands, spread over the GPUs of this machine.
+"""All measurements behind the documents, as a list of commands distributed over the GPUs of this machine.
 
     python -m benchmarks.release --data data/english --sets DATA --out OUT [--only 'step*' parity ...] [--list]
         [--minutes 28] [--gpus 0,1] [--file benchmarks/release.toml]
 
-release.toml names the jobs: a command, how many GPUs it takes, what must have ended well before it, and the document
-that its numbers stand in. Jobs begin in the order of the file; each has its GPUs to itself, because speed is what most
-of them measure. One that waits for more GPUs than are free keeps the later ones waiting, so that it gets its turn.
+release.toml lists the jobs: the command, the number of GPUs, the jobs that must succeed first, and the document that
+contains the results. Jobs start in the order of the file. Each has its GPUs to itself, because most of them measure
+speed. A job that waits for more GPUs than are free also blocks the later ones, so that it is not starved.
 
-OUT gets a folder and a log for each job, and state.json. The same command again skips what ended well; a job that
-failed or was cut off begins anew. --minutes is hard: what still runs then is interrupted, and may save what it has.
+OUT receives a folder and a log for each job, and state.json. Repeating the command skips jobs that succeeded; a job
+that failed or was cut off starts again. --minutes is a hard limit: running jobs are then interrupted and may save their
+results.
 
 In commands, {data} is the prepared corpus, {sets} the folder of the data sets (sft/, preference/, verifiable/, eval/),
-{out} the job's folder, {work} one folder for all jobs, for runs that others begin with, and {gpus} the numbers of the
-job's GPUs.
+{out} the folder of the job, {work} a folder shared by all jobs, for runs that others start from, and {gpus} the numbers
+of the GPUs of the job.
 """
 
 import argparse
@@ -41,7 +42,7 @@ KEYS = {"name", "run", "gpus", "after", "minutes", "document"}
 
 @dataclass(frozen=True)
 class Job:
-    """One command. gpus: how many it takes; after: jobs that must have ended well; minutes: it is ended by then."""
+    """One command. gpus: how many it needs; after: jobs that must succeed first; minutes: its time limit."""
 
     name: str
     run: str
@@ -53,7 +54,7 @@ class Job:
 
 @dataclass
 class Running:
-    """A job's process, its GPUs, and when it began and shall be killed."""
+    """The process of a job, its GPUs, its start time and the time when it will be killed."""
 
     job: Job
     process: "subprocess.Popen[bytes]"
@@ -64,7 +65,10 @@ class Running:
 
 
 def read(path: Path) -> list[Job]:
-    """The jobs of a file. Raises UsageError for unknown keys, names twice, and an `after` that comes later or never."""
+    """Return the jobs of a file.
+
+    Raises UsageError for unknown keys, duplicate names, and a name in `after` that is not above.
+    """
     try:
         rows = tomllib.loads(path.read_text())["job"]
     except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
@@ -89,7 +93,10 @@ def read(path: Path) -> list[Job]:
 
 
 def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
-    """The jobs with these names (* and ? allowed), and what they come after. Raises UsageError for one that is none."""
+    """Return the jobs with these names (* and ? allowed) and their prerequisites.
+
+    Raises UsageError for an unknown name.
+    """
     names = set()
     for pattern in patterns or ("*",):
         found = [job.name for job in jobs if fnmatch.fnmatchcase(job.name, pattern)]
@@ -103,7 +110,7 @@ def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
 
 
 class Release:
-    """The jobs' processes. state: name -> how it stands, as in state.json."""
+    """The processes of the jobs. state: name -> status, as in state.json."""
 
     def __init__(self, jobs: Sequence[Job], gpus: Sequence[str], out: Path, words: dict[str, str]):
         self.jobs, self.free, self.out, self.words = list(jobs), list(gpus), out, words
@@ -117,7 +124,7 @@ class Release:
             self.state = {name: row for name, row in old.items() if row["status"] == "ok"}
 
     def run(self, deadline: float) -> int:
-        """All jobs; 0 when each ended well."""
+        """Run all jobs. Return 0 if each succeeded."""
         stopping = False
         try:
             while True:
@@ -142,10 +149,10 @@ class Release:
         return str(self.state.get(name, {}).get("status", "waiting"))
 
     def _waiting(self) -> list[Job]:
-        """Jobs that can still begin. What comes after a failed one never does, nor what comes after that."""
+        """Return the jobs that can still start. A job that depends, directly or not, on a failed one never does."""
         hopeful = {job.name for job in self.jobs if self._status(job.name) in ("ok", "running")}
         waiting = []
-        for job in self.jobs:  # each stands below what it comes after
+        for job in self.jobs:  # each is below its prerequisites
             if self._status(job.name) == "waiting" and hopeful.issuperset(job.after):
                 hopeful.add(job.name)
                 waiting.append(job)
@@ -157,7 +164,7 @@ class Release:
                 continue
             need = min(job.gpus, self.total)
             if need > len(self.free):
-                return  # what comes later does not overtake it
+                return  # later jobs do not overtake it
             gpus, self.free = self.free[:need], self.free[need:]
             folder = self.out / job.name
             folder.mkdir(exist_ok=True)
@@ -207,7 +214,7 @@ class Release:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every job ended well, 1 when one did not, 2 for wrong usage."""
+    """Run the command. Return 0 if every job succeeded, 1 if one did not, 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.release",
         description=__doc__,

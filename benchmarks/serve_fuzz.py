@@ -1,11 +1,11 @@
-"""Requests made from the OpenAPI document of `deskside serve`, beside clients whose answers are known.
+"""Fuzz test of `deskside serve` from its OpenAPI document, with concurrent clients whose answers are known.
 
     python -m benchmarks.serve_fuzz runs/chat --cases 10000 --seconds 300 --clients 64 [--seed N] [--json FILE]
 
-schemathesis makes the requests: what the document allows and what it forbids. No request may make the server fail,
-every response has to be one that the document describes, and what it forbids has to be refused. A request that is
-turned away with 429 is not counted as a case. The clients of serve_load.py ask the same server for --seconds; after
-that one of them goes on until the last case.
+schemathesis generates requests that the document allows and requests that it forbids. No request may make the server
+fail, every response must be one that the document describes, and forbidden requests must be refused. A request that is
+rejected with 429 does not count as a case. The clients of serve_load.py use the same server for --seconds; after that,
+one of them continues until the last case.
 """
 
 import argparse
@@ -46,48 +46,48 @@ CHECKS = [
     negative_data_rejection,
 ]
 TURNED_AWAY = 429
-REFUSED = ["400", "404", "405", "413", "415"]  # what is forbidden gets one of these
+REFUSED = ["400", "404", "405", "413", "415"]  # allowed responses to forbidden requests
 PROCESSES = 4
-ROUND = 200  # cases with one seed
-# Short answers, all of them at once: on a CPU a step of a small model costs about the same for one row as for many.
+ROUND = 200  # cases per seed
+# Short answers, all in one batch: on a CPU, a step of a small model costs about the same for one row as for many.
 MAX_TOKENS = 24
 SERVER = ["--max-tokens", str(MAX_TOKENS), "--max-batch", "128", "--concurrency", "128"]
 
 
 @dataclass
 class Fuzzed:
-    """What came of the requests."""
+    """Results of the requests."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
     @property
     def cases(self) -> int:
-        """Requests that were not turned away."""
+        """Number of requests that were not rejected with 429."""
         return self.statuses.total() - self.statuses[TURNED_AWAY]
 
     def add(self, other: "Fuzzed") -> None:
-        """Count another round's requests too."""
+        """Add the requests of another round."""
         self.statuses += other.statuses
         self.problems += other.problems
 
 
 def fuzz(base: str, cases: int, number: int) -> Fuzzed:
-    """Send so many requests, made with this seed."""
+    """Send this many requests, generated with this seed."""
     schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
     schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-    # schemathesis's own list has no 413, which a list that is too long may well get, and takes any 5xx for a refusal.
+    # schemathesis's default list lacks 413, which is correct for a list that is too long, and accepts any 5xx.
     schema.config.checks.negative_data_rejection.expected_statuses = REFUSED
     operations = [found.ok() for found in schema.get_all_operations()]
     posts = [operation for operation in operations if operation.method == "post"]
-    # Most of the cases go where most can go wrong.
+    # Most cases are POST requests, where most can go wrong.
     positive = [
         each.as_strategy(generation_mode=GenerationMode.POSITIVE) for each in [*operations, *posts * 3]
     ]
     negative = [each.as_strategy(generation_mode=GenerationMode.NEGATIVE) for each in posts * 4]
     found = Fuzzed()
 
-    # Failures are gathered and not raised: the rest of the cases is sent too, and nothing is shrunk.
+    # Failures are collected and not raised, so that all cases are sent and nothing is shrunk.
     @seed(number)
     @settings(
         max_examples=cases,
@@ -118,7 +118,7 @@ def fuzz(base: str, cases: int, number: int) -> Fuzzed:
 
 
 def fuzz_all(base: str, cases: int, first: int, total: Fuzzed) -> None:
-    """Send at least so many requests in rounds, and add each round to the total as it ends."""
+    """Send at least this many requests in rounds, and add each round to the total when it ends."""
     began = time.monotonic()
     seeds = itertools.count(first)
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
@@ -143,7 +143,7 @@ def fuzz_all(base: str, cases: int, first: int, total: Fuzzed) -> None:
 
 @dataclass
 class Beside:
-    """What the clients beside the fuzz saw: many of them at first, and one of them afterwards."""
+    """Results of the clients during the fuzz test: many of them at first, then a single one."""
 
     many: Report
     one: Report
@@ -153,7 +153,7 @@ class Beside:
 async def ask_beside(
     base: str, pid: int, total: Fuzzed, fuzzing: "Future[None]", seconds: float, clients: int
 ) -> Beside:
-    """Ask until the fuzz ends, with all clients in the first seconds."""
+    """Send questions until the fuzz test ends, with all clients in the first seconds."""
     known = await alone(base, questions(), {})
     many = await load(base, pid, known, seconds=seconds, clients=clients, long_answer=MAX_TOKENS)
     so_far, one = total.cases, Report()
@@ -164,7 +164,7 @@ async def ask_beside(
 
 
 def run(model: str, cases: int, seconds: float, clients: int, first: int) -> tuple[Fuzzed, Beside, float]:
-    """Serve, fuzz and ask. Returns what came of it, and the seconds that the cases took."""
+    """Serve, fuzz and ask. Return the results and the seconds that the cases took."""
     total = Fuzzed()
     began = time.monotonic()
     with served([model, *SERVER]) as (base, pid), ThreadPoolExecutor(1) as thread:
@@ -179,7 +179,7 @@ def run(model: str, cases: int, seconds: float, clients: int, first: int) -> tup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script. Returns 0 when the server kept every promise."""
+    """Run the script. Return 0 if the server behaved correctly."""
     parser = argparse.ArgumentParser(description="Fuzz deskside serve from its OpenAPI document.")
     parser.add_argument("model", help="a run, or a Hugging Face directory, with a chat template")
     parser.add_argument("--cases", type=int, default=10_000)

@@ -1,12 +1,13 @@
-"""Load on `deskside serve`: many clients, of which some hang up and some send nonsense, and what comes of it.
+"""Load test of `deskside serve` with many clients, some of which disconnect or send malformed requests.
 
     python benchmarks/serve_load.py runs/go --seconds 300 --clients 64 [--json FILE]
 
-It starts the server, asks every prompt once and alone, greedily, and then lets all clients ask at once. Each good
-answer has to be the one that its prompt got alone. An answer that is not is counted as `different`; as `mixed` when it
-is closer to another prompt's answer. On a GPU in BF16 a step over many rows rounds otherwise than one over one row;
-there `different` answers are possible where two tokens are nearly equal, and `mixed` ones are not. A request without
-its whole answer is `lost`. Memory is the server's resident set; it has to stay where it is after the first quarter.
+The benchmark starts the server, sends every prompt once in isolation with greedy decoding, and then lets all clients
+send requests concurrently. Each answer must equal the one that its prompt received in isolation. Otherwise it counts as
+`different`, or as `mixed` if it is closer to the answer of another prompt. On a GPU in BF16, a step over many rows
+rounds differently from a step over one row, so `different` answers are possible where two tokens are nearly equal, but
+`mixed` answers are not. A request without a complete answer is `lost`. Memory is the resident set of the server, which
+must not grow after the first quarter.
 """
 
 import argparse
@@ -45,7 +46,7 @@ NONSENSE = (
 
 @dataclass
 class Report:
-    """What the clients saw. Latencies in seconds, of whole good answers; memory in MiB."""
+    """Results of the clients. Latencies in seconds, of complete correct answers; memory in MiB."""
 
     seconds: float = 0.0
     good: int = 0
@@ -53,21 +54,21 @@ class Report:
     different: int = 0
     mixed: int = 0
     hung_up: int = 0
-    refused: int = 0  # nonsense that got its 4xx
-    wrongly_taken: int = 0  # nonsense that did not
-    turned_away: int = 0  # 429, asked again
+    refused: int = 0  # malformed requests refused with a 4xx
+    wrongly_taken: int = 0  # malformed requests accepted
+    turned_away: int = 0  # 429, sent again
     latencies: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def percentile(self, share: float) -> float:
-        """Of the latencies."""
+        """Return a percentile of the latencies."""
         ordered = sorted(self.latencies)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     @property
     def growth(self) -> float:
-        """MiB: the median of the last quarter's memory over that of the second quarter."""
+        """MiB by which the median memory of the last quarter exceeds that of the second quarter."""
         if len(self.memory) < 4:
             return 0.0
         quarter = len(self.memory) // 4
@@ -76,12 +77,12 @@ class Report:
         )
 
     def add(self, other: "Report") -> None:
-        """Add what clients saw afterwards."""
+        """Add the results of clients that ran afterwards."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def numbers(self) -> dict[str, Any]:
-        """Return the counts, with percentiles in place of the latencies."""
+        """Return the counts, with percentiles instead of the latencies."""
         numbers = {key: value for key, value in asdict(self).items() if key not in ("latencies", "memory")}
         if self.latencies:
             numbers |= {"p50": self.percentile(0.5), "p99": self.percentile(0.99)}
@@ -90,7 +91,7 @@ class Report:
         return numbers
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the results as text."""
         if not self.latencies or not self.memory:
             return ["no good answers", *self.problems[:5]]
         return [
@@ -109,7 +110,7 @@ class Report:
 def served(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, int]]:
-    """A server of its own on a free port: its address, and its process. Stopped with SIGTERM, it has to exit with 0."""
+    """Start a server on a free port and yield its address and process. SIGTERM stops it; it must exit with 0."""
     command = [sys.executable, "-m", "deskside", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
@@ -131,14 +132,14 @@ def served(
 
 
 def resident(pid: int) -> float:
-    """A process's resident set in MiB."""
+    """Return the resident set of a process in MiB."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 
 
 def questions(count: int = 48) -> list[Question]:
-    """Prompts that share beginnings of many lengths, and answers of many lengths."""
+    """Return prompts that share prefixes of many lengths, with answers of many lengths."""
     rng = random.Random(1)
     words = re.findall(
         r"\w+", "the ship went to sea and sailors sang of ships all day long while gulls slept"
@@ -152,13 +153,13 @@ def questions(count: int = 48) -> list[Question]:
 
 
 def body_of(question: Question, stream: bool) -> dict[str, object]:
-    """What asks a question, greedily."""
+    """Return the body of a request for a question, with greedy decoding."""
     prompt, tokens = question
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": stream}
 
 
 async def alone(base: str, asked: Sequence[Question], headers: Mapping[str, str]) -> dict[Question, str]:
-    """The answers without any load."""
+    """Return the answers without concurrent load."""
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=120) as client:
         answers = {}
         for question in asked:
@@ -180,9 +181,10 @@ async def load(
     nonsense: float = 0.12,
     long_answer: int = 400,
 ) -> Report:
-    """Let the clients ask for a time.
+    """Run the clients for a time.
 
-    hang_ups, nonsense: shares of what they do; long_answer: tokens of an answer that a client does not wait for.
+    hang_ups, nonsense: share of disconnecting and of malformed requests; long_answer: tokens of an answer that a client
+    does not wait for.
     """
     report = Report(seconds=seconds)
     end = time.monotonic() + seconds
@@ -239,7 +241,7 @@ async def _ask(
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters two texts begin alike with."""
+    """Return the length of the common prefix of two texts in characters."""
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
@@ -276,7 +278,7 @@ async def _hang_up(
     report: Report,
     tokens: int,
 ) -> None:
-    """Ask for a long answer and leave: after a moment, or after its first piece."""
+    """Request a long answer and disconnect, after a moment or after the first chunk."""
     prompt, _ = rng.choice(list(known))
     if rng.random() < 0.5:
         with contextlib.suppress(httpx.TimeoutException):
@@ -302,7 +304,7 @@ async def _nonsense(client: httpx.AsyncClient, rng: random.Random, report: Repor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The script. 0 when nothing was lost or mixed and memory stayed."""
+    """Run the script. Return 0 if no answer was lost or mixed and memory did not grow."""
     parser = argparse.ArgumentParser(description="Load on deskside serve.")
     parser.add_argument("model", help="a run, or a Hugging Face directory")
     parser.add_argument("--seconds", type=float, default=60)
