@@ -1,8 +1,8 @@
-"""Which configurations the planner is tested on, and the rows that measuring them gave.
+"""Configurations that the planner is tested on, and the rows of their measurements.
 
-They are drawn by a fixed seed from a grid of shapes, sequence lengths, micro-batches, optimisers and rungs of
-activation checkpointing, so that nobody chose the ones that come out well. The even ones of the first seed gave the
-constants of `budget/speed.py`; the odd ones, and every one of another seed, are kept to test them.
+They are drawn with a fixed seed from a grid of shapes, sequence lengths, micro-batches, optimizers and levels of
+activation checkpointing, so that favorable ones cannot be selected. The constants of `budget/speed.py` were fitted to
+the even rows of the first seed; the odd rows, and all rows of other seeds, are held out to test them.
 """
 
 import json
@@ -15,7 +15,7 @@ from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 
 SEED = 20261120
-# Draws that showed that the host can be what a step waits for; its term in budget/speed.py came after them.
+# Draws that showed that a step can be limited by the host; the host's term in budget/speed.py was added after them.
 LOOKED_AT = (7, 8)
 DRAWN = 64
 # (layers, hidden, head_dim, ffn): 50M to 3B parameters.
@@ -29,11 +29,11 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 VOCABULARIES = (32768, 32768, 50304)
 MICRO = (8192, 16384, 32768, 65536)
 RUNGS = ("none", "none", "none", "attention", "mlp", "block")
-ACTIVATION_LIMIT = 9e10  # bytes, roughly, above which a configuration is not drawn
+ACTIVATION_LIMIT = 9e10  # approximate bytes above which a configuration is not drawn
 
 
 def configurations(count: int, seed: int = SEED) -> list[dict[str, Any]]:
-    """`count` different point specs, every shape in turn."""
+    """Return `count` different point specs, cycling through the shapes."""
     draw = random.Random(seed)
     found: list[dict[str, Any]] = []
     while len(found) < count:
@@ -69,15 +69,15 @@ def configurations(count: int, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def measured(files: list[Path]) -> list[dict[str, Any]]:
-    """The points of all files that ran, in the order of their draw; each with its `seed` and its `index` in that draw.
+    """Return the points of all files in the order of their draw, each with its `seed` and its `index` in that draw.
 
-    Raises ValueError for a row that no draw has.
+    Raises ValueError for a row that is in no draw.
     """
     rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if "card" not in row["spec"]]
     drawn: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        row["seed"] = row.get("seed", SEED)  # the first draw's rows do not say it
+        row["seed"] = row.get("seed", SEED)  # rows of the first draw do not record it
         if row["seed"] not in drawn:
             drawn[row["seed"]] = configurations(DRAWN, row["seed"])
         row["index"] = drawn[row["seed"]].index(row["spec"])
@@ -85,21 +85,24 @@ def measured(files: list[Path]) -> list[dict[str, Any]]:
 
 
 def gave_constants(row: dict[str, Any]) -> bool:
-    """Whether the constants of `budget/speed.py` were fitted to this row."""
+    """Return whether the constants of `budget/speed.py` were fitted to this row."""
     return row["seed"] == SEED and row["index"] % 2 == 0
 
 
 def shape_of(spec: dict[str, Any]) -> ModelConfig:
-    """The model of a configuration."""
+    """Return the model of a configuration."""
     return ModelConfig(**spec["model"])
 
 
 def work_of(
     spec: dict[str, Any], micro_tokens: int | None = None, result: Mapping[str, Any] | None = None
 ) -> StepSpec:
-    """The optimiser step of a configuration; micro_tokens: what fitting chose, where it was left to it; result: of its
-    measurement, which says how the step was executed. The hand-written one keeps copies of weights; draws from before
-    it were compiled by torch."""
+    """Return the optimizer step of a configuration.
+
+    micro_tokens: the fitted micro-batch, if the spec does not set it. result: the result of the measurement, which
+    records how the step was executed. The hand-written step keeps copies of weights; earlier draws were compiled by
+    torch.
+    """
     return StepSpec(
         spec["sequence_length"],
         spec["tokens"],
@@ -111,7 +114,7 @@ def work_of(
 
 
 def label(spec: dict[str, Any]) -> str:
-    """One line for a person."""
+    """Return a one-line description."""
     if "card" in spec:
         return "card"
     m = spec["model"]

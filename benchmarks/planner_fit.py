@@ -1,10 +1,11 @@
 """Fit the constants of the hand-written step: efficiencies, and the host's times.
 
-    python -m benchmarks.planner_fit          constants from the calibrating half, and errors of the half kept out
+    python -m benchmarks.planner_fit          constants from the calibrating half, and errors of the held-out half
 
-Rows: `benchmarks/planner_points.py`. They are put into families (kind of measurement, size of the pass, recipe,
-optimizer), and in each family every second row is kept out, so that no family is judged by what taught it where it has
-two rows. A family of one row calibrates; such rows prove nothing, and are counted as such.
+The rows come from `benchmarks/planner_points.py`. They are grouped into families (kind of measurement, size of the
+pass, recipe, optimizer), and every second row of each family is held out, so that a family with two rows is never
+judged by the rows that it was fitted to. A family of one row calibrates; such a row gives no evidence and is counted
+accordingly.
 """
 
 import math
@@ -39,7 +40,7 @@ EFFICIENCIES: dict[str, tuple[float, float]] = {
     "windowed": (
         0.457,
         0.1,
-    ),  # flex at a window of 512 of 2,048 beside cuDNN without one, timed by the run's trial
+    ),  # flex with a window of 512 of 2,048 relative to cuDNN without one, timed by the run's backend trial
 }
 HOST: dict[str, tuple[float, float]] = {
     "bf16": (1.7e-3, 1.0),
@@ -51,16 +52,16 @@ HOST: dict[str, tuple[float, float]] = {
     "overlap": (6.0, 0.5),
 }
 RATIO_128 = 0.468 / 0.382  # attention_128 against attention_64, of the compiled step
-NOISE = 0.02  # of one row; larger errors count less than in proportion to their square
+NOISE = 0.02  # per row; larger errors count less than in proportion to their square
 
 
 def split(found: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Return (rows that calibrate, rows that are kept out)."""
+    """Return (calibrating rows, held-out rows)."""
     families: dict[tuple[object, ...], int] = {}
     parts: tuple[list[Point], list[Point]] = ([], [])
     for point in found:
         setting = point.setting
-        # A single small pass tells what a step takes beside its passes, which does not depend on the recipe.
+        # A single small pass shows the time of a step outside its passes, which does not depend on the recipe.
         alone = point.small_passes and setting.tokens_per_step == setting.micro_tokens
         recipe = "any" if alone else setting.precision
         family = (point.kind, point.small_passes, recipe, setting.optimizer)
@@ -81,7 +82,7 @@ def rates_of(logarithms: np.ndarray) -> Rates:
 
 
 def fit(rows: Sequence[Point]) -> Rates:
-    """Return the rates that predict these rows best, pulled towards what was believed before."""
+    """Return the rates that predict these rows best, regularized towards the prior values."""
     believed = [*EFFICIENCIES.values(), *HOST.values()]
     start = np.log([value for value, _ in believed])
     width = np.array([spread for _, spread in believed])

@@ -1,10 +1,10 @@
-"""Measure steps of small passes, where the host is what a step waits for.
+"""Measure steps of small passes, whose time is limited by the host.
 
     python -m benchmarks.planner_host --out FILE [--device cpu] [--seconds 100]
 
-Rows have the form of `benchmarks/step.py --json`. All run one after another in this process, because importing torch
-would take longer than measuring; nothing else may use the machine meanwhile. What does not start within --seconds is
-left out, and said.
+Rows have the format of `benchmarks/step.py --json`. All run one after another in this process, because importing torch
+would take longer than the measurement. Nothing else may use the machine in the meantime. Rows that do not start within
+--seconds are skipped with a message.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SPECS = (
 
 
 def specification(row: tuple[str, str, int, int, int, str], device: str) -> dict[str, Any]:
-    """Return what `step_measure.measure` takes."""
+    """Return the argument of `step_measure.measure`."""
     preset, recipe, sequence, micro, passes, optimizer = row
     return {
         "preset": preset,
@@ -74,7 +74,7 @@ def main() -> None:
         try:
             result: dict[str, Any] = {"arm": row[1], "status": "ok", "error": "", "value": measure(spec)}
         except (RuntimeError, ValueError, AssertionError) as error:
-            # One recipe that does not run here must not cost the others; the row says what happened.
+            # A recipe that does not run here must not stop the others; the row records the error.
             result = {"arm": row[1], "status": "failed", "error": str(error), "value": None, "spec": spec}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

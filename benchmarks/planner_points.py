@@ -1,8 +1,8 @@
-"""Measured steps of the hand-written execution (since 2026-11-21), read from docs/data, beside what the planner says.
+"""Measured steps of the hand-written execution (since 2026-11-21), read from docs/data, with the planner's predictions.
 
-Three kinds: steps of `benchmarks/step.py` and `benchmarks/memory.py`, whole runs of `benchmarks/parity.py`, and the
-arms of the study `claims`. Repetitions of one configuration are one point, with the median of their speeds, so that
-what was repeated often does not decide a fit.
+There are three kinds: steps of `benchmarks/step.py` and `benchmarks/memory.py`, whole runs of `benchmarks/parity.py`,
+and the arms of the study `claims`. Repetitions of one configuration are one point with the median of their speeds, so
+that configurations that were repeated often do not dominate a fit.
 """
 
 import io
@@ -28,14 +28,14 @@ STEPS = ("2026-11-21-step", "2026-11-22-h200/step", "2026-11-22-release/step", "
 RUNS = ("2026-11-21-step/parity", "2026-11-22-h200/parity", "2026-11-22-release/parity")
 STUDY = "2026-11-22-release/study/claims.tar.zst"
 MEMBERS = ("run.json", "plan.json", "summary.json", "metrics.jsonl")
-FIRST_STEPS = 4  # steps of a run that are left out of its median: they compile and warm up
+FIRST_STEPS = 4  # steps that the median of a run leaves out: compilation and warm-up
 
 Kind = Literal["steps", "run", "study"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration that was measured.
+    """One measured configuration.
 
     speed: tokens per second, the median of `speeds`; gib: peak that torch allocated; sources: files under docs/data.
     """
@@ -64,7 +64,7 @@ class Point:
 
     @property
     def small_passes(self) -> bool:
-        """Whether passes are so small that launches may take longer than the device's work."""
+        """Whether the passes are so small that launching may take longer than the device's work."""
         return self.setting.micro_tokens <= 16384
 
 
@@ -108,7 +108,7 @@ def _steps() -> Iterator[Point]:
 
 
 def _step(arm: str, result: dict[str, Any], source: str) -> Point:
-    # benchmarks/memory.py measures with whole blocks recomputed where it was told so, and its arms name the states.
+    # benchmarks/memory.py recomputes whole blocks if it was told to, and its arms name the optimizer states.
     words = arm.split(":")
     config: dict[str, Any] = {"precision": {}, "optim": {}, "compute": {}}
     for word in words[1:]:
@@ -132,7 +132,7 @@ def _step(arm: str, result: dict[str, Any], source: str) -> Point:
 
 
 def _runs() -> Iterator[Point]:
-    """Whole runs with Muon on real text, evaluation between steps, several at a time on one host."""
+    """Yield the whole runs with Muon on real text, with evaluation between steps, several at a time on one host."""
     for folder in RUNS:
         path = ROOT / folder / "parity.jsonl"
         for line in path.read_text("utf-8").splitlines():

@@ -1,15 +1,16 @@
-"""The one benchmark of the training step: deskside's own step, timed, split by kind, beside the device's floors.
+"""Benchmark of deskside's training step: its time, the breakdown by kind of kernel, and the floors of the device.
 
     python -m benchmarks.step [--preset 124m] [--precision bf16,fp8-delayed,fp8-delayed:head=fp8] [--tokens 65536]
         [--micro-tokens auto|N] [--sequence 2048] [--attention auto|cudnn|...] [--optimizer adamw|muon]
         [--data zipf|PATH] [--steps 50] [--warmup 10] [--hot-seconds 20] [--profile] [--cold-start] [--json FILE]
 
-Run it in the repository's root. Every precision is an arm in a process of its own. An arm is a recipe's name, with
-options of `precision` behind colons; any other configuration key may follow as `--model.window_pattern SSSL`.
+Run it in the root of the repository. Every precision is an arm in its own process. An arm is the name of a recipe,
+followed by options of `precision` separated by colons. Any other configuration key can be given as an option, such as
+`--model.window_pattern SSSL`.
 
-Times are between the ends of steps on the device (CUDA events): what the host does counts where it holds the device
-up. `short` is --steps steps after --warmup ones; `hot` then goes on for --hot-seconds, until the power limit shows.
---cold-start runs every arm two times more, for one step: with empty compile caches, then with those that this left.
+Times are measured between the ends of steps on the device (CUDA events), so host time counts only if the device waits
+for it. `short` is --steps steps after --warmup steps. `hot` then continues for --hot-seconds, until the power limit
+takes effect. --cold-start runs every arm twice more for one step: with empty compile caches, then with warm ones.
 """
 
 import argparse
@@ -29,11 +30,11 @@ from deskside.utils import child_process
 from deskside.utils.errors import UsageError
 
 TARGET = "benchmarks.step_measure:measure"
-START_SECONDS = 600.0  # what an arm may take beside its steps: compiling, floors
+START_SECONDS = 600.0  # seconds that an arm may take in addition to its steps: compilation, floors
 
 
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options, and further configuration keys as a nested dict. Raises UsageError."""
+    """Return the options, and further configuration keys as a nested dict. Raises UsageError."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step",
         description=__doc__,
@@ -84,7 +85,7 @@ def arms(text: str) -> list[tuple[str, dict[str, Any]]]:
 def specification(
     options: argparse.Namespace, precision: dict[str, Any], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `step_measure.measure` is given for one arm."""
+    """Return the argument of `step_measure.measure` for one arm."""
     micro = options.micro_tokens
     return {
         "preset": options.preset,
@@ -106,7 +107,10 @@ def specification(
 
 
 def run(spec: dict[str, Any], caches: Path | None = None) -> dict[str, Any]:
-    """Measure an arm in a child: {"status", "error", "stderr", "value"}. `caches`: where compilers keep theirs."""
+    """Measure an arm in a child process.
+
+    Returns {"status", "error", "stderr", "value"}. `caches`: folder of the compile caches.
+    """
     environment = {}
     if caches is not None:
         environment = {
@@ -125,7 +129,7 @@ def run(spec: dict[str, Any], caches: Path | None = None) -> dict[str, Any]:
 
 
 def cold_start(spec: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to the end of the first optimiser step, in empty caches and in those that the first run left."""
+    """Return the seconds to the end of the first optimizer step, with empty caches and with those of the first run."""
     once = {**spec, "steps": 1, "warmup": 1, "hot_seconds": 0.0, "profile": False}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder:
@@ -138,7 +142,7 @@ def cold_start(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every arm was measured, 1 when one was not, 2 for wrong usage."""
+    """Run the command. Return 0 if every arm was measured, 1 if one was not, 2 for wrong usage."""
     try:
         options, config = arguments(sys.argv[1:] if argv is None else argv)
         chosen = arms(options.precision)
@@ -155,14 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             result["cold_starts"] = cold_start(spec)
         results.append(result)
         report(result, options.profile)
-        if options.json:  # after every arm, so that a killed call leaves what it had
+        if options.json:  # after every arm, so that a killed benchmark keeps the finished ones
             options.json.write_text(json.dumps({"benchmark": "step", "results": results}, indent=1), "utf-8")
     print(step_table.summary(results))
     return int(any(result["status"] != "ok" for result in results))
 
 
 def report(result: dict[str, Any], profile: bool) -> None:
-    """Print what one arm gave, as soon as it is there."""
+    """Print the result of one arm as soon as it is available."""
     if result["status"] != "ok":
         print(f"{result['arm']}: {result['status']}: {result['error']}")
         print(result["stderr"][-1500:] if unexpected(result) else "", file=sys.stderr)
@@ -178,12 +182,12 @@ def report(result: dict[str, Any], profile: bool) -> None:
 
 
 def unexpected(result: dict[str, Any]) -> bool:
-    """Whether the child's last words help: not where its one line says what to do."""
+    """Return whether to show the end of the child's stderr: not if its one-line error says what to do."""
     return not str(result["error"]).startswith("UsageError: ")
 
 
 def _configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
-    """--a.b value ... as {"a": {"b": value}}; what is no key of the configuration is refused when it is built."""
+    """Return --a.b value ... as {"a": {"b": value}}. Unknown keys are rejected when the configuration is built."""
     found: dict[str, Any] = {}
     words = list(rest)
     while words:
@@ -201,7 +205,7 @@ def _configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A TOML value, or the text itself."""
+    """Parse a TOML value, or return the text itself."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:

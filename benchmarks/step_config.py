@@ -1,4 +1,4 @@
-"""What an arm of the step benchmark is, as a configuration of deskside. Imports no torch."""
+"""Configuration of an arm of the step benchmark. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,9 @@ from deskside.config.run import RunConfig
 
 
 def configuration(spec: Mapping[str, Any]) -> RunConfig:
-    """The run that an arm stands for. Raises UsageError for one that cannot be.
+    """Return the run configuration of an arm. Raises UsageError for an impossible one.
 
-    spec: `preset`, and optionally `tokens` per optimiser step, `micro_tokens`, `sequence_length`, `attention`,
+    spec: `preset`, and optionally `tokens` per optimizer step, `micro_tokens`, `sequence_length`, `attention`,
     `compile`, `optimizer`, `device`, `precision`, and `config` with any other configuration keys, nested.
     """
     given: dict[str, dict[str, Any]] = {"batch": {}, "compute": {}}

@@ -1,23 +1,23 @@
-"""The floor of each kind of work in a step, measured on this device in the same call: the speed of light.
+"""Floor of each kind of work in a step, that is, its minimum time, measured on this device in the same call.
 
-Products: every matrix product of the model timed alone at its exact shape, in BF16 by torch.mm and in FP8 by
-torch._scaled_mm on operands that are quantised and laid out already. Attention: the chosen backend, forward and
-backward, timed alone. Everything else: bytes over the bandwidth of a large copy, every input read once and every
-output written once, in the activations' width:
+Products: every matrix product of the model timed in isolation at its exact shape, in BF16 with torch.mm and in FP8 with
+torch._scaled_mm on operands that are already quantized and laid out. Attention: the chosen backend, forward and
+backward, timed in isolation. Everything else: bytes divided by the bandwidth of a large copy, with every input read
+once and every output written once, at the width of the activations:
 
     add + norm              8 per token, channel and norm: residual and delta read, residual and normed written; two
                             gradients and the residual read, one gradient written (residual and delta share it)
     QK-norm + RoPE          5 per channel of queries and keys: read, written; gradient and input read, gradient written
-    gated activation        8 per channel of the MLP's inside; 5 without a gate
+    gated activation        8 per intermediate channel of the MLP; 5 without a gate
     loss                    2 per token and vocabulary entry: logits read, their gradient written
-    casts and sums          6 bytes per weight and step for its copy in the products' format, 6 per weight for its
-                            gradient into float32, 10 in each further pass, which adds
-    quantisation            0 where the producing kernel can write the format: only attention's output and what
-                            flows into it again are left, 4 bytes per query channel
-    optimiser               bytes and Newton-Schulz products of budget/operators.py; the latter at the matmul peak
+    casts and sums          6 bytes per weight and step for its copy in the format of the products, 6 per weight for
+                            its gradient into float32, 10 in each further pass, which accumulates
+    quantization            0 if the producing kernel can write the format: only the output of attention and its
+                            gradient remain, 4 bytes per query channel
+    optimizer               bytes and Newton-Schulz products of budget/operators.py; the latter at the matmul peak
 
-FP8 operands cost as many bytes as BF16 ones, because Hopper and Ada multiply FP8 in one layout only, so that two copies
-are written. Products that are emulated are floored with BF16 ones, NVFP4's always.
+FP8 operands take as many bytes as BF16 operands, because Hopper and Ada multiply FP8 in one layout only, so two copies
+are written. The floor of emulated products is that of BF16 products; this is always the case for NVFP4.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ FP8: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.flo
 
 @dataclass(frozen=True)
 class Gemm:
-    """y (N, rows) = x (N, columns) W^T, `times` per step; with its two gradients three products."""
+    """A matrix product y (N, rows) = x (N, columns) W^T, `times` per step. It has two gradient products."""
 
     name: str
     tokens: int
@@ -54,7 +54,7 @@ class Gemm:
 
 
 def gemms(config: RunConfig, micro_tokens: int) -> list[Gemm]:
-    """Every linear layer of a step. The head is multiplied in chunks of `compute.loss_chunk_tokens`."""
+    """Return every linear layer of a step. The head is multiplied in chunks of `compute.loss_chunk_tokens`."""
     model, passes = config.model, config.batch.tokens // micro_tokens
     D, layers = model.hidden_size, model.num_hidden_layers
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
@@ -67,7 +67,7 @@ def gemms(config: RunConfig, micro_tokens: int) -> list[Gemm]:
     found.append(Gemm("out", micro_tokens, q, D, times))
     tokens, inside = micro_tokens, model.intermediate_size
     if model.num_experts:
-        # Tokens spread evenly over the experts.
+        # Assume that tokens are spread evenly over the experts.
         found.append(Gemm("router", micro_tokens, D, model.num_experts, times))
         tokens = max(1, micro_tokens * model.num_experts_per_tok // model.num_experts)
         inside, times = model.moe_intermediate_size, times * model.num_experts
@@ -91,10 +91,10 @@ def measure(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Milliseconds per step of each kind of `step_kinds.KINDS` that has a floor, and how they were found.
+    """Return the milliseconds per step of each kind of `step_kinds.KINDS` that has a floor, and how they were obtained.
 
-    native: whether the recipe's products run in its formats here; emulated ones are floored with BF16's. A floor that
-    does not fit beside the model in memory is None, with the reason in `notes`.
+    native: whether the products of the recipe run in its formats here; the floor of emulated ones is that of BF16. A
+    floor that does not fit in memory next to the model is None, with the reason in `notes`.
     """
     notes: list[str] = []
     recipe = config.precision.recipe(recipe_name)
@@ -122,7 +122,7 @@ def measure(
 def traffic_bytes(
     config: RunConfig, recipe: Recipe, micro_tokens: int, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Bytes per step that the kinds without products must move at least; the module's text says how."""
+    """Return the minimum bytes per step of the kinds without matrix products; the module docstring has the rules."""
     model, tokens, unit = config.model, float(config.batch.tokens), dtype.itemsize
     D, layers = model.hidden_size, model.num_hidden_layers
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
@@ -140,7 +140,7 @@ def traffic_bytes(
         "elementwise": tokens * unit * per_token,
         "loss": tokens * unit * 2 * model.vocab_size,
         "memory": casts,
-        # Rows of the table read and handed out; gradients read and scattered into a table that was zeroed.
+        # Rows of the table are read and written out; gradients are read and scattered into a zeroed table.
         "embedding": tokens * D * (4 + 2 * unit) + 4.0 * passes * model.vocab_size * D,
     }
     if recipe.quantized:
@@ -158,7 +158,7 @@ def _products(
     table: list[dict[str, Any]],
     notes: list[str],
 ) -> float:
-    """Milliseconds of all products of a step; fills `table`, one row per layer and format."""
+    """Return the milliseconds of all products of a step and fill `table`, one row per layer and format."""
     quantized = native and recipe.quantized and any(f in FP8 for f in recipe.formats)
     if recipe.quantized and (not native or "nvfp4" in recipe.formats):
         notes.append("products that are emulated are timed as BF16 ones")
@@ -167,7 +167,7 @@ def _products(
     total = 0.0
     for gemm in gemms(config, micro_tokens):
         plain = _three(gemm, None, dtype, device)
-        share = 1.0 if gemm.name == "head" else kept  # of this layer's products that stay in BF16
+        share = 1.0 if gemm.name == "head" else kept  # share of this layer's products that stay in BF16
         if gemm.name == "head" and _head_quantized(config):
             share = 0.0
         row = {"name": gemm.name, "times": gemm.times, "plain_ms": plain}
@@ -186,12 +186,12 @@ def _head_quantized(config: RunConfig) -> bool:
 
 
 def _head_recipe(recipe: Recipe) -> Recipe:
-    """The head's own FP8 products, whatever the blocks' are."""
+    """Return the recipe of the head's own FP8 products, independent of the recipe of the blocks."""
     return recipe if not any(f == "nvfp4" for f in recipe.formats) else recipe_named("fp8-tensorwise")
 
 
 def _three(gemm: Gemm, recipe: Recipe | None, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Milliseconds of output, input gradient and weight gradient; with a recipe in its FP8 formats."""
+    """Return the milliseconds of output, input gradient and weight gradient; with a recipe, in its FP8 formats."""
     n, k, m = gemm.tokens, gemm.columns, gemm.rows
     shapes = ((n, k, m), (n, m, k), (m, n, k))
     products = (None, None, None) if recipe is None else recipe.products
@@ -212,10 +212,10 @@ def _product(
     device: torch.device,
     transposed: bool,
 ) -> Callable[[], Tensor]:
-    """left (rows, inner) @ right (inner, columns), each in the layout in which a step has it.
+    """Prepare left (rows, inner) @ right (inner, columns), each operand in the layout that it has in a step.
 
-    BF16: activations and gradients lie by tokens, so the weight gradient reads its left operand transposed. FP8: the
-    only layout that every card takes, both operands contiguous along the inner dimension.
+    BF16: activations and gradients are stored by tokens, so the weight gradient reads its left operand transposed. FP8:
+    the only layout that every GPU supports, with both operands contiguous along the inner dimension.
     """
     if product is None or product.left.format not in FP8 or product.right.format not in FP8:
         left = (
@@ -230,7 +230,7 @@ def _product(
     by_row = product.left.scaling == "row"
     scale_left = torch.ones((rows, 1) if by_row else (), device=device)
     scale_right = torch.ones((1, columns) if by_row else (), device=device)
-    # Fast accumulation in the forward and for gradients alike is what every FP8 trainer uses on Hopper.
+    # Every FP8 trainer uses fast accumulation on Hopper, in the forward pass and for gradients.
     return partial(
         torch._scaled_mm,
         codes,
@@ -253,7 +253,7 @@ def _attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Milliseconds of forward and backward of all layers."""
+    """Return the milliseconds of forward and backward of all layers."""
     model, T = config.model, config.batch.sequence_length
     total = 0.0
     windows = [model.layer_window(i) for i in range(model.num_hidden_layers)]

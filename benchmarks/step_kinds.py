@@ -1,9 +1,10 @@
-"""Which kind of work a kernel is, by its name and by what launched it.
+"""Classification of kernels by kind of work, from their name and from what launched them.
 
-Kernel names alone do not tell: the same matrix product serves a projection and Muon's iteration, and one compiled
-element-wise kernel is called like another. So a piece of work is known by its name and by the names of the operators
-and annotations that enclose its launch on the host. The rules below are tried in order and the first that fits decides.
-What no rule knows is `unclassified`, and is shown by name: a new kernel is never silently put into a drawer.
+Kernel names are not sufficient: the same matrix product is used for a projection and for Muon's iteration, and compiled
+element-wise kernels have similar names. A kernel is therefore identified by its name and by the names of the operators
+and annotations that enclose its launch on the host. The rules below are tried in order, and the first match decides. A
+kernel that matches no rule is `unclassified` and is shown by name, so that a new kernel is never misclassified
+silently.
 """
 
 import re
@@ -38,7 +39,7 @@ def _rule(kind: str, where: str, pattern: str) -> Rule:
     return Rule(kind, where, re.compile(pattern, re.IGNORECASE))
 
 
-# Names of compiled kernels list every operator that was fused into them, products at their edges included.
+# Names of compiled kernels list every operator that was fused into them, including products at their edges.
 _COMPILED = r"^triton_(poi|red|per|mul|for)_fused"
 _ATEN_ELEMENTWISE = (
     "add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|square|exp|log|tanh|sigmoid|silu|gelu|relu|threshold|sum|mean|amax|max|"
@@ -46,7 +47,7 @@ _ATEN_ELEMENTWISE = (
     "silu_backward|gelu_backward|tanh_backward|threshold_backward|native_layer_norm_backward|_fused_rms_norm|"
     "_fused_rms_norm_backward|bitwise_not|bitwise_or|__or__|__and__|isfinite|all|any|abs|reciprocal|maximum|minimum|linalg_vector_norm|var_mean"
 )
-# Operators that only an emulated format needs.
+# Operators that only emulated formats need.
 _ATEN_ROUNDING = (
     "floor|ceil|round|trunc|signbit|sign|copysign|ldexp|frexp|nextafter|uniform|rand|randint|random|bernoulli|"
     "__lshift__|__rshift__|bitwise_left_shift|bitwise_right_shift|log2|exp2|remainder|sgn"
@@ -82,7 +83,7 @@ RULES = (
     ),
     _rule("loss", "inside", r"cross_?entropy|nll_loss"),
     _rule("loss", "name", r"cross_?entropy|log_?softmax|logsumexp|nll_?loss|^loss_and_grad$"),
-    # A quantisation that rides on the kernel that makes the tensor is that kernel's work.
+    # Quantization that is fused into the kernel that produces the tensor counts as that kernel's work.
     _rule(
         "elementwise",
         "name",
@@ -112,9 +113,9 @@ RULES = (
 
 
 def kind_of(name: str, inside: tuple[str, ...], operator: bool = False) -> str:
-    """A key of `KINDS` for a kernel, or for an operator of a CPU, with the operators that enclose its launch.
+    """Return a key of `KINDS` for a kernel, or for an operator on a CPU, given the operators that enclose its launch.
 
-    What remains of autograd's own entries on a CPU (they have no `aten::`) is the framework's time.
+    On a CPU, the remaining entries of autograd (those without `aten::`) are framework time.
     """
     for rule in RULES:
         subjects = (name,) if rule.where == "name" else (name, *inside)

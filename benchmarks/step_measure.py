@@ -1,4 +1,4 @@
-"""One arm of the step benchmark: deskside's own training step, built and timed in a process of its own.
+"""Measurement of one arm of the step benchmark: deskside's training step, built and timed in its own process.
 
 What is built is what `deskside train` builds (train/setup, optim/build, train/step), and what times it is what the
 probe uses (probe/point). The batch lies on the device before the clock starts: `benchmarks/loader.py` times the loader.
@@ -34,16 +34,16 @@ from deskside.train.objective import NextToken
 from deskside.train.prepare.dry_step import MicroBatch
 
 PROFILED_STEPS = 3
-HOT_STEPS = 5  # at least, however slow
+HOT_STEPS = 5  # minimum number of steps, however slow
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of one arm. For a process of its own.
+    """Return the numbers of one arm. Runs in its own process.
 
     spec: as in `step_config.configuration`, and `steps`, `warmup`, `hot_seconds`, `profile`, `data` (None or the path
-    of a prepared dataset) and `began`, what time.monotonic() said when the command was given.
+    of a prepared dataset) and `began`, the value of time.monotonic() when the command was given.
     """
-    marks = {"imported": _since(spec)}  # seconds since the command when each part of the start was done
+    marks = {"imported": _since(spec)}  # seconds from the command to the end of each part of the start-up
     ready, timer = _build(spec, marks)
     device, config = ready.stepper.world.device, ready.config
     environment_record.reset_peak_memory(device)
@@ -55,7 +55,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     phases = {"short": _phase(timer.run(0.0, spec["steps"]), ready, flops)}
     if spec.get("hot_seconds"):
         phases["hot"] = _phase(timer.run(spec["hot_seconds"], HOT_STEPS), ready, flops)
-    # The card's state at work, not the one that it falls back to between two phases.
+    # The state of the GPU under load, not the idle state between two phases.
     card = _card(device, timer)
     memory = memory_peaks(device)
     result: dict[str, Any] = {
@@ -107,7 +107,7 @@ def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[Ready, Tim
 def _real_batches(
     path: str, config: RunConfig, fit: MicroBatch, step_rows: int, device: torch.device
 ) -> list[Batch]:
-    """The first micro-batches of a run on a prepared dataset; they are used in turn. Raises UsageError."""
+    """Return the first micro-batches of a run on a prepared dataset, to be used in turn. Raises UsageError."""
     dataset = NextToken().open(config, Path(path), "train", config.batch.sequence_length)
     kept: list[Batch] = []
     masked = config.data.document_mask
@@ -115,7 +115,7 @@ def _real_batches(
         dataset, config.seed, 0, step_rows, fit.micro_rows, device=device, document_mask=masked
     ) as loader:
         while len(kept) < BATCHES:
-            # The loader's buffers are used again, and micro-batches of different steps are mixed here.
+            # Copy, because the loader reuses its buffers, and micro-batches of different steps are mixed here.
             kept += [replace(b, num_valid_step=b.num_valid * fit.accumulation) for b in _copies(next(loader))]
     return kept
 
@@ -137,7 +137,7 @@ def _copies(batches: list[Batch]) -> list[Batch]:
 
 
 def _phase(run: tuple[list[float], list[dict[str, Any]]], ready: Ready, flops: float) -> dict[str, Any]:
-    """Speed, and what the sensors said meanwhile."""
+    """Return the speed, and the sensor readings during the phase."""
     seconds, sensed = run
     median = statistics.median(seconds)
     speed = ready.config.batch.tokens / median
@@ -159,7 +159,7 @@ def _phase(run: tuple[list[float], list[dict[str, Any]]], ready: Ready, flops: f
 
 
 def _card(device: torch.device, timer: Timer) -> dict[str, Any]:
-    """Name, power limit and clocks in MHz; the clocks while a step is running. {} on a CPU or where NVML is silent."""
+    """Return name, power limit and clocks in MHz, read while a step is running. {} on a CPU or without NVML."""
     if device.type != "cuda":
         return {}
     facts: dict[str, Any] = {"name": torch.cuda.get_device_name(device)}
@@ -180,7 +180,7 @@ def _card(device: torch.device, timer: Timer) -> dict[str, Any]:
 
 
 def _profile(ready: Ready, timer: Timer, step_ms: float) -> dict[str, Any]:
-    """The split of a step by kind, and beside it the floors of the same work, measured on this device now."""
+    """Return the time of a step by kind, with the floors of the same work measured on this device now."""
     stepper, device = ready.stepper, ready.stepper.world.device
     own = stepper.optimizer
     stepper.optimizer = step_profile.MarkedOptimizer(own)  # type: ignore[assignment]
@@ -205,7 +205,7 @@ def _profile(ready: Ready, timer: Timer, step_ms: float) -> dict[str, Any]:
 
 
 def _since(spec: Mapping[str, Any]) -> float:
-    """Seconds since the command; the clock is the system's, the same in every process."""
+    """Return the seconds since the command. The clock is the system's, the same in every process."""
     return time.monotonic() - float(spec["began"])
 
 

@@ -1,11 +1,11 @@
-"""Where the device time of a step goes: torch.profiler's trace of a few steps, split into kinds of work.
+"""Breakdown of the device time of a step by kind of work, from torch.profiler's trace of a few steps.
 
-A trace holds what ran on the device (kernels, copies) and what the host did meanwhile. Each kernel carries the number
-of the host call that launched it; that call stands inside of operators and annotations, which say what the kernel
-is for. On a CPU the operators themselves are the work: each counts the time that none of its children took.
+A trace contains device activity (kernels, copies) and host activity. Each kernel has the correlation id of the host
+call that launched it; the operators and annotations that enclose this call tell what the kernel is for. On a CPU the
+operators themselves are the work: each counts its time without that of its children.
 
-Times of kernels are hardly changed by the profiler; the gaps between them are, because the host is slower. So the gaps
-are given twice: as the trace shows them, and as what an unprofiled step took beyond its busy time.
+The profiler hardly changes the times of kernels, but it changes the gaps between them, because it slows down the host.
+The gaps are therefore given twice: as in the trace, and as the time of an unprofiled step beyond its busy time.
 """
 
 import json
@@ -30,7 +30,7 @@ SHOWN_NAMES = 12
 
 @dataclass(frozen=True)
 class Piece:
-    """One kernel, or one operator of a CPU without its children. Microseconds; `inside`: outermost first."""
+    """One kernel, or one operator on a CPU without its children. Microseconds; `inside`: outermost first."""
 
     name: str
     start: float
@@ -44,7 +44,7 @@ class Piece:
 
 
 class MarkedOptimizer:
-    """An optimiser whose work stands in the trace under `OPTIMIZER_MARK`; everything else is the optimiser's own."""
+    """Wrapper that annotates the work of an optimizer as `OPTIMIZER_MARK` in the trace and forwards everything else."""
 
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
@@ -63,7 +63,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def record(run: Callable[[], object], steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """The trace events of `steps` calls of `run`, after one that is not recorded."""
+    """Return the trace events of `steps` calls of `run`, after one call that is not recorded."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -81,7 +81,7 @@ def record(run: Callable[[], object], steps: int, device: torch.device) -> list[
 
 
 def pieces(events: Iterable[dict[str, Any]], device: str) -> list[Piece]:
-    """What ran on the device ("cuda" or "cpu"), in order of time."""
+    """Return the activity of the device ("cuda" or "cpu"), in order of time."""
     complete = [e for e in events if e.get("ph") == "X"]
     hosts: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in complete:
@@ -108,9 +108,10 @@ def pieces(events: Iterable[dict[str, Any]], device: str) -> list[Piece]:
 
 
 def split(found: list[Piece], steps: int, step_ms: float, device: str) -> dict[str, Any]:
-    """Milliseconds per step of each kind, with its largest names, and the gaps. `step_ms`: of an unprofiled step.
+    """Return the milliseconds per step of each kind with its largest names, and the gaps.
 
-    Kernels that overlap on two streams are each counted whole in their kinds, once in `busy_ms`.
+    `step_ms`: time of an unprofiled step. Kernels that overlap on two streams count fully in their kinds, but once in
+    `busy_ms`.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
@@ -127,7 +128,7 @@ def split(found: list[Piece], steps: int, step_ms: float, device: str) -> dict[s
             "kernels": len(mine) / steps,
             "names": {name: sum(times) / steps / 1e3 for name, times in shown},
         }
-    # A CPU's pieces are operators without their children: they do not overlap, but their ends are not known.
+    # On a CPU, pieces are operators without their children: they do not overlap, but their ends are unknown.
     taken = sum(p.duration for p in found) if device == "cpu" else _busy(found)
     busy = taken / steps / 1e3
     span = (max(p.start + p.duration for p in found) - found[0].start) / steps / 1e3 if found else 0.0
@@ -142,7 +143,7 @@ def split(found: list[Piece], steps: int, step_ms: float, device: str) -> dict[s
 
 
 def _busy(found: list[Piece]) -> float:
-    """Microseconds in which at least one piece ran; `found` is in order of time."""
+    """Return the microseconds in which at least one piece ran; `found` is in order of time."""
     total, end = 0.0, float("-inf")
     for piece in found:
         stop = piece.start + piece.duration
@@ -153,7 +154,7 @@ def _busy(found: list[Piece]) -> float:
 
 
 class _Stacks:
-    """Which host intervals of one thread enclose a moment. Intervals of a thread are nested, never crossed."""
+    """Lookup of the host intervals of one thread that enclose a point in time. Intervals of a thread are nested."""
 
     def __init__(self, events: list[dict[str, Any]]):
         rows = sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"])))
@@ -169,7 +170,7 @@ class _Stacks:
             stack.append(i)
 
     def at(self, moment: float) -> tuple[str, ...]:
-        """Names, outermost first."""
+        """Return the names, outermost first."""
         names = []
         i = bisect_right(self._starts, moment) - 1
         while i >= 0:
@@ -180,7 +181,7 @@ class _Stacks:
 
 
 def _own_time(events: list[dict[str, Any]]) -> list[Piece]:
-    """Operators of one thread with the time that their children did not take; annotations only enclose."""
+    """Return the operators of one thread with the time that their children did not take; annotations only enclose."""
     rows = sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"])))
     own = [float(e["dur"]) for e in rows]
     inside: list[tuple[str, ...]] = []

@@ -1,4 +1,4 @@
-"""The step benchmark's results as text of at most 80 columns."""
+"""Results of the step benchmark as text of at most 80 columns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ WIDTH = 80
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """One line per arm and phase. `results`: {"arm", "status", "error", "value"} each."""
+    """Return one line per arm and phase. `results`: {"arm", "status", "error", "value"} each."""
     lines = [
         f"{'precision':<18}{'phase':<7}{'ms':>8}{'p10':>8}{'p90':>8}{'tokens/s':>11}{'MFU':>7}{'GiB':>7}{'W':>6}",
     ]
@@ -32,7 +32,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 
 def details(result: dict[str, Any]) -> str:
-    """What one arm was and what else was measured of it."""
+    """Return the description and the other measurements of one arm."""
     value = result["value"]
     short = value["phases"]["short"]
     start = value["cold_start"]
@@ -62,7 +62,7 @@ def details(result: dict[str, Any]) -> str:
 
 
 def split(result: dict[str, Any]) -> str:
-    """The split of an arm's step by kind, each beside its floor."""
+    """Return the time of an arm's step by kind, with the floor of each."""
     profile = result["value"]["profile"]
     floors = profile["floor"]["kinds"]
     lines = [
@@ -94,7 +94,7 @@ def split(result: dict[str, Any]) -> str:
 
 
 def products(result: dict[str, Any]) -> str:
-    """The products timed alone: output, input gradient, weight gradient."""
+    """Return the matrix products timed in isolation: output, input gradient, weight gradient."""
     lines = [f"{'products alone, ms':<20}{'times':>7}{'BF16 (plain)':>26}{'FP8':>26}"]
     for row in result["value"]["profile"]["floor"]["gemms"]:
         plain = " + ".join(f"{ms:.3f}" for ms in row["plain_ms"])
