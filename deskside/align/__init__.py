@@ -1,1 +1,1 @@
-"""What comes after pretraining: conversations, preferences and verifiable rewards, as objectives of the one loop."""
+"""Objectives of post-training (SFT, DPO, GRPO) for the training loop, and their data."""

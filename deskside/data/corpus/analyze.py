@@ -22,7 +22,7 @@ _OTHER = ("other", "")  # shared by all pairs beyond MAX_TAGS
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read: the field that holds the text, and the maximum length of a line."""
+    """Options of reading sources: the field that holds the text, and the maximum length of a line."""
 
     text_field: str = "text"
     limits: SizeLimits = field(default_factory=SizeLimits)

@@ -103,7 +103,7 @@ class BadInputLog:
     """
 
     on_bad: OnBad = "skip"
-    remedy: str = "Mend it, or skip and count such input with --on-bad skip."
+    remedy: str = "Fix it, or skip and count such input with --on-bad skip."
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 

@@ -56,7 +56,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: a status of study/results.py, or FULL, or STOPPED. seconds: lifetime of the process."""
+    """The end of a child process. status: as in study/results.py, or FULL, or STOPPED. seconds: its lifetime."""
 
     status: str
     reason: str

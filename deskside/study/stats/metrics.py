@@ -54,5 +54,5 @@ METRICS: tuple[Metric, ...] = (
 
 BY_KEY = {metric.key: metric for metric in METRICS}
 
-# Metrics of speed and power. Emulating a number format changes them, so they say nothing of hardware with the format.
+# Metrics of speed and power. Emulating a number format changes them, so they do not apply to hardware with the format.
 PACE = ("tokens_per_second", "mfu", "watts", "joules_per_token", "seconds", "total_seconds")
