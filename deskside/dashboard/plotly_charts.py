@@ -151,7 +151,7 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
     names = row_labels([row.arm for row, _ in rows])
     figure = go.Figure()
     for emulated in (False, True):
-        part = [(row, one) for row, one in rows if row.emulated is emulated]
+        part = [(row, one) for row, one in rows if row.arm.emulated is emulated]
         if not part:
             continue
         hatch = {"shape": "/" if emulated else "", "fgcolor": EDGE, "fillmode": "overlay", "size": 7}
@@ -183,7 +183,7 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
     )
     if data.limit is not None:
         _add_limit(figure, data.limit)
-    legend = data.clipped or any(row.emulated for row, _ in rows)
+    legend = data.clipped or any(row.arm.emulated for row, _ in rows)
     apply_layout(figure, 110 + rows_height(labels), barmode="overlay", bargap=0.25, showlegend=legend)
     _set_axis(figure.update_xaxes, data.axis)
     figure.update_yaxes(categoryorder="array", categoryarray=labels, autorange="reversed", showgrid=False)
