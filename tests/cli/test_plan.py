@@ -111,10 +111,10 @@ def test_json_is_whole_and_alone(capsys: pytest.CaptureFixture[str], line: str) 
         ("--gpu rtx4090 --hors 3", "did you mean --hours"),
         ("--gpu h100 --hours 3", "which one"),
         ("--gpu rtx4090", "--hours, --tokens, --flops or --loss"),
-        ("--hours 3", "--here"),
+        ("--hours 3", "--gpu"),
         ("--gpu rtx4090 --hours 3 --explain colour", "--explain"),
         ("--gpu rtx4090 --hours 3 --claim-watts lots", "--claim_watts"),
-        ("--claim-watts 450", "--here"),
+        ("--claim-watts 450", "--gpu"),
         ("--gpu rtx4090 --hours 3 --probes plain_file", "plain_file"),
     ],
 )
@@ -230,7 +230,7 @@ def test_adapters_are_carried_out_beside_given_weights(capsys: pytest.CaptureFix
     _, out, _ = plan(capsys, line)
     assert (
         "(MODEL: a run or a Hugging Face directory" in out
-        and "(DIR: a directory written by deskside data prepare" in out
+        and "(DIR: " in out
     )
     _, out, _ = plan(capsys, line.replace("--adapter.rank 16", ""))
     assert "MODEL" not in out
@@ -269,7 +269,7 @@ def test_adapters_need_a_model_and_no_loss_to_reach(capsys: pytest.CaptureFixtur
     code, out, err = plan(capsys, f"--gpu rtx4090 --hours 8 {adapted}")
     assert (code, out) == (2, "") and err.startswith("deskside: --adapter: ")
     code, out, err = plan(capsys, f"--gpu rtx4090 --preset 124m --loss 1.0 {adapted}")
-    assert (code, out) == (2, "") and err.startswith("deskside: --loss: bits per byte are only predicted of")
+    assert (code, out) == (2, "") and err.startswith("deskside: --loss: bits per byte are only predicted for")
 
 
 def test_lists_of_cards_and_of_items_say_what_they_are(capsys: Any) -> None:
