@@ -7,7 +7,7 @@ The watts of a card come from a measurement when there is one (a probe keeps the
 and the share of it that training draws (`facts/power.toml`, with sources). Both have a range, and so has the answer.
 
 A power limit is only answered between points that somebody measured on the same card, by straight lines between
-them. Below the lowest point speed falls off a cliff at a place that nobody published, so nothing is said there.
+them. Below the lowest point the speed drops steeply at a limit that was not published, so there is no answer there.
 """
 
 import bisect
@@ -24,7 +24,7 @@ MEASURED_SPREAD = 0.03  # watts of a later run against those of a probe on the s
 
 @dataclass(frozen=True)
 class _Figure:
-    """A number with its range. source: how it is known; basis: one line, from what."""
+    """A number with its range. source: how it is known; basis: one line on what it was computed from."""
 
     low: float
     expected: float
@@ -64,7 +64,7 @@ class CapPoint:
 
 
 def gpu_watts(gpu: Gpu, limit_watts: float | None = None, measured_watts: float | None = None) -> Watts:
-    """The average draw of one card in training.
+    """Return the average draw of one card in training.
 
     limit_watts: the limit that is set, the data sheet's without one. measured_watts: the average of a probe on this
     card under this limit; it decides when it is given. Raises UsageError for watts that cannot be.
@@ -82,8 +82,10 @@ def gpu_watts(gpu: Gpu, limit_watts: float | None = None, measured_watts: float 
 
 
 def wall_watts(one: Watts, gpus: int = 1, host_watts: float | None = None) -> Watts:
-    """What the whole computer takes from the wall with `gpus` such cards. host_watts: without its cards, when known.
-    Raises UsageError for a count or watts that cannot be."""
+    """Return the power at the wall of a computer with `gpus` such cards.
+
+    host_watts: power without the cards, if known. Raises UsageError for an impossible count or power.
+    """
     if gpus < 1:
         raise UsageError(f"gpus: {gpus} must be at least 1")
     host = power.host()
@@ -105,7 +107,7 @@ def wall_watts(one: Watts, gpus: int = 1, host_watts: float | None = None) -> Wa
 
 
 def energy(wall: Watts, hours: float) -> Energy:
-    """Kilowatt-hours of `hours` at these wall watts. Raises UsageError for hours that cannot be."""
+    """Return kilowatt-hours of `hours` at these wall watts. Raises UsageError for hours that cannot be."""
     _not_negative("hours", hours)
     basis = f"{wall.expected:.0f} W at the wall x {hours:.2f} h"
     low, expected, high = (watts * hours / 1000 for watts in (wall.low, wall.expected, wall.high))
@@ -113,7 +115,7 @@ def energy(wall: Watts, hours: float) -> Energy:
 
 
 def cap_table(gpu: Gpu) -> tuple[CapPoint, ...]:
-    """Every power limit below the data sheet's at which this very card was measured, highest first. Where two
+    """Return every power limit below the data sheet's at which this very card was measured, highest first. Where two
     publications overlap, the first that was about training speaks, as in `at_limit`. Empty: nobody published one."""
     known = [series for series in power.cap_series(gpu) if _covers(series, gpu.watts)]
     table = [
@@ -172,8 +174,8 @@ def _point(series: power.CapSeries, gpu: Gpu, limit: float) -> CapPoint:
 
 
 def _at(series: power.CapSeries, limit: float) -> tuple[float, float]:
-    """(speed share, draw in watts) of a series at a limit that it covers; a draw that was not published is taken to
-    be the limit, which matrix products on GeForce cards reach (`power.load`)."""
+    """Return (speed share, draw in watts) of a series at a limit that it covers; a draw that was not published is taken
+    to be the limit, which matrix products on GeForce cards reach (`power.load`)."""
     limits = [point[0] for point in series.points]
     above = bisect.bisect_left(limits, limit)
     right = series.points[above]

@@ -1,6 +1,6 @@
-"""What the number formats of a run's products cost: the rate they run at, the bytes that converting moves, the copies.
+"""Cost of number formats: the rate of their products, the bytes that conversion moves, and the weight copies.
 
-`config/recipes.py` says what a recipe computes; here is its price, with what is known of it so far:
+`config/recipes.py` defines what a recipe computes. Its cost, as far as it is known:
 
 - A product whose format the tensor cores have runs at that format's rate. Emulated, the same numbers are multiplied in
   BF16 (every code x block scale is a BF16 number), at EMULATED of BF16's rate: what that kernel was written to reach
@@ -13,7 +13,7 @@
   recipe computes beyond that multiplies the time: NVFP4_WORK, fitted to one run of each, emulated on an H200
   (`benchmarks/planner_fit.py`).
 
-Copies of the weights are made once per optimiser step and stay until the next (`precision.weight_cache`).
+Copies of the weights are made once per optimizer step and stay until the next (`precision.weight_cache`).
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ NVFP4_READ, NVFP4_WRITTEN = (
     4.0,
     {True: 0.5625, False: 2.0},
 )  # bytes per value and product; written: native, emulated
-# Time of quantising against that of its bytes, by recipe.
+# Time of quantizing against that of its bytes, by recipe.
 NVFP4_WORK: dict[Precision, float] = {
     "nvfp4": 1.18,
     "nvfp4-unbiased": 1.18,
@@ -64,17 +64,17 @@ def quantized(precision: Precision) -> bool:
 
 
 def emulated(precision: Precision, native: frozenset[LowKind]) -> bool:
-    """Whether any of its products is computed in BF16 with the numbers of a lower format."""
+    """Return whether any of its products is computed in BF16 with the numbers of a lower format."""
     return quantized(precision) and not set(kinds(precision)) <= native
 
 
 def runs_as(kind: Kind, native: frozenset[LowKind]) -> RunsAs:
-    """What a product of this kind is priced as, on a device whose tensor cores have `native`."""
+    """Return the format whose rate a product runs at, on a device whose tensor cores have `native`."""
     return "emulated" if kind in ALL_NATIVE and kind not in native else kind
 
 
 def weight_copies(precision: Precision, native: frozenset[LowKind]) -> float:
-    """Bytes per weight of the copies that the forward and the backward multiply with, each in its own layout.
+    """Return bytes per weight of the copies that the forward and the backward multiply with, each in its own layout.
 
     FP8 codes are a byte, also where the product is emulated; emulated NVFP4 is BF16, and one copy serves both where a
     weight is scaled in square tiles. BF16 has one copy, FP32 none.
@@ -89,11 +89,11 @@ def weight_copies(precision: Precision, native: frozenset[LowKind]) -> float:
 
 
 def saved_bytes(precision: Precision) -> float:
-    """Bytes per value of what a projection reads (a normed input, the MLP's inside), kept for its weight gradient:
-    transposed FP8 codes, which the forward's cast writes at once, else 16 bits."""
+    """Return bytes per value of what a projection reads (a normed input, the MLP's inside), kept for its weight
+    gradient: transposed FP8 codes, which the forward's cast writes at once, else 16 bits."""
     return SAVED_FP8 if kinds(precision) == ("fp8", "fp8") else SAVED_BF16
 
 
 def nvfp4_bytes(native: frozenset[LowKind]) -> float:
-    """Bytes that quantising one value for one product moves."""
+    """Return bytes that quantizing one value for one product moves."""
     return NVFP4_READ + NVFP4_WRITTEN["nvfp4" in native]

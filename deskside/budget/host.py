@@ -1,4 +1,4 @@
-"""Host time of an optimiser step: launching its kernels, which a step of small passes waits for.
+"""Host time of an optimizer step: launching its kernels, which a step of small passes waits for.
 
 A pass launches the same kernels whatever its number of tokens: on an H200 with `124m` some 480, in BF16
 (docs/performance.md, "Small passes"). The time for that depends on the recipe, on the number of layers, and

@@ -1,4 +1,4 @@
-"""What loss a run will end at: a law for planning, and the extrapolation of a pilot's own curve.
+"""Prediction of a run's final loss: a scaling law for planning, and the extrapolation of a pilot's own curve.
 
 Everything is in bits per byte of validation text, so that tokenizers do not matter. The law is Chinchilla's form
 
@@ -19,7 +19,7 @@ Everything is in bits per byte of validation text, so that tokenizers do not mat
   its range reaches to what theirs would give. Neither knows overfitting: beyond `MOST_WEIGHTS_PER_TOKEN` and the
   epochs that were measured nothing is known, and the planner does not go there.
 - offset: corpora and recipes differ. Our runs end 4 to 5 % above the law of nanochat's corpus; staged sequence lengths
-  are worth 0.01 of that. The default offset stands in the middle. Its range of 8 % is wide, because other corpora
+  are worth 0.01 of that. The default offset is in the middle. Its range of 8 % is wide, because other corpora
   will differ more. A pilot fits the offset of the corpus at hand (`fitted`).
 
 The law is for Muon with a decayed learning rate; AdamW ended 0.10 to 0.12 higher in the one comparison that we have.
@@ -95,7 +95,7 @@ class LossLaw:
     def floor(
         self, params: float, tokens: float, unique_tokens: float | None = None, excess: float = EXCESS
     ) -> float:
-        """The part that more tokens of the same kind would not remove."""
+        """Return the part that more tokens of the same kind would not remove."""
         counted = self.effective_params(params, tokens, unique_tokens, excess)
         counted = named("N', less what exceeds the optimum for this text", counted, "weights")
         return self.E + self.offset + self.A / counted**self.alpha
@@ -103,19 +103,19 @@ class LossLaw:
     def effective_params(
         self, params: float, tokens: float, unique_tokens: float | None = None, excess: float = EXCESS
     ) -> float:
-        """Parameters that are worth as much, were none in excess of what suits the unique text that is read."""
+        """Return the effective parameters: those beyond the optimum for the unique text count less."""
         read = tokens if unique_tokens is None else min(tokens, unique_tokens)
         return _diminishing(params, min(params, self.best_params(read)), excess)
 
     def best_params(self, tokens: float) -> float:
-        """Parameters for which `tokens` unique tokens are compute-optimal."""
+        """Return parameters for which `tokens` unique tokens are compute-optimal."""
         best = (self.alpha * self.A * tokens**self.beta / (self.beta * self.B)) ** (1 / self.alpha)
         return named("N that is optimal for this text", best, "weights")
 
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """Where a pilot's curve leads. Bits per byte; `undecayed` is what the constant learning rate would end at."""
+    """Extrapolation of a pilot's curve, in bits per byte. `undecayed`: the final loss at a constant learning rate."""
 
     low: float
     expected: float
@@ -149,7 +149,7 @@ def effective_tokens(tokens: float, unique_tokens: float | None, repeats: float 
 def expected_bpb(
     law: LossLaw, params: float, tokens: float, unique_tokens: float | None = None
 ) -> tuple[float, float, float]:
-    """(low, expected, high) bits per byte at the end of a run whose learning rate decays.
+    """Return (low, expected, high) bits per byte at the end of a run whose learning rate decays.
 
     unique_tokens: of the training data, None when there is more of it than the run reads. Raises ValueError for
     numbers that are not above zero.
@@ -166,7 +166,7 @@ def expected_bpb(
 
 
 def fitted(law: LossLaw, params: float, tokens: float, unique_tokens: float | None, bpb: float) -> LossLaw:
-    """The law with the offset that makes it meet a measured or extrapolated loss, and the range of a pilot."""
+    """Return the law with the offset that makes it meet a measured or extrapolated loss, and the range of a pilot."""
     offset = law.offset + bpb - law.at(params, tokens, unique_tokens)
     low, high = PILOT_RANGE
     return replace(
@@ -175,7 +175,7 @@ def fitted(law: LossLaw, params: float, tokens: float, unique_tokens: float | No
 
 
 def _diminishing(value: float, enough: float, star: float) -> float:
-    """`enough`, and of what is beyond it less and less."""
+    """Return `enough` plus a saturating share of the excess."""
     if value <= enough:
         return value
     return enough * (1 + star * (1 - exp(-(value / enough - 1) / star)))
@@ -196,7 +196,7 @@ def fit_curve(
     law: LossLaw = LAW,
     decays: bool = True,
 ) -> Extrapolation:
-    """Where a pilot's training loss leads, when the run goes on to `end_tokens`.
+    """Extrapolate a pilot's training loss to `end_tokens`.
 
     tokens, bpb: of the logged steps, in order, after the warm-up and before the decay (a step's own batch will do: it
     is unseen text during the first epoch). The curve is taken as floor + b / tokens^beta with the law's beta. The law's

@@ -23,7 +23,7 @@ Hc is heads x head_dim, Kc is key-value heads x head_dim. Of a mixture of expert
 each choice has its own copy of input and output. A recomputed part keeps what enters it and nothing of the
 float32-to-bfloat16 copies of its weights; a recomputed block keeps the pair (residual, delta), 4 D.
 
-Converted weights stay from one optimiser step to the next where they are cached (`budget/formats.py` has their bytes).
+Converted weights stay from one optimizer step to the next where they are cached (`budget/formats.py` has their bytes).
 In FP8 what a projection reads is kept as transposed FP8 for the weight gradient: one byte instead of two for the normed
 inputs, 2 D, and the MLP's inside, F, and one more for attention's output, Hc, whose 16 bits attention needs itself. The
 hand-written halves (`precision/halves.py`) keep what the table calls compiled, but for QK-norm's statistics. Blocks
@@ -44,7 +44,7 @@ last pass of a step. So every GPU holds whole gradients when there are several p
 of the blocks on their way and of the root, whose group is the last to leave. A test tracks two processes doing it.
 Replicas copy their gradients into a bucket to sum them.
 
-Where adapters train beside frozen weights (`budget/adapters.py`), gradients and optimiser states are theirs alone, no
+Where adapters train beside frozen weights (`budget/adapters.py`), gradients and optimizer states are theirs alone, no
 head's gradient is there, a frozen weight in codes is in the activations' dtype while it is used, and a chunk of logits
 becomes its own gradient as above.
 

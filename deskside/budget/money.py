@@ -1,4 +1,4 @@
-"""What a run costs: electricity, renting, owning, and after how many hours a card that was bought has paid for itself.
+"""Cost of a run: electricity, renting, owning, and the hours of use after which a bought card has paid for itself.
 
     electricity = kWh x price
     renting     = GPUs x hours x price of a GPU-hour
@@ -18,8 +18,7 @@ from deskside.utils.errors import UsageError
 
 @dataclass(frozen=True)
 class Ownership:
-    """A card that is bought: price and resale value of one, hours of use in its life. Raises UsageError for what
-    cannot be."""
+    """A bought card: its price, resale value and hours of use in its life. Raises UsageError for impossible values."""
 
     price: float
     resale: float = 0.0
@@ -37,12 +36,12 @@ class Ownership:
 
     @property
     def loss(self) -> float:
-        """What is gone at the end of its life."""
+        """The value lost at the end of its life."""
         return self.price - self.resale
 
     @property
     def per_hour(self) -> float:
-        """Of one card, without electricity."""
+        """Cost per hour of one card, without electricity."""
         return self.loss / self.life_hours
 
 
@@ -62,7 +61,7 @@ class OwnOrRent:
 
     @property
     def words(self) -> str:
-        """One line for a person."""
+        """The comparison as one line of text."""
         if self.break_even_hours is None:
             return "owning never pays: its electricity costs as much as renting"
         if not self.within_life:
@@ -73,14 +72,14 @@ class OwnOrRent:
 
 
 def electricity_cost(kwh: float, per_kwh: float) -> float:
-    """Raises UsageError for a negative or impossible number."""
+    """Return the price of electricity. Raises UsageError for a negative or impossible number."""
     _check("kWh", kwh)
     _check("price of a kWh", per_kwh)
     return kwh * per_kwh
 
 
 def rent_cost(hours: float, gpus: int, per_gpu_hour: float) -> float:
-    """Raises UsageError for a negative or impossible number."""
+    """Return the price of renting. Raises UsageError for a negative or impossible number."""
     _check("hours", hours)
     _check("rent per hour", per_gpu_hour)
     _count(gpus)
@@ -107,7 +106,7 @@ def own_or_rent(
 
 
 def per_billion_tokens(per_hour: float, tokens_per_second: float) -> float:
-    """What a billion tokens cost at so much per hour. Raises UsageError for an impossible number."""
+    """Return the cost of a billion tokens. Raises UsageError for an impossible number."""
     _check("cost per hour", per_hour)
     if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
         raise UsageError(f"tokens per second: {tokens_per_second:g} must be above 0")

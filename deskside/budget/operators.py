@@ -1,8 +1,8 @@
-"""What one optimiser step makes a GPU do: its products, its attention, its memory traffic, one entry each.
+"""Operators of one optimizer step on a GPU: products, attention and memory traffic, one entry each.
 
-Nothing here knows a device. Counts are of this project's own step (fused projections, compiled blocks, chunked loss) on
-one GPU; `budget/speed.py` prices them. The floating-point work of a product is exact. The bytes of element-wise work
-are counted by hand from what the compiled blocks read and write, in units of the activations' width:
+Nothing here depends on a device. Counts are of this project's own step (fused projections, compiled blocks, chunked
+loss) on one GPU; `budget/speed.py` prices them. The floating-point work of a product is exact. The bytes of
+element-wise work are counted by hand from what the compiled blocks read and write, in units of the activations' width:
 
     norms, residuals    22 per token, layer and hidden channel      (forward 8, backward 14)
     activation          9 per channel of the MLP's inside, 4 if not gated
@@ -84,7 +84,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True)
 class Operator:
-    """StepSpec of one kind in one optimiser step on one GPU.
+    """StepSpec of one kind in one optimizer step on one GPU.
 
     flops, or bytes moved, or a count of layers, each with its fixed delay; recompute: it exists because of activation
     checkpointing; width: head_dim for attention, the hidden size for Newton-Schulz; windowed: attention whose kernel
@@ -188,7 +188,8 @@ def _attention(scores: float, s: Sizes, recompute: bool = False) -> Iterator[Ope
 
 
 def _weights(s: Sizes) -> list[Operator]:
-    """Casts of weights and the accumulation of their gradients. Codes are dequantized again for every product."""
+    """Return casts of weights and the accumulation of their gradients. Codes are dequantized again for every
+    product."""
     spec, adapter = s.spec, s.spec.adapter
     if adapter is None:
         # The cache casts once per step, and its products accumulate gradients themselves.
@@ -295,7 +296,7 @@ def trained_params(s: Sizes) -> float:
 
 
 def _optimizer(s: Sizes) -> list[Operator]:
-    """The update, once per step. Sharded AdamW updates its shard; every GPU computes all of Muon's iteration."""
+    """Return the update, once per step. Sharded AdamW updates its shard; every GPU computes all of Muon's iteration."""
     spec, units = s.spec, units_of(s.spec)
     # Bytes per weight: smaller states are read and written.
     adamw = units.adamw - 2 * (ADAMW_STATE["float32"] - ADAMW_STATE[spec.states])
@@ -315,7 +316,8 @@ def _optimizer(s: Sizes) -> list[Operator]:
 
 
 def _between_gpus(s: Sizes) -> list[Operator]:
-    """Bytes that each GPU sends and receives, and bytes that travel to the host where the optimizer is offloaded."""
+    """Return bytes that each GPU sends and receives, and bytes that travel to the host where the optimizer is
+    offloaded."""
     found, spec = [], s.spec
     weights = 4.0 * trained_params(s)
     share = (s.gpus - 1) / s.gpus

@@ -1,11 +1,11 @@
-"""How learning rate, weight decay and batch follow a model's size and a run's length. The one place for these rules.
+"""Scaling of learning rate, weight decay and batch with the model's size and the run's length.
 
-Every optimiser setting in `config/optim.py` holds at a reference point. From there:
+Every optimizer setting in `config/optim.py` holds at a reference point. From there:
 
 - learning rate of everything ~ sqrt(batch / reference batch): gradient noise falls with the root of the batch, and
   Adam's and Muon's updates do not grow with the gradient (Malladi et al., arXiv 2205.10287).
 - learning rate of AdamW's parameters also ~ (hidden size / reference)^-0.5, between the classical and the maximal
-  update parametrisation; Muon's orthogonal updates need no such factor (Jordan et al. 2024).
+  update parametrization; Muon's orthogonal updates need no such factor (Jordan et al. 2024).
 - weight decay ~ sqrt(batch / reference) x (reference tokens / tokens). Together with the first rule this keeps
   learning rate x decay x steps constant: weights forget over a fixed share of the run, whatever its length
   (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738).
@@ -22,7 +22,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Reference:
-    """Where the defaults of an optimiser hold: hidden size, tokens per step, tokens in the run."""
+    """Reference point at which an optimizer's defaults hold: hidden size, tokens per step, tokens of the run."""
 
     hidden_size: int
     batch_tokens: int
@@ -52,7 +52,8 @@ class Scaling:
 def scales(
     hidden_size: int, batch_tokens: int, total_tokens: int, optimizer: Literal["muon", "adamw"] = "muon"
 ) -> Scaling:
-    """The factors for a run of `total_tokens` in steps of `batch_tokens`: all one at the optimiser's reference."""
+    """Return the factors for a run of `total_tokens` in steps of `batch_tokens`: all one at the optimizer's
+    reference."""
     for name, value in (
         ("hidden_size", hidden_size),
         ("batch_tokens", batch_tokens),
@@ -70,7 +71,7 @@ def scales(
 
 
 def best_batch_tokens(total_tokens: int) -> int:
-    """The best known tokens per step for a run of `total_tokens`: a power of two."""
+    """Return the best known tokens per step for a run of `total_tokens`: a power of two."""
     if total_tokens <= 0:
         raise ValueError(f"total_tokens must be above zero, not {total_tokens}")
     reference_tokens, reference_batch = BATCH_REFERENCE

@@ -1,4 +1,4 @@
-"""From the shape of a model to its parameters, FLOPs and KV cache.
+"""Parameters, FLOPs and KV cache of a model shape.
 
 FLOPs per token follow one convention everywhere in this project: a forward and backward pass, two FLOPs per
 multiply-add, the backward twice the forward; the products with weights that a token really meets (of a mixture of
@@ -9,7 +9,7 @@ the window let it see. Norms, activations and recomputation do not count.
     T_avg: half of the sequence T; with a window w < T: w - w^2 / (2 T)
 
 The 12 is two products (scores, values), two FLOPs, three passes. Some others count the full square (T instead of
-T / 2), which raises the utilisation they print.
+T / 2), which raises the utilization they print.
 """
 
 from typing import Protocol
@@ -18,7 +18,7 @@ from deskside.budget.terms import leaf
 
 
 class Shape(Protocol):
-    """What is read of a model's configuration; `config.model.ModelConfig` is one."""
+    """The fields of a model's configuration that formulas read. `config.model.ModelConfig` has them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -62,8 +62,8 @@ class Shape(Protocol):
 
 
 def parameter_groups(shape: Shape) -> dict[str, int]:
-    """Parameters by group. A tied head counts once, as embedding; router and experts are mlp; biases go with their
-    projection, QK-norm with the norms."""
+    """Return parameters by group. A tied head counts once, as embedding; router and experts are mlp; biases go with
+    their projection, QK-norm with the norms."""
     D, layers = shape.hidden_size, shape.num_hidden_layers
     per_norm = D * (2 if shape.norm == "layernorm" and shape.norm_bias else 1)
     return {
@@ -77,35 +77,37 @@ def parameter_groups(shape: Shape) -> dict[str, int]:
 
 
 def num_params(shape: Shape) -> int:
-    """All parameters."""
+    """Return all parameters."""
     return sum(parameter_groups(shape).values())
 
 
 def root_params(shape: Shape) -> int:
-    """Parameters in no block: embedding, positions, head. The last norm, a few thousand at most, is left out."""
+    """Return parameters in no block: embedding, positions, head. The last norm, a few thousand at most, is left out."""
     groups = parameter_groups(shape)
     return groups["embedding"] + groups["position"] + groups["head"]
 
 
 def active_params(shape: Shape) -> int:
-    """Parameters that one token uses: of a mixture of experts the chosen experts only, else all."""
+    """Return parameters that one token uses: of a mixture of experts the chosen experts only, else all."""
     idle = mlp_matrix(shape, shape.num_experts) - mlp_matrix(shape, shape.num_experts_per_tok)
     return num_params(shape) - (shape.num_hidden_layers * idle if shape.num_experts else 0)
 
 
 def matmul_params(shape: Shape) -> int:
-    """Weights that a token is multiplied with: block matrices (chosen experts, router) and the head, tied or not."""
+    """Return weights that a token is multiplied with: block matrices (chosen experts, router) and the head, tied or
+    not."""
     block = attention_matrix(shape) + mlp_matrix(shape, shape.num_experts_per_tok)
     return shape.num_hidden_layers * block + shape.vocab_size * shape.hidden_size
 
 
 def block_matrices(shape: Shape) -> int:
-    """Weights in the matrices of the blocks, all experts included: what Muon updates."""
+    """Return weights in the matrices of the blocks, all experts included: what Muon updates."""
     return shape.num_hidden_layers * (attention_matrix(shape) + mlp_matrix(shape, shape.num_experts))
 
 
 def attention_span(sequence_length: int, window: int | None) -> float:
-    """Tokens that a token attends to, averaged over a causal sequence (continuous limit: T / 2, not (T + 1) / 2)."""
+    """Return tokens that a token attends to, averaged over a causal sequence (continuous limit: T / 2, not (T + 1) /
+    2)."""
     if window is None or window >= sequence_length:
         return sequence_length / 2
     return window - window**2 / (2 * sequence_length)
@@ -123,13 +125,13 @@ def flops_per_token(shape: Shape, sequence_length: int, traced: bool = False) ->
 
 
 def kv_bytes_per_token(shape: Shape, bytes_per_element: float) -> float:
-    """Bytes of keys and values that one token keeps in the cache, over all layers (windows do not shrink it)."""
+    """Return bytes of keys and values that one token keeps in the cache, over all layers (windows do not shrink it)."""
     per_layer = 2 * shape.num_key_value_heads * shape.head_dim
     return shape.num_hidden_layers * per_layer * bytes_per_element
 
 
 def attention_matrix(shape: Shape) -> int:
-    """Weights of one layer's projections, of q, k, v and the output."""
+    """Return weights of one layer's projections, of q, k, v and the output."""
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return shape.hidden_size * (2 * q + 2 * kv)
 
@@ -140,7 +142,7 @@ def _attention_bias(shape: Shape) -> int:
 
 
 def mlp_matrix(shape: Shape, experts: int) -> int:
-    """Weights of one layer's MLP; of a mixture of experts the router and `experts` of them."""
+    """Return weights of one layer's MLP; of a mixture of experts the router and `experts` of them."""
     matrices = 3 if shape.gated_mlp else 2
     if shape.num_experts:
         return shape.hidden_size * (shape.num_experts + experts * matrices * shape.moe_intermediate_size)

@@ -1,4 +1,4 @@
-"""Seconds of one optimiser step: the step's operators at the rates of a device.
+"""Seconds of one optimizer step: the step's operators at the rates of a device.
 
 Every operator is priced alone and the times add up, because a GPU does one after the other:
 
@@ -15,7 +15,7 @@ The large matmul rate is the one that a card sustains, measured, not the data sh
 half to four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and
 what they are worth was fitted to whole steps of this project on an H200: of compiled blocks by
 `benchmarks/planner_accuracy.py fit`, of the hand-written halves by `benchmarks/planner_fit.py`. A probe of a
-card corrects them there (`plan/calibrate.py`). They are not the kernels' own utilisation: overlap, caches and
+card corrects them there (`plan/calibrate.py`). They are not the kernels' own utilization: overlap, caches and
 power limits are in them too.
 """
 
@@ -88,7 +88,7 @@ FUSED = Efficiency(
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does per second.
+    """Rates of a device, per second.
 
     matmul_flops: a large product in the activations' format, sustained, FLOP/s; bandwidth: bytes/s of its memory, read
     plus written; low_precision_flops, fp4_flops: of a large FP8 and of an NVFP4 product, None where there is none;
@@ -119,14 +119,14 @@ class Rates:
         return self.fused if spec.fused else self.efficiency
 
     def corrected(self, compute: float, memory: float, delay: float) -> "Rates":
-        """The same with times of products, of traffic and of delays multiplied."""
+        """Return these rates with the times of products, traffic and delays multiplied."""
         return replace(
             self, compute=self.compute * compute, memory=self.memory * memory, delay=self.delay * delay
         )
 
 
 def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
-    """Seconds of one operator of this spec. Raises ValueError for a product in a format that the device lacks."""
+    """Return seconds of one operator. Raises ValueError for a product in a format that the device lacks."""
     e, group, amount = rates.efficiency_of(spec), operator.group, operator.amount
     if group in ("matmul", "head", "optimizer_matmul", "attention"):
         peak = product_rate(operator, rates)
@@ -152,7 +152,7 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
 
 
 def product_rate(operator: Operator, rates: Rates) -> float:
-    """FLOP/s of a large product as this one runs. Raises ValueError for a format that the device lacks."""
+    """Return FLOP/s of a large product as this one runs. Raises ValueError for a format that the device lacks."""
     if operator.runs_as == "emulated":
         return EMULATED * rates.matmul_flops
     if operator.runs_as in ("fp8", "nvfp4"):
@@ -164,7 +164,7 @@ def product_rate(operator: Operator, rates: Rates) -> float:
 
 
 def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
-    """Seconds of one optimiser step by item (`ITEMS`); the sum is the step."""
+    """Return the seconds of one optimizer step by item (`ITEMS`); the sum is the step."""
     seconds = dict.fromkeys(ITEMS, 0.0)
     for operator in step_operators(shape, spec):
         seconds[operator.item] += operator_seconds(operator, rates, spec)
@@ -174,5 +174,5 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:
-    """Of the whole step, over all GPUs."""
+    """Return the tokens per second of the whole step, over all GPUs."""
     return spec.tokens / sum(step_seconds(shape, spec, rates).values())

@@ -38,7 +38,7 @@ class AdapterConfig(Part):
     @field_validator("targets", mode="before")
     @classmethod
     def _known(cls, value: object) -> object:
-        """One message for whatever is wrong: a union has one for each of its members."""
+        """Return one message for whatever is wrong: a union has one for each of its members."""
         several = isinstance(value, list | tuple) and value and all(name in PROJECTIONS for name in value)
         if value != "all" and not several:
             raise ValueError(
@@ -48,5 +48,5 @@ class AdapterConfig(Part):
 
     @property
     def scale(self) -> float:
-        """What (x A^T) B^T is multiplied with."""
+        """The factor on (x A^T) B^T."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)

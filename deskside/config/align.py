@@ -1,4 +1,4 @@
-"""What a run is for when it is not pretraining: the options of `deskside sft`, `dpo` and `grpo` themselves.
+"""Objectives other than pretraining: the options of `deskside sft`, `dpo` and `grpo`.
 
 `RunConfig.align` holds one of them, and its `name` says which objective the training loop gets. Everything else of a
 run (model, batch, schedule, precision ...) is configured as for pretraining.
@@ -31,7 +31,7 @@ class SftConfig(Part):
     template: str | None = Field(
         None, min_length=1, description="a chat template (.jinja) instead of the tokenizer's own"
     )
-    turns: Literal["all", "last"] = Field("all", description="which of an assistant's turns are learnt")
+    turns: Literal["all", "last"] = Field("all", description="assistant turns to learn from")
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> "SftConfig":

@@ -50,7 +50,7 @@ class GrpoConfig(Part):
         0.0, description="weight of the divergence from the model that the run starts with"
     )
     steps_per_rollout: PositiveInt = Field(
-        1, description="optimiser steps from one round of sampling, before the next round by the new weights"
+        1, description="optimizer steps from one round of sampling, before the next round by the new weights"
     )
     learn_truncated: bool = Field(
         True, description="false: answers that ran out of tokens count in no loss (DAPO's overlong filtering)"

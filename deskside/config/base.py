@@ -1,4 +1,4 @@
-"""The parent of every configuration part: frozen, and closed to keys and kinds of values that it does not know."""
+"""Base class of every configuration part: frozen, and strict about unknown keys and types."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ DATA_NOUNS: dict[DataKind, str] = {
 class Part(BaseModel):
     """An immutable piece of a configuration. An unknown key and a number that is not finite are validation errors.
 
-    `true` is no number either, although Python and pydantic take it for 1.
+    `true` is not a number either, although Python and pydantic accept it as 1.
     """
 
     model_config = ConfigDict(
@@ -41,7 +41,7 @@ class Part(BaseModel):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that a validation found, in one line: where, and what."""
+    """Return the first validation error as one line: the key and the problem."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     what = " ".join(first["msg"].removeprefix("Value error, ").split())
@@ -56,7 +56,7 @@ def _holds_truth(value: object) -> bool:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of."""
+    """Yield the types that an annotation is made of."""
     if inner := get_args(annotation):
         for part in inner:
             yield from _kinds(part)

@@ -1,4 +1,4 @@
-"""Do a model's sizes divide as a recipe needs them to? Answered before training starts, with the nearest that would.
+"""Check before training that a model's sizes divide as a recipe needs, and name the nearest that do.
 
 FP8 products take sizes that are multiples of 16 in every dimension; NVFP4 has blocks of 16, and a Hadamard transform
 works on 16 or 128 values, along the dimension that a product sums over. That dimension is, for y = x W^T, the columns
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from deskside.config.model import ModelConfig
 from deskside.config.recipes import Product, Recipe
 
-UNIT = 16  # every dimension of a quantised product
+UNIT = 16  # every dimension of a quantized product
 NATIVE_FP4_UNIT = 32  # of one that tensor cores read as packed NVFP4
 
 
@@ -25,9 +25,9 @@ def check_dimensions(
     chunk_tokens: int = UNIT,
     unit: int = UNIT,
 ) -> None:
-    """Raises ValueError that names the key and the nearest size that divides.
+    """Raise ValueError that names the key and the nearest size that divides.
 
-    head: the output head's products are quantised too; sequence_lengths: of the stages; micro_tokens: of one pass,
+    head: the output head's products are quantized too; sequence_lengths: of the stages; micro_tokens: of one pass,
     None where it is any number of whole rows; chunk_tokens: of one pass through the head; unit: what every size of a
     product of a block is a multiple of.
     """
@@ -38,7 +38,8 @@ def check_dimensions(
     _divides("model.intermediate_size", inside, _of_mlp(model, columns, rows), recipe)
 
     def attention(size: int) -> bool:
-        """Whether heads of `size` channels divide: queries enter a product and, with keys and values, leave one."""
+        """Return whether heads of `size` channels divide: queries enter a product and, with keys and values, leave
+        one."""
         q, kv = heads * size, kv_heads * size
         leaving = [q + 2 * kv] if model.fused_qkv else [q, kv]
         return size % 2 == 0 and q % columns == 0 and all(n % rows == 0 for n in leaving)
@@ -67,7 +68,7 @@ def check_dimensions(
 
 
 def projections(model: ModelConfig) -> dict[tuple[str, ...], int]:
-    """The weights of a dense block: the projections that share one, and its size."""
+    """Return the weights of a dense block: the projections that share one, and its size."""
     D, F = model.hidden_size, model.intermediate_size
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     attention = {("q_proj",): q * D, ("k_proj",): kv * D, ("v_proj",): kv * D}
@@ -84,14 +85,14 @@ def projections(model: ModelConfig) -> dict[tuple[str, ...], int]:
 
 
 def _multiple(product: Product, unit: int) -> int:
-    """What the summed dimension of a product must be a multiple of; 1 where it is not quantised."""
+    """Return the number that a product's summed dimension must be a multiple of; 1 if it is not quantized."""
     if not product.quantized:
         return 1
     return math.lcm(unit, product.left.hadamard or 1, product.right.hadamard or 1)
 
 
 def _of_mlp(model: ModelConfig, columns: int, rows: int) -> int:
-    """The multiple that the MLP's width must be: it enters the down projection and leaves the one before."""
+    """Return the multiple that the MLP's width must be: it enters the down projection and leaves the one before."""
     if model.gated_mlp and model.fused_gate_up:  # 2 x width leaves as one
         rows = rows // math.gcd(rows, 2)
     return math.lcm(columns, rows)
@@ -104,7 +105,7 @@ def _divides(key: str, size: int, by: int, recipe: Recipe) -> None:
 
 
 def _nearest(size: int, good: Callable[[int], bool]) -> int:
-    """The nearest size that is good, the larger of two as near."""
+    """Return the nearest size that passes, the larger one of two at equal distance."""
     distance = 0
     while True:
         for candidate in (size + distance, size - distance):

@@ -64,7 +64,7 @@ class Duration:
 
     @classmethod
     def parse(cls, given: "str | int | float | Duration") -> "Duration":
-        """A duration from text, from a whole number (steps), or from itself. Raises ValueError."""
+        """Return a duration from text, from a whole number (steps), or from itself. Raises ValueError."""
         if isinstance(given, Duration):
             return given
         if isinstance(given, bool) or not isinstance(given, (str, int, float)):
@@ -99,7 +99,7 @@ class Duration:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Accepts str, int and Duration; serialises to the canonical string."""
+        """Accepts str, int and Duration; serializes to the canonical string."""
         return core_schema.no_info_before_validator_function(
             cls.parse,
             core_schema.is_instance_schema(cls),
@@ -175,6 +175,6 @@ def _time_text(seconds: float) -> str:
 
 
 def _plain(value: float | Decimal) -> str:
-    """The shortest text that parses back to the same number, without a trailing .0."""
+    """Return the shortest text that parses back to the same number, without a trailing .0."""
     text = f"{value.normalize():f}" if isinstance(value, Decimal) else repr(value)
     return text[:-2] if text.endswith(".0") else text

@@ -27,7 +27,7 @@ from deskside.utils.errors import UsageError
 
 Path = tuple[str, ...]
 
-# The alternatives chosen when nobody chooses; a discriminated union needs its tag.
+# Default alternatives; a discriminated union needs its tag.
 DEFAULTS = {"optim": {"name": "muon"}, "schedule": {"name": "wsd"}}
 
 LENGTH_ALIASES = {"steps": "{} steps", "hours": "{}h", "tokens": "{} tokens"}
@@ -78,7 +78,7 @@ def _no_bf16_weight_gradient(config: RunConfig) -> bool:
 
 
 def _not_fused(config: RunConfig) -> bool:
-    """Whether compute.compile rules the hand-written halves out."""
+    """Return whether compute.compile excludes the fused sublayers."""
     return config.compute.compile in ("off", "block", "model")
 
 
@@ -91,11 +91,11 @@ def _adapters(config: RunConfig) -> bool:
 
 
 def _own_loader(config: RunConfig) -> bool:
-    """Whether the objective has a loader of its own, which takes what there is in one order and reads nothing ahead."""
+    """Return whether the objective has its own loader, which reads in a fixed order and without prefetching."""
     return config.align is not None and config.align.name != "sft"
 
 
-_QUANTIZE = "nothing is quantised in fp32 and bf16: remove it, or use a precision.name such as fp8"
+_QUANTIZE = "nothing is quantized in fp32 and bf16: remove it, or use a precision.name such as fp8"
 
 
 NO_EFFECT = (
@@ -150,7 +150,7 @@ NO_EFFECT = (
         "optim.normalize_beta",
         "optim.normalize",
         lambda c: isinstance(c.optim, MuonConfig) and c.optim.normalize == "none",
-        "nothing is normalised: remove it, or use normalize neuron",
+        "nothing is normalized: remove it, or use normalize neuron",
     ),
     NoEffect("schedule.decay_shape", "schedule.decay", _flat, "decay is 0: remove it, or set decay"),
     NoEffect("schedule.final_lr_fraction", "schedule.decay", _flat, "decay is 0: remove it, or set decay"),
@@ -259,7 +259,7 @@ def build(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
 
 
 def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[Path, int]]:
-    """The merged dict, and for every leaf key the index of the layer that set it."""
+    """Return the merged dict, and for every leaf key the index of the layer that set it."""
     merged: dict[str, Any] = {}
     origins: dict[Path, int] = {}
     for index, layer in enumerate(layers):
@@ -273,7 +273,8 @@ def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[Pat
 
 
 def resolved(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Layers of a part that was resolved before: it has every key, so those without effect are dropped, not refused."""
+    """Return layers of a part that was resolved before. It has every key, so keys without effect are dropped, not
+    refused."""
     causes = [rule.cause.split(".")[1] for rule in NO_EFFECT if rule.cause.startswith(f"{part}.")]
     return [{part: dict(values)}, {part: {key: values[key] for key in causes if key in values}}]
 
@@ -294,7 +295,7 @@ def refuse_other_model(own: ModelConfig, given: Mapping[str, Any], source: str) 
     try:
         changed = ModelConfig.model_validate({**own.model_dump(mode="json"), **asked})
     except ValidationError:
-        return  # `build` says what is wrong with it
+        return  # `build` reports the error
     free = {"router_aux_loss_coef"} | (
         {"max_position_embeddings"} if own.position_embedding == "rope" else set()
     )
@@ -311,7 +312,7 @@ def _plain(value: Any) -> str:
 
 
 def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every dotted key of a configuration, alternatives included, with its field.
+    """Yield every dotted key of a configuration, alternatives included, with its field.
 
     `align` is left out: which objective a run has is the command's choice, and its options are that command's.
     """
@@ -332,12 +333,12 @@ def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path
 
 
 def option_keys() -> list[str]:
-    """Every dotted key that may be written, the other spellings of schedule.length included."""
+    """Return every dotted key that may be written, the other spellings of schedule.length included."""
     return [".".join(path) for path, _ in keys()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
 
 
 def unknown_key(key: str) -> UsageError:
-    """The error for a key that no part has, naming the nearest one."""
+    """Return the error for a key that no part has, naming the nearest one."""
     known = option_keys() + list(RunConfig.model_fields)
     leaf = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
@@ -355,7 +356,7 @@ def _validate(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _one_line(error: ValidationError) -> UsageError:
-    """The first problem of a ValidationError as one line: key, what is wrong, what would be right."""
+    """Return the first problem of a ValidationError as one line: key, what is wrong, what would be right."""
     first = error.errors(include_url=False)[0]
     path = [str(p) for p in first["loc"]]
     if path and path[0] in ALTERNATIVES and len(path) > 1 and len(parts_of(_annotation(path[0]))) > 1:
@@ -379,7 +380,7 @@ def _one_line(error: ValidationError) -> UsageError:
 
 
 def _without_union(path: list[str]) -> list[str]:
-    """The path of an error without the member of a union, which pydantic adds and which is no key."""
+    """Return the path of an error without the member of a union, which pydantic adds and which is no key."""
     for end in range(1, len(path)):
         field = dict(keys()).get(tuple(path[:end]))
         if field is not None and get_origin(field.annotation) not in (tuple, list, dict):
@@ -392,7 +393,7 @@ def _annotation(part: str) -> Any:
 
 
 def _misplaced(key: str, chosen: str) -> UsageError:
-    """The error for a key of optim or schedule that the chosen alternative does not have."""
+    """Return the error for a key of optim or schedule that the chosen alternative does not have."""
     part, _, leaf = key.partition(".")
     for alternative in parts_of(_annotation(part)):
         if leaf in alternative.model_fields:
@@ -404,7 +405,8 @@ def _misplaced(key: str, chosen: str) -> UsageError:
 
 
 def _without_effect(config: RunConfig, origins: dict[Path, int]) -> Path | None:
-    """A key to drop because a higher layer took its effect away. Raises UsageError when both come from one layer."""
+    """Return a key to drop because a higher layer took its effect away. Raises UsageError when both come from one
+    layer."""
     for rule in NO_EFFECT:
         path = tuple(rule.key.split("."))
         if path not in origins or not rule.ignored(config):
@@ -445,7 +447,7 @@ def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], pa
         a.model_fields["name"].default: a for a in parts_of(RunConfig.model_fields[part].annotation)
     }
     if chosen not in list(alternatives):
-        return  # validation names the choices, whatever stands there
+        return  # validation reports the choices
     for key in [key for key in values if key not in alternatives[chosen].model_fields]:
         del values[key]
         for path in [p for p in origins if p[:2] == (part, key)]:
@@ -474,7 +476,7 @@ def _remove(values: dict[str, Any], path: Path) -> None:
 
 
 def parts_of(annotation: Any) -> list[type[Part]]:
-    """The Part classes inside an annotation (a union of alternatives has several)."""
+    """Return the Part classes inside an annotation (a union of alternatives has several)."""
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return [annotation]
     return [part for argument in get_args(annotation) for part in parts_of(argument)]

@@ -40,7 +40,7 @@ class ModelConfig(Part):
     mlp_bias: bool = Field(False, description="bias in the MLP projections")
     attention_bias: bool = Field(False, description="bias in the q, k, v and o projections")
 
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalization")
     norm_eps: PositiveFloat = Field(1e-6, description="added to the variance")
     norm_bias: bool = Field(False, description="bias of LayerNorm")
     norm_position: Literal["pre", "post"] = Field(
@@ -122,7 +122,7 @@ class ModelConfig(Part):
         return self
 
     def layer_window(self, layer: int) -> int | None:
-        """The attention window of block `layer` in tokens, None for full attention."""
+        """Return the attention window of block `layer` in tokens, None for full attention."""
         if self.window_pattern is None or self.window_pattern[layer % len(self.window_pattern)] == "L":
             return None
         return self.sliding_window

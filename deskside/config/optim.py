@@ -1,4 +1,4 @@
-"""Optimisers and their settings.
+"""Optimizers and their settings.
 
 The learning rates and the weight decay here hold at the reference point of `budget/scaling.py` (hidden size
 768, its batch and horizon). With `scale = true` they are scaled to this run's.
@@ -19,19 +19,19 @@ LARGEST_BFLOAT16_BETA = 0.995
 States = Annotated[
     StateFormat,
     Field(
-        description="optimiser state: float32, bfloat16 (half), or 8bit (block-wise, arXiv 2110.02861; a quarter)"
+        description="optimizer state: float32, bfloat16 (half), or 8bit (block-wise, arXiv 2110.02861; a quarter)"
     ),
 ]
 Offload = Annotated[
     bool,
-    Field(description="keep optimiser state in the host's memory and stream it through the GPU at each step"),
+    Field(description="keep optimizer state in the host's memory and stream it through the GPU at each step"),
 ]
 
 
 class AdamWConfig(Part):
     """AdamW for every parameter (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-    name: Literal["adamw"] = Field("adamw", description="which optimiser: adamw or muon")
+    name: Literal["adamw"] = Field("adamw", description="which optimizer: adamw or muon")
     lr: PositiveFloat = Field(2e-3, description="peak learning rate of every parameter")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")
     eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
@@ -55,7 +55,7 @@ class MuonConfig(Part):
     `states` float32 keeps Muon's momentum in float32, bfloat16 and 8bit in bfloat16.
     """
 
-    name: Literal["muon"] = Field("muon", description="which optimiser: adamw or muon")
+    name: Literal["muon"] = Field("muon", description="which optimizer: adamw or muon")
     lr: PositiveFloat = Field(0.04, description="peak learning rate of the block matrices (Muon)")
     embedding_lr: PositiveFloat = Field(
         0.1, description="peak learning rate of token and position embeddings (AdamW)"
@@ -70,7 +70,7 @@ class MuonConfig(Part):
     momentum_warmup_steps: NonNegativeInt = Field(
         300, description="steps from momentum_start to momentum; 0 is none"
     )
-    nesterov: bool = Field(True, description="orthogonalise the gradient looked ahead by the momentum")
+    nesterov: bool = Field(True, description="orthogonalize the gradient looked ahead by the momentum")
     ns_steps: PositiveInt = Field(5, le=12, description="Newton-Schulz iterations")
     coefficients: Literal["polar_express", "quintic"] = Field(
         "polar_express",

@@ -21,7 +21,7 @@ FINE_TUNING = ("sft", "dpo", "grpo")  # commands that begin from weights and tak
 
 
 def names() -> list[str]:
-    """The presets that ship with deskside."""
+    """Return the presets that ship with deskside."""
     folder = resources.files("deskside.config").joinpath("presets")
     return sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 
 def layers(name: str) -> list[dict[str, Any]]:
-    """The layers of a preset name, of `dN` (depth N), or of a TOML file, lowest first. Raises UsageError."""
+    """Return the layers of a preset name, of `dN` (depth N), or of a TOML file, lowest first. Raises UsageError."""
     return _layers(name, Path(), ())
 
 
@@ -81,7 +81,7 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
 
 
 def depth(number: int) -> dict[str, Any]:
-    """The single dial: hidden size 64 x depth, heads of 128 channels, as many key-value heads as heads.
+    """Return the single dial: hidden size 64 x depth, heads of 128 channels, as many key-value heads as heads.
 
     The dial is nanochat's (github.com/karpathy/nanochat); the block stays Qwen3's, with an MLP of 8/3 x hidden size
     rounded up to a multiple of 128. Raises UsageError for a depth whose width is no whole number of heads.

@@ -1,4 +1,4 @@
-"""Precision recipes as data: which number format each operand of the three products of a linear layer is given.
+"""Precision recipes as data: the number format of each operand of the three products of a linear layer.
 
 A linear layer y = x W^T runs three products in a training step: the output (x, W), the input gradient (dy, W) and the
 weight gradient (dy, x). A recipe names the format of both operands of each. NVIDIA's NVFP4 recipe, the ones that
@@ -22,7 +22,7 @@ Rounding = Literal["nearest", "stochastic", "eden"]
 
 @dataclass(frozen=True)
 class Operand:
-    """How one operand of a product is quantised.
+    """Quantization of one operand of a product.
 
     scaling: what shares a scale. "tensor": the largest value of this very tensor; "delayed": the largest of the last
         `Recipe.amax_history` steps; "row": each row of the product's left operand, each column of its right one;
@@ -146,7 +146,7 @@ def _with_hadamard(operand: Operand) -> Operand:
 
 
 def _eden(name: str, output: Product, keep_first: float, keep_last: float) -> Recipe:
-    """MS-EDEN in the backward: weights and activations are quantised again, unbiased, with fresh transforms."""
+    """MS-EDEN in the backward: weights and activations are quantized again, unbiased, with fresh transforms."""
     product = Product(_EDEN, _EDEN)
     return Recipe(
         name, output, product, product, _NVFP4_TOLERANCE, keep_first=keep_first, keep_last=keep_last
@@ -180,7 +180,7 @@ RECIPES: dict[str, Recipe] = {
             _WEIGHT,
             Operand("nvfp4", "1x16", rounding="stochastic", scale_up=True),
         ),
-        # Weights in 1x16 too: the backward quantises anew, so W and W^T need not be the same numbers.
+        # Weights in 1x16 too: the backward quantizes anew, so W and W^T need not be the same numbers.
         _eden("nvfp4-eden", Product(_BETTER, _BETTER), _KEPT_FIRST, _KEPT_LAST),
         # Nearly all of NVFP4's loss comes from the forward (precision tables of arXiv 2601.22813), which is FP8 here:
         # no block needs to stay behind.
@@ -193,12 +193,12 @@ ALIASES = {"fp8": "fp8-delayed"}
 
 
 def kept_blocks(share: float, layers: int) -> int:
-    """A share of the blocks, rounded up."""
+    """Return the number of blocks in a share, rounded up."""
     return math.ceil(share * layers - 1e-9)
 
 
 def recipe_named(name: str) -> Recipe:
-    """Raises UsageError for a recipe that does not exist. "fp8" is the delayed one: amax needs no pass of its own."""
+    """Return a recipe by name. "fp8" is the delayed one, whose amax needs no pass of its own. Raises UsageError."""
     name = ALIASES.get(name, name)
     if name not in RECIPES:
         raise UsageError(f"precision '{name}' does not exist; use one of {', '.join(RECIPES)}")

@@ -1,7 +1,7 @@
 """RunConfig: everything that decides what a training run computes, validated as a whole.
 
-Each part checks itself; here stand the checks that need two parts. Whether an option was set by hand is known because
-presets and overrides are merged as plain dicts before validation (`config/merge.py`).
+Each part checks itself; the checks that need two parts are here. Presets and overrides are merged as plain dicts before
+validation (`config/merge.py`), which is how it is known whether an option was set explicitly.
 """
 
 from typing import Annotated
@@ -57,19 +57,19 @@ class RunConfig(Part):
 
     @property
     def data_kind(self) -> DataKind:
-        """What the folder `data.path` holds."""
+        """The kind of data in the folder `data.path`."""
         return "text" if self.align is None else self.align.data_kind
 
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of the run; one that covers everything when none are given."""
+        """Return the stages of the run; one that covers everything when none are given."""
         return self.schedule.stages or (Stage(until=1.0, sequence_length=self.batch.sequence_length),)
 
     def stage_tokens(self, stage: Stage) -> int:
-        """Tokens per optimiser step in a stage."""
+        """Return the tokens per optimizer step in a stage."""
         return stage.batch_tokens or self.batch.tokens
 
     def mean_step_tokens(self) -> float:
-        """Tokens per optimiser step, averaged over the run."""
+        """Return the tokens per optimizer step, averaged over the run."""
         start, mean = 0.0, 0.0
         for stage in self.stages():
             mean += (stage.until - start) * self.stage_tokens(stage)
@@ -112,7 +112,7 @@ class RunConfig(Part):
         return self
 
     def _adaptable(self, adapter: AdapterConfig) -> None:
-        """Raises ValueError where adapters cannot be trained in this run: by name, and with the remedy."""
+        """Raise ValueError if adapters cannot be trained in this run: by name, and with the remedy."""
         if not isinstance(self.optim, AdamWConfig):
             raise ValueError(
                 "optim.name: muon is for whole matrices, adapters are trained by adamw; use --optim.name adamw"
@@ -147,17 +147,17 @@ class RunConfig(Part):
                 )
 
     def _quantizable(self) -> None:
-        """Raises ValueError where the recipe cannot do this run: by name, and with the remedy."""
+        """Raise ValueError if the recipe cannot do this run: by name, and with the remedy."""
         name, layers = self.precision.name, self.model.num_hidden_layers
         first, last = self.precision.recipe().kept_blocks(layers)
         if first + last >= layers:
             raise ValueError(
                 f"precision.name: {name} keeps the first {first} and the last {last} of {layers} blocks in BF16, so "
-                f"nothing is quantised; set --precision.keep_first 0 --precision.keep_last 0, or use bf16"
+                f"nothing is quantized; set --precision.keep_first 0 --precision.keep_last 0, or use bf16"
             )
         if not self._left_to_quantize():
             raise ValueError(
-                f"precision.keep: with {', '.join(self.precision.keep)} in BF16 nothing is left to quantise; take "
+                f"precision.keep: with {', '.join(self.precision.keep)} in BF16 nothing is left to quantize; take "
                 f"some out, or use precision.name bf16"
             )
         length = self.schedule.length
@@ -204,5 +204,6 @@ class RunConfig(Part):
         return None
 
     def _left_to_quantize(self) -> bool:
-        """Whether `precision.keep` leaves a weight of a block to the recipe. Those that share one stay together."""
+        """Return whether `precision.keep` leaves a weight of a block to the recipe. Those that share one stay
+        together."""
         return any(not set(weight) & set(self.precision.keep) for weight in projections(self.model))

@@ -1,4 +1,4 @@
-"""How long a run is, and how the learning rate and the shape of the batch change on the way.
+"""Length of a run, and the schedule of its learning rate and batch shape.
 
 Everything is a function of progress, the share of the run that is done, so a schedule holds whatever the
 length is counted in. `optim/schedule.py` computes it.
@@ -35,7 +35,7 @@ Warmup = Annotated[Duration | float, BeforeValidator(_warmup)]
 
 
 class Stage(Part):
-    """A stretch of the run with a sequence length, batch and window of its own."""
+    """A part of the run with a sequence length, batch and window of its own."""
 
     until: float = Field(
         gt=0, le=1, description="share of the run where this stage ends; the last one's is 1.0"

@@ -24,7 +24,7 @@ Every = Annotated[Duration, AfterValidator(_interval)]
 
 
 class DataConfig(Part):
-    """Where the tokens come from. `path` is a directory made by `deskside data prepare`."""
+    """Source of the tokens. `path` is a directory made by `deskside data prepare`."""
 
     path: str | None = Field(None, min_length=1, description="prepared dataset directory")
     sources: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
@@ -35,14 +35,14 @@ class DataConfig(Part):
     )
     document_mask: bool = Field(False, description="attention stops at document borders inside a packed row")
     weights: dict[str, float] = Field({}, description="mixture weights per source or language tag")
-    prefetch: PositiveInt = Field(2, le=64, description="optimiser steps prepared ahead by the loader")
+    prefetch: PositiveInt = Field(2, le=64, description="optimizer steps prepared ahead by the loader")
 
 
 class BatchConfig(Part):
     """Batch sizes in tokens. The effective batch is `tokens`, whatever fits on the card."""
 
     sequence_length: PositiveInt = Field(2048, description="tokens per row")
-    tokens: PositiveInt = Field(65536, description="tokens per optimiser step, over all GPUs")
+    tokens: PositiveInt = Field(65536, description="tokens per optimizer step, over all GPUs")
     micro_tokens: PositiveInt | Literal["auto"] = Field(
         "auto", description="tokens per forward pass on one GPU; auto: fitted"
     )
@@ -60,7 +60,7 @@ class BatchConfig(Part):
 
 
 def check_rows(key: str, tokens: int, sequence_length: int) -> None:
-    """Raises ValueError unless `tokens` is a whole number of rows."""
+    """Raise ValueError unless `tokens` is a whole number of rows."""
     if tokens % sequence_length:
         near = max(1, round(tokens / sequence_length)) * sequence_length
         raise ValueError(
@@ -69,7 +69,7 @@ def check_rows(key: str, tokens: int, sequence_length: int) -> None:
 
 
 class ComputeConfig(Part):
-    """How the step is executed. Nothing here changes what is computed, beyond rounding."""
+    """Execution of the step. Nothing here changes the result, except for rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when there is one")
     compile: Literal["auto", "fused", "off", "block", "model"] = Field(
@@ -128,7 +128,7 @@ class PrecisionConfig(Part):
         None, gt=0, lt=1, description="progress (0 to 1) from which the run goes on in BF16; None: never"
     )
     weight_cache: bool = Field(
-        True, description="convert weights once per optimiser step, not once per pass; costs their memory"
+        True, description="convert weights once per optimizer step, not once per pass; costs their memory"
     )
     accumulate: Literal["native", "fused"] = Field(
         "native", description="weight gradients are added up in FP32 by autograd, or inside their product"
@@ -143,11 +143,11 @@ class PrecisionConfig(Part):
 
     @property
     def quantized(self) -> bool:
-        """Whether any product is in less than 16 bits."""
+        """True if any product is in less than 16 bits."""
         return self.name not in ("auto", "fp32", "bf16")
 
     def recipe(self, name: str | None = None) -> Recipe:
-        """The recipe with the kept blocks asked for here. name: what "auto" came to.
+        """Return the recipe with the kept blocks asked for here. name: the precision that "auto" resolved to.
 
         Raises UsageError for a recipe that does not exist, "auto" among them.
         """
@@ -169,7 +169,7 @@ class PrecisionConfig(Part):
 
 
 class CheckpointConfig(Part):
-    """When the run is saved. A save is atomic and carries checksums."""
+    """Intervals of checkpoints. A checkpoint is written atomically, with checksums."""
 
     every: Every = Field(Duration.parse("10m"), description="500 (steps), 10m, 100M tokens")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
@@ -192,7 +192,7 @@ class ParallelConfig(Part):
 
 
 class GuardConfig(Part):
-    """What happens when a step is not finite or its gradient norm leaps."""
+    """Handling of steps with a non-finite loss or a gradient-norm spike."""
 
     spike_factor: float = Field(
         10.0,

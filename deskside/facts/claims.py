@@ -1,7 +1,7 @@
-"""What others claimed, as data: `claims.toml` beside this file, each entry checked as it is read.
+"""Published claims as data: `claims.toml` beside this file, each entry checked as it is read.
 
 A claim is about an arm of a study against another ("measured"), about something that arithmetic answers
-("arithmetic"), or nothing here can speak to it and `why` says so ("open"). What its keys mean stands at the head of
+("arithmetic"), or deskside cannot judge it and `why` gives the reason ("open"). Its keys are explained at the head of
 the file. `deskside.study.claims.claim_results` judges them.
 """
 
@@ -122,13 +122,14 @@ def _number(value: float) -> str:
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    """Every claim, in the order of the file. Raises ValueError for an entry that cannot be judged."""
+    """Return every claim, in the order of the file. Raises ValueError for an entry that cannot be judged."""
     data = toml_table(resources.files("deskside.facts").joinpath("claims.toml").read_text("utf-8"))
     return tuple(claim(entry, data["sources"]) for entry in data["claim"])
 
 
 def chosen(ids: Sequence[str], known: Sequence[Claim]) -> set[str]:
-    """The ids of the claims that these patterns (with * and ?) mean. Raises UsageError for one that means none."""
+    """Return the ids of the claims that these patterns (with * and ?) mean. Raises UsageError for one that means
+    none."""
     names = [claim.id for claim in known]
     found: set[str] = set()
     for pattern in ids:
@@ -142,7 +143,8 @@ def chosen(ids: Sequence[str], known: Sequence[Claim]) -> set[str]:
 
 
 def claim(entry: Mapping[str, Any], sources: Mapping[str, str]) -> Claim:
-    """One entry of the file. sources: short name -> title of the document. Raises ValueError, KeyError or TypeError."""
+    """Return one entry of the file. sources: short name -> title of the document. Raises ValueError, KeyError or
+    TypeError."""
     document, section = entry["source"]
     plain = {**entry, "source": f"{sources[document]}, {section}", "needs": tuple(entry.get("needs", ()))}
     for key in ("size", "value"):

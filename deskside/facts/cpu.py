@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use."""
+"""Number of CPU cores that this process may use."""
 
 import math
 import os

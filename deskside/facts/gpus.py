@@ -92,13 +92,13 @@ def pcie_bandwidth(link: str) -> float:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every card of the table."""
+    """Return every card of the table."""
     return tuple(entry.gpu for entry in _table())
 
 
 @cache
 def find(name: str) -> Gpu:
-    """The card that a person means by `name`. Case, spaces, hyphens, the order of the words and the vendor's name do
+    """Return the card with this name. Case, spaces, hyphens, the order of the words and the vendor's name do
     not matter; a memory size ("4060 ti 16gb") or a form ("a100 80gb sxm") tells variants apart.
 
     Raises UsageError with the nearest names when there is none, with all that it could be when there are several.
@@ -120,8 +120,8 @@ def find(name: str) -> Gpu:
 
 
 def of_device(name: str, memory_bytes: int) -> Gpu | None:
-    """The card that torch or NVML calls `name`, with the memory that it reports. None when it is not surely one of
-    the table: another name (a slice of a card, an H100 NVL), or another memory size than the one that is known."""
+    """Return the card that torch or NVML calls `name`, with the memory that it reports. None when it is not surely one
+    of the table: another name (a slice of a card, an H100 NVL), or another memory size than the one that is known."""
     text = name.strip().casefold().removeprefix("nvidia ")
     low, high = REPORTED_SHARE
     found = [
@@ -142,7 +142,8 @@ class _Entry:
     device_names: frozenset[str]
 
     def is_named(self, text: str) -> bool:
-        """Whether `text` (letters and digits only) is made of this card's words, in any order, each at most once."""
+        """Return whether `text` (letters and digits only) is made of this card's words, in any order, each at most
+        once."""
         return any(_spells(text, must, self.may) for must in self.must)
 
 

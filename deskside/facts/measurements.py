@@ -5,7 +5,7 @@ others; column `source`). They are kept as published; the note of a row says wha
 can have reached stay in the table, marked `rejected`, and a test finds exactly these.
 
 Three cautions. Memory differs between versions of torch and between kinds of counting, so only a row that says how it
-counted is complete for memory. Utilisation as printed has many conventions; `flops_per_token` has ours
+counted is complete for memory. Utilization as printed has many conventions; `flops_per_token` has ours
 (`budget/shape.py`). Multi-GPU rows include communication.
 """
 
@@ -105,13 +105,13 @@ class Measurement:
         return 6 * weights + 6 * L * D * T
 
     def data_sheet(self) -> Gpu | None:
-        """The card's row in our table."""
+        """Return the card's row in our table."""
         return find(self.card) if self.card else None
 
 
 @cache
 def published() -> tuple[Measurement, ...]:
-    """Every row, the rejected ones included."""
+    """Return every row, the rejected ones included."""
     text = resources.files("deskside.facts").joinpath("measurements.csv").read_text("utf-8")
     return tuple(_measurement(row) for row in csv.DictReader(text.splitlines()))
 

@@ -1,4 +1,4 @@
-"""What cards draw while they compute and what a lower limit cost those who tried: `power.toml` as typed values."""
+"""Power draw of cards in training and the effect of lower limits: `power.toml` as typed values."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -37,24 +37,24 @@ class CapSeries:
 
 
 def load(gpu: Gpu) -> Share:
-    """The average draw of this card in training, as a share of its limit."""
+    """Return the average draw of this card in training, as a share of its limit."""
     entries = {entry["kind"]: entry for entry in _data()["load"]}
     entry = entries["geforce" if gpu.geforce else "other"]
     return _share(entry["share"], entry["source"])
 
 
 def host() -> Share:
-    """What the computer draws without its cards, watts."""
+    """Return the watts that the computer draws without its cards."""
     return _share(_data()["host"]["watts"], _data()["host"]["source"])
 
 
 def supply_efficiency() -> Share:
-    """Of the power at the wall, the share that arrives. low is the case of the lowest consumption (best supply)."""
+    """Return the share of the power at the wall that reaches the components. low: the best supply."""
     return _share(_data()["supply"]["efficiency"], _data()["supply"]["source"])
 
 
 def cap_series(gpu: Gpu) -> tuple[CapSeries, ...]:
-    """What was published about lower power limits of this very card, training first. Empty: nothing."""
+    """Return the published measurements of this card at lower power limits, training first."""
     found = [
         CapSeries(
             card=entry["card"],

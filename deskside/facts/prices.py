@@ -24,18 +24,18 @@ class Price:
 
     @property
     def label(self) -> str:
-        """How the number is shown: published, when, by whom."""
+        """The label of the number: published, when, by whom."""
         return f"published {self.date}: {self.what}; {self.source}"
 
 
 def rent(gpu: Gpu) -> Price | None:
-    """What an hour of this card costs on demand: the first of `rents`. None where we have no price."""
+    """Return the on-demand price of an hour of this card, the first of `rents`, or None without one."""
     offers = rents(gpu)
     return offers[0] if offers else None
 
 
 def rents(gpu: Gpu) -> tuple[Price, ...]:
-    """Every price that we have of this card; the on-demand price of the largest list comes first."""
+    """Return every price that we have of this card; the on-demand price of the largest list comes first."""
     data = _data()
     return tuple(
         Price(usd=usd, what=f"{provider}, {terms}", date=date, source=data["sources"][source])
@@ -46,7 +46,7 @@ def rents(gpu: Gpu) -> tuple[Price, ...]:
 
 
 def electricity() -> tuple[Price, ...]:
-    """What a kWh costs households, by place; the first is the cheapest."""
+    """Return household prices of a kWh by place, the cheapest first."""
     return tuple(
         Price(usd=entry["usd_per_kwh"], what=entry["place"], date=entry["date"], source=entry["source"])
         for entry in _data()["electricity"]

@@ -20,14 +20,14 @@ import deskside
 from deskside.facts.cpu import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 
-# The packages whose code an optimiser step runs. Their digest stands for the commit: editing a document or a command
+# The packages whose code an optimizer step runs. Their digest stands for the commit: editing a document or a command
 # throws no measurement away, and a checkout with edits is noticed.
 STEP = ("kernels", "ops", "model", "precision", "optim")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a measurement is valid for.
+    """The machine that a measurement is valid for.
 
     card: the GPU's name by NVML, or the CPU's; device: cuda or cpu; memory_bytes: of the GPU, usable, or of the host;
     cores: that this process may use, 0 for a GPU; driver, cuda, triton: None where there is none; power_limit_watts:
@@ -49,7 +49,7 @@ class Machine:
     free_bytes: int | None = field(default=None, compare=False)
 
     def key(self) -> dict[str, Any]:
-        """The machine's part of a row's key, JSON."""
+        """Return the machine's part of a row's key, JSON."""
         return {
             "card": self.card,
             "memory_gib": round(self.memory_bytes / 2**30),
@@ -64,7 +64,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine that this process would train on.
+    """Return the machine that this process would train on.
 
     Raises UsageError when several different GPUs are visible and it is not told which one torch will call the first,
     RunError when there is an NVIDIA driver that gives no answer.
@@ -80,7 +80,7 @@ def this_machine() -> Machine:
 
 
 def cpu_name() -> str:
-    """The CPU's name as the system tells it."""
+    """Return the CPU's name as the system tells it."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
         if found:
@@ -95,7 +95,7 @@ def code() -> str:
     root = Path(deskside.__file__).parent
     files = [path for package in STEP for path in sorted((root / package).rglob("*.py"))]
     train = root / "train"
-    for path in [*files, train / "loop" / "step.py", train / "prepare" / "activation_checkpointing.py"]:
+    for path in [*files, train / "loop" / "step.py", train / "prepare" / "setup.py"]:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{deskside.__version__}+{digest.hexdigest()[:12]}"
 
@@ -118,8 +118,8 @@ def _version(package: str) -> str | None:
 
 
 def _gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
-    """(name, usable and free bytes, driver, power limit in watts) of the GPU that torch will call cuda:0; None without
-    one."""
+    """Return (name, usable and free bytes, driver, power limit in watts) of the GPU that torch will call cuda:0; None
+    without one."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and chosen.split(",")[0].strip() in ("", "-1"):
         return None
@@ -166,7 +166,8 @@ def _first(pynvml: Any, chosen: str | None, count: int) -> Any:
 
 
 def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
-    """Bytes that programs may use, the whole less what the driver keeps for itself; and those that are free now."""
+    """Return bytes that programs may use, the whole less what the driver keeps for itself; and those that are free
+    now."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total - memory.reserved), int(memory.free)

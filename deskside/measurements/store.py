@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept as JSON lines: probes/<card>.jsonl. Imports no torch; the planner reads it.
+"""Store of probe results as JSON lines: probes/<card>.jsonl. Imports no torch; the planner reads it.
 
 A row is one measured point, or the measurement of the card itself:
 
@@ -54,7 +54,7 @@ class Busy(UsageError):
 
 
 def make_key(machine: Machine, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The key of what `spec` asks for on this machine; an empty spec is the card's own measurement."""
+    """Return the key of what `spec` asks for on this machine; an empty spec is the card's own measurement."""
     return {
         "machine": machine.key(),
         "spec": {name: value for name, value in spec.items() if name not in NO_PART_OF_KEY},
@@ -69,7 +69,7 @@ def make_row(
     error: str = "",
     seconds: float = 0.0,
 ) -> Row:
-    """A row for `Store.add`. seconds: wall-clock that the measurement took, everything included."""
+    """Return a row for `Store.add`. seconds: wall-clock that the measurement took, everything included."""
     if kind not in KINDS or status not in STATUSES:
         raise ValueError(f"kind {kind!r}, status {status!r}: use one of {KINDS} and of {STATUSES}")
     return {
@@ -86,19 +86,19 @@ def make_row(
 
 
 def hash_of(key: Mapping[str, Any]) -> str:
-    """A digest of the key's canonical JSON."""
+    """Return a digest of the key's canonical JSON."""
     text = json.dumps(_strict(key), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def slug(card: str) -> str:
-    """The name of a card's file: "NVIDIA GeForce RTX 4090" -> "geforce-rtx-4090"."""
+    """Return the name of a card's file: "NVIDIA GeForce RTX 4090" -> "geforce-rtx-4090"."""
     words = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-").removeprefix("nvidia-")
     return words or "card"
 
 
 def open_store(folder: str | Path = "probes") -> "Store":
-    """The store in a folder, which need not exist yet. Raises UsageError when it is no folder."""
+    """Return the store in a folder, which need not exist yet. Raises UsageError when it is no folder."""
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path}: cannot hold probe results: it is no folder; give another with --probes")
@@ -116,11 +116,11 @@ class Store:
     folder: Path
 
     def path(self, card: str) -> Path:
-        """The file that holds a card's rows."""
+        """Return the file that holds a card's rows."""
         return self.folder / f"{slug(card)}.jsonl"
 
     def rows(self, machine: Machine | None = None, kind: str | None = None) -> list[Row]:
-        """Rows that count for this machine (of all machines without one), one per key, the oldest first."""
+        """Return rows that count for this machine (of all machines without one), one per key, the oldest first."""
         standing: dict[str, Row] = {}
         for row in self._all(machine):
             if (machine is None or not _differences(machine, row)) and kind in (None, row["kind"]):
@@ -132,7 +132,7 @@ class Store:
         return list(standing.values())
 
     def find(self, key: Mapping[str, Any]) -> Row | None:
-        """The row that stands for this key, whatever its status."""
+        """Return the newest row of this key, whatever its status."""
         wanted = hash_of(key)
         path = self.path(key["machine"]["card"])
         found = [row for row in _read(path)[0] if row["hash"] == wanted]
@@ -177,8 +177,8 @@ class Store:
             yield
 
     def notes(self, machine: Machine | None = None) -> list[str]:
-        """What was passed over: a line for each file that has damaged lines, and for rows of other software or another
-        driver."""
+        """Return notes on ignored rows: a line for each file that has damaged lines, and for rows of other software or
+        another driver."""
         found = [note for path in self._paths(machine) for note in _read(path, machine is not None)[1]]
         if machine is None:
             return found
@@ -195,7 +195,8 @@ class Store:
         return found
 
     def require(self, machine: Machine) -> list[Row]:
-        """Rows of this machine. Raises UsageError when the store has rows of this card, all of other software."""
+        """Return rows of this machine. Raises UsageError when the store has rows of this card, all of other
+        software."""
         rows = self.rows(machine)
         if not rows and (strangers := self._all(machine)):
             differing = _differences(machine, strangers[-1])
@@ -229,7 +230,8 @@ def _word(value: Any) -> str:
 
 
 def _read(path: Path, needed: bool = True) -> tuple[list[Row], list[str]]:
-    """(rows, notes) of one file. Raises UsageError when it is `needed` and has lines of which none can be read."""
+    """Return (rows, notes) of one file. Raises UsageError when it is `needed` and has lines of which none can be
+    read."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -264,7 +266,7 @@ def _read(path: Path, needed: bool = True) -> tuple[list[Row], list[str]]:
 
 
 def _passed_over(path: Path, damaged: list[tuple[int, str]]) -> str:
-    """One line about a file's damaged lines: how many, and of the first ones (number, why)."""
+    """Return one line about a file's damaged lines: how many, and of the first ones (number, why)."""
     told = "; ".join(f"line {number}: {why}" for number, why in damaged[:TOLD])
     more = f"; and {len(damaged) - TOLD} more" if len(damaged) > TOLD else ""
     lines = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
@@ -272,7 +274,7 @@ def _passed_over(path: Path, damaged: list[tuple[int, str]]) -> str:
 
 
 def _parse(line: bytes) -> Row | str:
-    """The row that a line holds, or why it holds none."""
+    """Return the row that a line holds, or why it holds none."""
     try:
         row = json_value(line, finite=True)
         return _checked(row)

@@ -148,7 +148,7 @@ class StepEstimate:
 
     @property
     def host_bound(self) -> bool:
-        """Whether launching kernels, and not the device's spec, is most of what a step takes."""
+        """True if launching kernels takes most of a step, not the device's work."""
         return self.host_share >= HOST_BOUND
 
     @property

@@ -156,7 +156,8 @@ def _needed(plan: Plan, shown: StepEstimate) -> list[Line]:
 
 
 def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
-    """The operators of an item: their amount, and what the device does per second. Then the mean over the stages."""
+    """Return the operators of an item with their amounts and rates, then the mean over the
+    stages."""
     rates = plan.request.calibration.rates
     if item == "host":
         return _host(rates, shown)

@@ -1,4 +1,4 @@
-"""What published measurements say about a card that nobody measured with deskside.
+"""Calibration of cards that were not measured with deskside, from published measurements.
 
 The operator model (`budget/speed.py`) has its efficiencies from one H200. Other architectures come nearer to their
 matmul rate, or stay farther from it, and other trainers are faster or slower than ours. Both show in published runs:
@@ -29,20 +29,21 @@ from deskside.facts.measurements import Measurement, published
 
 ANCHOR = "Hopper"  # where deskside itself was measured
 LONGEST = 8192
-STEP_TOKENS = 2**19  # where a row does not say how many tokens an optimiser step had
+STEP_TOKENS = 2**19  # where a row does not say how many tokens an optimizer step had
 ROUNDS = 20
 PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")
-# What attention kernels reach of ours (cuDNN, FlashAttention-3). The second generation doubles the first (arXiv
-# 2307.08691). On Hopper, whose instructions it does not use, it reaches 35 % of 989 TFLOP/s (arXiv 2407.08608), which
-# is 0.44 of a large product's 790 beside our 0.59.
+# Efficiency of attention kernels relative to ours (cuDNN, FlashAttention-3). The second generation doubles the first
+# (arXiv 2307.08691). On Hopper, whose instructions it does not use, it reaches 35 % of 989 TFLOP/s (arXiv 2407.08608),
+# which is 0.44 of a large product's 790 beside our 0.59.
 FIRST_GENERATION = 0.5  # of the second
 SECOND_ON_HOPPER = 0.74
 FIRST_KERNELS = ("FlashAttention", "Flash (PT2.0)")  # as published; before FlashAttention-2 of July 2023
 SECOND_KERNELS = ("FA2", "SDPA", "SDPA causal", "SDPA flash GQA")
 # Measured large BF16 products as a share of the data sheet, for cards that lack one: medians of facts/gpus.csv.
 SHEET_SHARE = {"GeForce": 1.03, "other": 0.80}
-# What exchanges reach of the data sheet's links, modelled, but for the host: optimizer states of 124m that travelled at
-# each step on an H200 (docs/data/2026-11-22-release/memory/memory_124m.json) took what 0.8 of PCIe 5.0 x16 gives.
+# Share of the data sheet's bandwidth that exchanges reach. Modelled, except for the host: optimizer states of 124m that
+# travelled at each step on an H200 (docs/data/2026-11-22-release/memory/memory_124m.json) took what 0.8 of PCIe 5.0 x16
+# gives.
 FABRIC_SHARE, PEER_SHARE, HOST_SHARE = 0.78, 0.70, 0.80
 
 
@@ -59,7 +60,8 @@ class Fitted:
 
 
 def matmul_rate(gpu: Gpu) -> float:
-    """FLOP/s of a large BF16 product: measured and published, else the data sheet's times what its class reaches."""
+    """Return FLOP/s of a large BF16 product: measured and published, else the data sheet's times what its class
+    reaches."""
     if gpu.measured_bf16_flops is not None:
         return gpu.measured_bf16_flops
     return gpu.bf16_flops * SHEET_SHARE["GeForce" if gpu.geforce else "other"]
@@ -93,7 +95,7 @@ def link_bandwidth(gpu: Gpu) -> float:
 
 
 def usable(row: Measurement) -> bool:
-    """Whether a published run can be put beside the model."""
+    """Return whether a published run can be put beside the model."""
     saving = row.saving
     chunked = all(word.startswith(("--lmhead-chunks", "--attn-bwd-chunks")) for word in saving.split())
     plain = saving in PLAIN_SAVINGS or chunked
@@ -107,7 +109,7 @@ def usable(row: Measurement) -> bool:
 
 
 def modelled(row: Measurement) -> float:
-    """Tokens per second of a published run by the operator model, the architecture's part left out."""
+    """Return tokens per second of a published run by the operator model, the architecture's part left out."""
     gpu = row.data_sheet()
     assert gpu is not None
     shape, spec = shape_of(row), work_of(row)
@@ -126,7 +128,7 @@ def attention_share(row: Measurement, gpu: Gpu) -> float:
 
 
 def shape_of(row: Measurement) -> ModelConfig:
-    """The model of a published run. Activations are of the same kind everywhere: gated SiLU, or ReLU squared."""
+    """Return the model of a published run. Activations are of the same kind everywhere: gated SiLU, or ReLU squared."""
     assert row.hidden and row.heads and row.kv_heads and row.layers and row.vocab and row.ffn
     gated = row.mlp_matrices == 3
     return ModelConfig(
@@ -144,7 +146,7 @@ def shape_of(row: Measurement) -> ModelConfig:
 
 
 def work_of(row: Measurement) -> StepSpec:
-    """The optimiser step of a published run, of about half a million tokens."""
+    """Return the optimizer step of a published run, of about half a million tokens."""
     assert row.sequence_length and row.rows
     micro = row.rows * row.sequence_length
     passes = max(1, round(STEP_TOKENS / (micro * row.gpus)))
@@ -160,8 +162,8 @@ def work_of(row: Measurement) -> StepSpec:
 
 
 def split() -> tuple[list[Measurement], list[Measurement]]:
-    """(rows that calibrate, rows that are kept out): in the table's order, every second row of each architecture and
-    precision is kept out."""
+    """Return (rows that calibrate, rows that are kept out): in the table's order, every second row of each architecture
+    and precision is kept out."""
     seen: dict[tuple[str, str], int] = {}
     parts: tuple[list[Measurement], list[Measurement]] = ([], [])
     for row in published():
@@ -176,7 +178,7 @@ def split() -> tuple[list[Measurement], list[Measurement]]:
 
 @cache
 def fitted() -> Fitted:
-    """The parts of trainers and architectures, from the BF16 rows that calibrate."""
+    """Return the parts of trainers and architectures, from the BF16 rows that calibrate."""
     return fit(row for row in split()[0] if row.precision == "bf16")
 
 
@@ -219,7 +221,7 @@ def unknown(gpu: Gpu) -> str:
 
 
 def architecture_factor(gpu: Gpu) -> tuple[float, str]:
-    """(how many times the model's speed this architecture reaches, from what)."""
+    """Return (how many times the model's speed this architecture reaches, from what)."""
     found = fitted()
     if gpu.architecture == ANCHOR:
         return 1.0, "the architecture that the model's efficiencies come from"

@@ -73,7 +73,7 @@ class Remedy:
 
 
 def remedies(request: PlanRequest, asked: StepEstimate) -> list[Remedy]:
-    """Every remedy that saves memory, changes first, each applied alone to what was asked for."""
+    """Return every remedy that saves memory, changes first, each applied alone to what was asked for."""
     found = []
     for what, setting, costs in [*_one_row(asked.setting), *_changes(asked.setting)]:
         one_row = replace(asked.setting, micro_tokens=setting.micro_tokens) == setting
@@ -99,8 +99,8 @@ def _estimate(request: PlanRequest, setting: Setting) -> StepEstimate:
 
 
 def max_microbatch_unless_set(request: PlanRequest, setting: Setting) -> Setting:
-    """The setting with the largest passes to start fitting from: what makes room may be used, and a run that was cut to
-    one row because nothing fitted is not left at that. A pass that somebody asked for stays."""
+    """Return the setting with the largest micro-batch to start fitting from, unless the request sets it. A run that was
+    cut to one row because nothing fitted can so use the memory that a remedy frees."""
     by_hand = request.given is not None and "batch.micro_tokens" in request.given.own
     return setting if by_hand else max_microbatch(setting)
 
@@ -211,7 +211,7 @@ def larger_cards(request: PlanRequest) -> list[Gpu]:
 
 
 def _smaller_model(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
-    """The largest depth of the dial that fits."""
+    """Yield the largest depth of the dial that fits."""
     asked_model = asked.setting.model
     kept = {
         "vocab_size": asked_model.vocab_size,

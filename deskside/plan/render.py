@@ -1,4 +1,4 @@
-"""The plan for a person, in 80 columns. Every table says whether it is measured, modelled or published."""
+"""The plan as text, in 80 columns. Every table is labelled measured, modelled or published."""
 
 import shlex
 import textwrap
@@ -79,7 +79,7 @@ def show_claims(findings: Sequence[ClaimFinding]) -> None:
 
 
 def _told(text: str, indent: int) -> None:
-    """A paragraph, folded, whose further lines hang below the first."""
+    """Print a wrapped paragraph with a hanging indent."""
     console = _console()
     inside = " " * (indent + (2 if text.startswith("- ") else 0))
     print(textwrap.fill(text, console.width, initial_indent=" " * indent, subsequent_indent=inside))
@@ -118,7 +118,7 @@ def _bands(plan: Plan) -> Table:
         ("batch, tokens", lambda b: f"{b.candidate.setting.stages[-1].tokens:,}"),
         ("  per pass", lambda b: f"{b.candidate.setting.micro_tokens:,}"),
         ("rows", lambda b: "/".join(str(s.sequence_length) for s in b.candidate.setting.stages)),
-        ("optimiser", lambda b: b.candidate.setting.optimizer),
+        ("optimizer", lambda b: b.candidate.setting.optimizer),
         ("precision", lambda b: _precision(b.estimate)),
         ("recomputed", lambda b: b.candidate.setting.activation_checkpointing),
         ("memory", lambda b: gib(b.estimate.memory_bytes[1])),
@@ -193,7 +193,7 @@ def _speed(plan: Plan, found: StepEstimate, name: str) -> Table:
         share = (
             found.setting.flops_per_token * found.tokens_per_second[1] / plan.request.gpus / gpu.bf16_flops
         )
-        table.add_row("utilisation", f"{share:.0%}", f"of {gpu.bf16_flops / 1e12:.0f} TFLOP/s (sheet, BF16)")
+        table.add_row("utilization", f"{share:.0%}", f"of {gpu.bf16_flops / 1e12:.0f} TFLOP/s (sheet, BF16)")
     return table
 
 

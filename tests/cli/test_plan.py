@@ -228,10 +228,7 @@ def test_adapters_are_carried_out_beside_given_weights(capsys: pytest.CaptureFix
     assert words[:2] == ["deskside", "train"] and (options.preset, options.init) == ("124m", "MODEL")
     assert given["adapter"]["rank"] == "16" and given["data"]["path"] == "DIR"
     _, out, _ = plan(capsys, line)
-    assert (
-        "(MODEL: a run or a Hugging Face directory" in out
-        and "(DIR: " in out
-    )
+    assert "(MODEL: a run or a Hugging Face directory" in out and "(DIR: " in out
     _, out, _ = plan(capsys, line.replace("--adapter.rank 16", ""))
     assert "MODEL" not in out
 

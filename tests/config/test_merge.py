@@ -308,7 +308,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": {"name": "fp8", "bf16_from": 0}}, ("precision.bf16_from", "0")),
     ({"precision": {"name": "fp8", "keep_first": 0.5, "keep_last": 0.5}},
      ("precision.name", "the first 6 and the last 6 of 12", "--precision.keep_first 0")),
-    ({"precision": {"name": "nvfp4"}, "model": {"num_hidden_layers": 2}}, ("precision.name", "nothing is quantised")),
+    ({"precision": {"name": "nvfp4"}, "model": {"num_hidden_layers": 2}}, ("precision.name", "nothing is quantized")),
     ({"precision": {"name": "fp8", "warmup_steps": 50}, "schedule": {"steps": 50}},
      ("precision.warmup_steps", "50 steps", "bf16")),
     ({"precision": {"name": "fp8", "keep": "o_proj"}}, ("precision.keep", "brackets", "o_proj")),
