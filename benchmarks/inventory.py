@@ -22,7 +22,7 @@ from pathlib import Path
 SUFFIXES = "bin|csv|gguf|html|jinja|jsonl|json|lock|log|md|npy|png|pt|safetensors|toml|txt"
 FILE_NAME = re.compile(rf"[\w.*-]*\.(?:{SUFFIXES})")
 KEY = re.compile(r"[a-z][a-z0-9_]*")
-OPTION = re.compile(r"(?m)^[\s│]*(--[a-z][\w.-]*)")  # tyro draws boxes
+OPTION = re.compile(r"(?m)(?:^|│)\s*(--[a-z][\w.-]*)")  # tyro draws boxes, also side by side
 COMMANDS = re.compile(r"^  ([a-z]+)  ? *\S", re.MULTILINE)
 
 

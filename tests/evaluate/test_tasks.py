@@ -120,7 +120,7 @@ def test_own_tasks(tmp_path: Path) -> None:
         (OWN.replace('"completion"', '"complete"'), "kind"),
         (OWN + 'score = "acc"\n', "capitals.completion.score: Extra inputs"),
         (OWN.replace("answer", "answers"), "answer"),
-        ("[a\n", "is no TOML"),
+        ("[a\n", "is not valid TOML"),
         (OWN.replace("{country}", "{country"), "prompt: 'The capital of {country is' is no template"),
         (OWN.replace('["capitals.jsonl"]', "[]"), "files"),
         (OWN + 'hub = { source = "hf:a/b", reader = "arcs" }\n', "hub.reader: 'arcs' is none of arc"),
