@@ -134,11 +134,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--recompute", choices=("none", "attention", "mlp", "block"), default="none")
-    parser.add_argument(
-        "--as-written", action="store_true", help="full fine-tuning without hand-written halves"
-    )
+    parser.add_argument("--as-written", action="store_true", help="full fine-tuning without fused sublayers")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--arm", choices=ARMS, help="this arm alone, in this process")
+    parser.add_argument("--arm", choices=ARMS, help="run only this arm, in this process")
     options = parser.parse_args()
     if options.arm:
         print(json.dumps(measure(options.arm, options)))

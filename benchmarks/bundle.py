@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     packing.add_argument("--out", type=Path, required=True)
     packing.add_argument("--folder", action="append", default=[], metavar="NAME=PATH")
     packing.add_argument("--wheels", action="append", default=[], type=Path, metavar="LIST")
-    packing.add_argument("--python", default="3.12", help="version of Python there")
+    packing.add_argument("--python", default="3.12", help="Python version of the remote machine")
     packing.add_argument("--part-mib", type=float, default=45.0)
     unpacking = commands.add_parser("unpack", allow_abbrev=False)
     unpacking.add_argument("parts", nargs="+", type=Path)

@@ -190,8 +190,8 @@ def false_calls(arms: int, real: int, seeds: int, studies: int) -> dict[str, flo
 def main() -> None:
     """Print both tables in Markdown."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
-    parser.add_argument("--studies", type=int, default=4000, help="made-up studies for each number")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    parser.add_argument("--studies", type=int, default=4000, help="simulated studies per number")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     given = parser.parse_args()
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     print(
@@ -211,9 +211,9 @@ def main() -> None:
     print(f"|---|{'--:|' * len(SEEDS)}")
     for method, by_noise in found.items():
         print(f"| {method} | {' | '.join(f'{width / SPREAD:.1f}' for _, width in by_noise['Gaussian'])} |")
-    print("\nDifferences that are called one, in %\n")
-    print("| arms | real | seeds | any false: each alone | used | false of those called: each alone | used "
-          "| real ones called: each alone | used |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|")  # fmt: skip
+    print("\nReported differences, in %\n")
+    print("| arms | real | seeds | any false: each alone | used | false among reported: each alone | used "
+          "| real and reported: each alone | used |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|")  # fmt: skip
     for arms, real, seeds in ((20, 0, 3), (20, 0, 5), (20, 10, 3), (20, 10, 5), (3, 1, 3), (3, 1, 5)):
         row = false_calls(arms, real, seeds, max(1, given.studies // 4))
         cells = [

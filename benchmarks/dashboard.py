@@ -155,7 +155,7 @@ def picture(browser: Browser, address: str, size: dict[str, int], path: Path, gr
     page.close()
     Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
     if path.stat().st_size > LARGEST:
-        raise SystemExit(f"{path}: {path.stat().st_size:,} bytes; a picture may have {LARGEST:,}")
+        raise SystemExit(f"{path}: {path.stat().st_size:,} bytes; a screenshot may have at most {LARGEST:,}")
 
 
 def main() -> None:
@@ -163,10 +163,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=1000, help="how many runs the timed directory has")
-    parser.add_argument("--screenshots", type=Path, metavar="DIR", help="write pictures there instead")
-    parser.add_argument("--of", type=Path, metavar="DIR", help="take the pictures of this directory")
-    parser.add_argument("--group", metavar="TITLE", help="of a study with several groups, the one to look at")
+    parser.add_argument("--runs", type=int, default=1000, help="number of runs in the timed directory")
+    parser.add_argument(
+        "--screenshots", type=Path, metavar="DIR", help="write screenshots to this folder instead"
+    )
+    parser.add_argument("--of", type=Path, metavar="DIR", help="take the screenshots of this directory")
+    parser.add_argument("--group", metavar="TITLE", help="group to show, if the study has several")
     options = parser.parse_args()
     if options.screenshots is not None:
         screenshots(options.screenshots, options.of, options.group)

@@ -113,7 +113,9 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
-    parser.add_argument("--tokens", type=int, default=250, help="of a prompt, its first token included")
+    parser.add_argument(
+        "--tokens", type=int, default=250, help="tokens per prompt, including the first token"
+    )
     parser.add_argument("--prompts", type=int, default=4)
     options = parser.parse_args()
     import llama_cpp
@@ -129,7 +131,7 @@ def main() -> None:
         parser.error(f"--tokens: {loaded.config.max_position_embeddings - CONTINUED} at most with this model")
     told = [continued(loaded, prompt, CONTINUED) for prompt in prompts]
     print(f"llama-cpp-python {llama_cpp.__version__}, {len(prompts)} prompts of {options.tokens} tokens\n")
-    print("| file | error, mean | error, largest | KL | same likeliest token | same continuation |")
+    print("| file | error, mean | error, largest | KL | same most likely token | same continuation |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for dtype in get_args(GgufType):

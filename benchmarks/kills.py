@@ -513,9 +513,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument(
-        "--writes", type=float, default=0.5, help="share of the kills at chosen moments of writes"
+        "--writes", type=float, default=0.5, help="share of the kills that happen during a write"
     )
-    parser.add_argument("--out", type=Path, help="JSON with every kill and every trial")
+    parser.add_argument("--out", type=Path, help="write every kill and every trial to this JSON file")
     parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES))
     parser.add_argument("--work", type=Path, help="folder for runs and logs; default: a temporary one")
     options = parser.parse_args(argv)

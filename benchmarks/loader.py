@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=128, help="rows of a step")
     parser.add_argument("--micro", type=int, default=32, help="rows of a micro-batch")
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--threads", type=int, default=2, help="cores that may be used")
+    parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[: options.threads]

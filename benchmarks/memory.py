@@ -34,7 +34,7 @@ ARMS = (
     "adamw:float32,adamw:bfloat16,adamw:8bit,adamw:float32:offload,adamw:8bit:offload,"
     "muon:float32,muon:8bit,muon:float32:offload,muon:8bit:offload"
 )
-COLUMNS = ("arm", "peak GiB", "modelled", "tokens/s", "optimiser ms", "tokens per pass", "last loss")
+COLUMNS = ("arm", "peak GiB", "modelled", "tokens/s", "optimizer ms", "tokens per pass", "last loss")
 SECONDS = 600.0
 TIMED = 20
 
@@ -209,11 +209,11 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]
     parser.add_argument("--arms", default=ARMS)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--micro-tokens", type=int)
-    parser.add_argument("--limit-gib", type=float, help="what the allocator may have")
+    parser.add_argument("--limit-gib", type=float, help="limit of the allocator in GiB")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument(
-        "--frozen", action="store_true", help="frozen base weights in place of training steps"
+        "--frozen", action="store_true", help="measure frozen base weights instead of training steps"
     )
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--intermediate", type=int, default=12288)

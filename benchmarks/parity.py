@@ -42,17 +42,19 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--data", type=Path, required=True, help="a prepared dataset")
     run.add_argument("--out", type=Path, required=True, help="folder for parity.jsonl and metrics.zip")
     run.add_argument("--arms", default=ARMS, help="separated by commas")
-    run.add_argument("--tokens", default="105M", help="trained per arm")
+    run.add_argument("--tokens", default="105M", help="training tokens per arm")
     run.add_argument("--preset", default="124m")
     run.add_argument(
-        "--gpus", default="all", help="all, numbers among the visible ones separated by commas, or cpu"
+        "--gpus", default="all", help="all, cpu, or numbers of visible GPUs, separated by commas"
     )
     run.add_argument("--seeds", default="1", help="separated by commas")
-    run.add_argument("--limit-seconds", type=float, help="stop everything by then")
-    run.add_argument("--runs", type=Path, help="keep the run directories here; default: nowhere")
+    run.add_argument("--limit-seconds", type=float, help="stop all runs after this many seconds")
+    run.add_argument(
+        "--runs", type=Path, help="keep the run directories in this folder; default: delete them"
+    )
     report = commands.add_parser("report", help="table and curves", allow_abbrev=False)
-    report.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="each holds a parity.jsonl")
-    report.add_argument("--reference", default="bf16", help="the arm that gaps are to")
+    report.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="folders with a parity.jsonl")
+    report.add_argument("--reference", default="bf16", help="the arm that gaps are relative to")
     report.add_argument("--plots", type=Path, help="folder of the PNG files; default: the first FOLDER")
     report.add_argument("--document", type=Path, help="Markdown file with the two marker lines")
     return whole

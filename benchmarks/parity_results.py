@@ -136,9 +136,10 @@ def notes(rows: Sequence[Row], arms: Sequence[Arm], reference: str) -> str:
             f"({first['tokens'] / setting['train_tokens']:.2f} passes over the training text) "
             f"in {setting['steps']:,} steps of {setting['tokens_per_step']:,.0f}, "
             f"sequence {setting['sequence_length']}, {setting['optimizer']}; "
-            f"{'; '.join(machines)}. Seed for seed the same initial weights and data order. Validation loss: all "
-            f"{first['val_tokens']:,} validation tokens, weights in BF16. Training loss: mean of the last tenth of the "
-            f"steps, in the recipe's own formats. Gaps are to `{reference}` with the same seed."
+            f"{'; '.join(machines)}. Runs with the same seed have the same initial weights and data order. "
+            f"Validation loss: all {first['val_tokens']:,} validation tokens, weights in BF16. "
+            f"Training loss: mean of the last tenth of the steps, in the recipe's own formats. "
+            f"Gaps are to `{reference}` with the same seed."
         )
     for arm in arms:
         if arm.name == reference and arm.spread is not None:

@@ -95,18 +95,18 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--folder", type=Path, help="holds litgpt and nanochat")
+    parser.add_argument("--folder", type=Path, help="folder with litgpt and nanochat")
     parser.add_argument("--preset", default="124m")
-    parser.add_argument("--tokens", type=int, help="per optimiser step; default: the preset's")
+    parser.add_argument("--tokens", type=int, help="per optimizer step; default: the preset's")
     parser.add_argument("--sequence", type=int, help="default: the preset's")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--rows", type=int, help="of a micro-batch, for every peer")
+    parser.add_argument("--rows", type=int, help="rows of a micro-batch, for every peer")
     parser.add_argument("--only", default=",".join(ROWS), help="peers, separated by commas; '' for none")
     parser.add_argument("--deskside", default="bf16,fp8-delayed", help="arms of benchmarks.step")
-    parser.add_argument("--micro-tokens", default="auto", help="deskside's own")
+    parser.add_argument("--micro-tokens", default="auto", help="micro-batch of deskside in tokens")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--json", type=Path, help="write everything here, after every peer")
+    parser.add_argument("--json", type=Path, help="write the results to this file after every peer")
     options = parser.parse_args(argv)
     options.only = tuple(filter(None, options.only.split(",")))
     unknown = [name for name in options.only if name not in ROWS]

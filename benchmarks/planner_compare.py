@@ -74,7 +74,7 @@ class Compared:
 
     @property
     def missed(self) -> bool:
-        """Whether an error exceeds the bound that issue 3 sets for nine in ten rows."""
+        """True if an error exceeds the bound that issue 3 sets for nine in ten rows."""
         memory = abs(self.allocated / self.of("peak_allocated_bytes") - 1)
         probed = 0.0 if self.probed is None else abs(self.probed / self.speed - 1)
         return memory > MEMORY or probed > SPEED or abs(self.unprobed / self.speed - 1) > SPEED_UNPROBED

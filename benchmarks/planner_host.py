@@ -63,7 +63,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--seconds", type=float, default=100.0, help="start no measurement after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=100.0, help="start no measurement after this many seconds"
+    )
     options = parser.parse_args()
     began, results = time.monotonic(), []
     for row in SPECS:

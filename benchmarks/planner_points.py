@@ -64,7 +64,7 @@ class Point:
 
     @property
     def small_passes(self) -> bool:
-        """Whether the passes are so small that launching may take longer than the device's work."""
+        """True if the passes are so small that launching may take longer than the device's work."""
         return self.setting.micro_tokens <= 16384
 
 

@@ -152,7 +152,7 @@ def main() -> int:
         quantised = {K: quantiser(N, K) for K in sorted({K for pair in layers.values() for K in pair})}
         multiplied = [row for name, (K, M) in layers.items() for row in products(name, N, K, M)]
         for K, rows in quantised.items():
-            show(f"{model}: quantise {N} x {K}", rows)
+            show(f"{model}: quantize {N} x {K}", rows)
         show(f"{model}: scaled product", multiplied)
         result[model] = {"quantise": quantised, "product": multiplied}
     if arguments.json:

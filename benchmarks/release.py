@@ -225,10 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", default="data/english", help="the prepared corpus")
     parser.add_argument("--sets", default="data", help="folder with sft/, preference/, verifiable/, eval/")
     parser.add_argument("--out", type=Path, default=Path("release"))
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these jobs, with * and ?")
-    parser.add_argument("--gpus", help="numbers separated by commas; default: all that are visible")
-    parser.add_argument("--minutes", type=float, default=600.0, help="of all together")
-    parser.add_argument("--list", action="store_true", help="show the jobs and stop")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="only these jobs; * and ? are wildcards"
+    )
+    parser.add_argument("--gpus", help="GPU numbers, separated by commas; default: all visible GPUs")
+    parser.add_argument("--minutes", type=float, default=600.0, help="time limit for all jobs together")
+    parser.add_argument("--list", action="store_true", help="list the jobs and exit")
     options = parser.parse_args(argv)
     try:
         jobs = chosen(read(options.file), options.only)

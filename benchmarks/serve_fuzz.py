@@ -183,9 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fuzz deskside serve from its OpenAPI document.")
     parser.add_argument("model", help="a run, or a Hugging Face directory, with a chat template")
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=300, help="that all clients ask")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="seconds during which all clients send requests"
+    )
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round; the next one has the next")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the first round; each round increments it"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args(argv)
     total, beside, took = run(options.model, options.cases, options.seconds, options.clients, options.seed)

@@ -305,7 +305,7 @@ async def _nonsense(client: httpx.AsyncClient, rng: random.Random, report: Repor
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script. Return 0 if no answer was lost or mixed and memory did not grow."""
-    parser = argparse.ArgumentParser(description="Load on deskside serve.")
+    parser = argparse.ArgumentParser(description="Load test of deskside serve.")
     parser.add_argument("model", help="a run, or a Hugging Face directory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--clients", type=int, default=64)

@@ -43,20 +43,24 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     )
     parser.add_argument("--preset", default="124m")
     parser.add_argument("--precision", default="auto", help="arms, separated by commas")
-    parser.add_argument("--tokens", type=int, help="per optimiser step; default: the preset's")
-    parser.add_argument("--micro-tokens", default="auto", help="per pass; auto: fitted to the memory")
+    parser.add_argument("--tokens", type=int, help="per optimizer step; default: the preset's")
+    parser.add_argument(
+        "--micro-tokens", default="auto", help="per pass; auto: the largest that fits in memory"
+    )
     parser.add_argument("--sequence", type=int, help="default: the preset's")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", default="auto", help="how the step is executed; see compute.compile")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--data", default="zipf", help="zipf: random tokens; else a prepared dataset")
+    parser.add_argument(
+        "--data", default="zipf", help="zipf for random tokens, or the path of a prepared dataset"
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--hot-seconds", type=float, default=0.0)
-    parser.add_argument("--profile", action="store_true", help="split by kind, and floors")
+    parser.add_argument("--profile", action="store_true", help="time by kind of kernel, and floors")
     parser.add_argument("--cold-start", action="store_true", help="first step in fresh and warm caches")
-    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1 or options.warmup < 0:
         raise UsageError("--steps must be at least 1 and --warmup at least 0")

@@ -8,7 +8,8 @@ FLASH = "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorc
 COPY = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel"
 NAMES = [
     ("loss", "loss_and_grad"),
-    ("quantisation", "turn"),
+    ("quantisation", "turn"),  # the name of `transpose` in older traces
+    ("quantisation", "transpose"),
     ("quantisation", "cast_both"),
     ("gemm", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"),
     ("gemm", "nvjet_qqtst_256x128_128x4_2x1_v_bz_coopB_TNN"),
