@@ -46,7 +46,7 @@ class QuantizedModel:
         self.model, self.recipe, self.shared, self.fused = model, recipe, shared, fused
         self.active = True
         self.backend: backends.PrecisionBackend | None = None  # another library that implements the recipe
-        self._halves: list[tuple[Sublayer, Plan | None, Plan]] = []
+        self._sublayers: list[tuple[Sublayer, Plan | None, Plan]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
         self._plans: list[QuantizedLinear] = []
         self._norm: AddNormLinear | None = None
@@ -106,16 +106,18 @@ class QuantizedModel:
 
     def recompute(self, what: str) -> None:
         """Set activation checkpointing of the fused sublayers: "none", "attention", "mlp" or "block" (both)."""
-        for index, (half, plan, plain) in enumerate(self._halves):
-            kind = "attention" if isinstance(half, AttentionSublayer) else "mlp"
+        for index, (sublayer, plan, plain) in enumerate(self._sublayers):
+            kind = "attention" if isinstance(sublayer, AttentionSublayer) else "mlp"
             again = what in (kind, "block")
             changed = None if plan is None else replace(plan, recompute=again)
-            self._halves[index] = (half, changed, replace(plain, recompute=again))
+            self._sublayers[index] = (sublayer, changed, replace(plain, recompute=again))
         self._set()
 
     def covers(self, module: nn.Module) -> bool:
         """Return whether this sublayer is fused, at least in some steps."""
-        return any(half is module and (self.fused or plan is not None) for half, plan, _ in self._halves)
+        return any(
+            sublayer is module and (self.fused or plan is not None) for sublayer, plan, _ in self._sublayers
+        )
 
     def reset_scales(self) -> None:
         """Reset the amax history of delayed scaling."""
@@ -141,12 +143,12 @@ class QuantizedModel:
         restore(self.model)
 
     def _set(self) -> None:
-        for half, plan, plain in self._halves:
-            half.forward_override = (
+        for sublayer, plan, plain in self._sublayers:
+            sublayer.forward_override = (
                 plan if self.active and plan is not None else (plain if self.fused else None)
             )
-            if isinstance(half, AttentionSublayer):
-                half.accepts_no_delta = half.forward_override is not None
+            if isinstance(sublayer, AttentionSublayer):
+                sublayer.accepts_no_delta = sublayer.forward_override is not None
         for linear, execution in self._linears:
             linear.forward_override = execution if self.active else None
         if self._head is not None:
@@ -226,18 +228,19 @@ def refused(recipe: Recipe, device: torch.device) -> str | None:
     return None
 
 
-def not_covered(half: Sublayer) -> str | None:
+def not_covered(sublayer: Sublayer) -> str | None:
     """Return why the fused sublayers do not cover this one, or None if they do."""
-    last = half.output if isinstance(half, AttentionSublayer) else half.output.projection
-    linears = [module for module in (*half.input.projections, last) if isinstance(module, Linear)]
+    last = sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
+    linears = [module for module in (*sublayer.input.projections, last) if isinstance(module, Linear)]
     return uncovered_reason(
-        rmsnorm_first=_simple(half.input),
-        num_projections=len(half.input.projections),
+        rmsnorm_first=_simple(sublayer.input),
+        num_projections=len(sublayer.input.projections),
         bias=any(linear.bias is not None for linear in linears),
         adapters=any(
-            isinstance(m, Linear) and (adapter_of(m) is not None or m.weight is None) for m in half.modules()
+            isinstance(m, Linear) and (adapter_of(m) is not None or m.weight is None)
+            for m in sublayer.modules()
         ),
-        head_dim=half.head_dim if isinstance(half, AttentionSublayer) else 1,
+        head_dim=sublayer.head_dim if isinstance(sublayer, AttentionSublayer) else 1,
     )
 
 
@@ -264,7 +267,7 @@ def _plan(applied: QuantizedModel, keep: Collection[str]) -> None:
             if not kept:
                 other = [_linear(applied, one, plain if _named(one, keep) else recipe) for one in two]
             build = FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
-            applied._halves.append(
+            applied._sublayers.append(
                 (module, build(module, *other) if other else None, build(module, *plans))  # type: ignore[arg-type]
             )
         elif isinstance(module, Linear) and recipe.quantized and id(module) not in covered:
@@ -272,7 +275,7 @@ def _plan(applied: QuantizedModel, keep: Collection[str]) -> None:
             if module.role == "matrix" and not kept and not _named(module, {*keep, "router"}):
                 applied._linears.append((module, _execution(applied, module)))
     finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
-    if applied.fused and applied._halves and finals and _simple(finals[-1]):
+    if applied.fused and applied._sublayers and finals and _simple(finals[-1]):
         applied._norm = finals[-1]
 
 
@@ -286,9 +289,9 @@ def _simple(operator: AddNormLinear) -> bool:
     return isinstance(operator.norm, RMSNorm) and operator.position == "pre"
 
 
-def _linears_of(half: Sublayer) -> tuple[Linear, Linear]:
-    first = half.input.projections[0]
-    last = half.output if isinstance(half, AttentionSublayer) else half.output.projection
+def _linears_of(sublayer: Sublayer) -> tuple[Linear, Linear]:
+    first = sublayer.input.projections[0]
+    last = sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
     assert isinstance(first, Linear)
     return first, last
 

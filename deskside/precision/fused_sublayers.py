@@ -36,14 +36,14 @@ Rotation = tuple[Tensor, Tensor]
 class FusedMLP:
     """Fused MLP sublayer. `recompute`: save only the residual and recompute the rest in the backward."""
 
-    half: MLPSublayer
+    sublayer: MLPSublayer
     first: QuantizedLinear
     second: QuantizedLinear
     recompute: bool = False
 
     @cached_property
     def norm(self) -> RMSNorm:
-        return rms_norm(self.half.input.norm)
+        return rms_norm(self.sublayer.input.norm)
 
     @cached_property
     def gate(self) -> bool:
@@ -66,20 +66,20 @@ class FusedMLP:
 class FusedAttention:
     """Fused attention sublayer. `recompute`: as in `FusedMLP`."""
 
-    half: AttentionSublayer
+    sublayer: AttentionSublayer
     first: QuantizedLinear
     second: QuantizedLinear
     recompute: bool = False
 
     @cached_property
     def norm(self) -> RMSNorm:
-        return rms_norm(self.half.input.norm)
+        return rms_norm(self.sublayer.input.norm)
 
     @cached_property
     def layout(self) -> QkvLayout:
-        half = self.half
-        eps = 0.0 if half.q_norm is None else half.q_norm.eps
-        return QkvLayout(half.heads, half.kv_heads, half.head_dim, eps)
+        sublayer = self.sublayer
+        eps = 0.0 if sublayer.q_norm is None else sublayer.q_norm.eps
+        return QkvLayout(sublayer.heads, sublayer.kv_heads, sublayer.head_dim, eps)
 
     def __call__(
         self,
@@ -89,7 +89,7 @@ class FusedAttention:
         context: AttentionContext,
     ) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta). `context` is prepared; rotation: (B or 1, T, 1, C / 2) each."""
-        half = self.half
+        sublayer = self.sublayer
         residual_BTD, delta_BTD = _Attention.apply(
             self,
             context,
@@ -98,8 +98,8 @@ class FusedAttention:
             delta_BTD,
             self.norm.weight,
             self.first.linear.weight,
-            None if half.q_norm is None else half.q_norm.weight,
-            None if half.k_norm is None else half.k_norm.weight,
+            None if sublayer.q_norm is None else sublayer.q_norm.weight,
+            None if sublayer.k_norm is None else sublayer.k_norm.weight,
             self.second.linear.weight,
         )
         return residual_BTD, delta_BTD
@@ -119,7 +119,7 @@ def _mlp(plan: FusedMLP, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[Quan
     rows, kept_normed = plan.first.x.split(normed)
     inner = plan.first.output(rows, dtype)
     del rows, normed
-    hidden = fused.gated(inner, plan.half.output.activation, plan.gate, plan.second.x.cast)
+    hidden = fused.gated(inner, plan.sublayer.output.activation, plan.gate, plan.second.x.cast)
     rows, kept_hidden = plan.second.x.split(hidden)
     return rows, _MLPState(inner, kept_normed, kept_hidden)
 
@@ -157,7 +157,7 @@ class _MLP(torch.autograd.Function):
             state = _mlp(plan, normed, residual.dtype)[1]
         assert grad_delta is not None
         grad_hidden, grad_second = _second_backward(plan.second, grad_delta, state.hidden)
-        kind, cast = plan.half.output.activation, plan.first.g.cast
+        kind, cast = plan.sublayer.output.activation, plan.first.g.cast
         grad_inner = fused.gated_backward(grad_hidden, state.inner, kind, plan.gate, cast)
         del grad_hidden
         grad, grad_norm, grad_first = _first_backward(
@@ -186,14 +186,16 @@ def _attention(
     dtype: torch.dtype,
 ) -> tuple[QuantizedOperand, _AttentionState]:
     """Return the second layer's input, which is as far as a recomputation has to go, and the state."""
-    half, layout = plan.half, plan.layout
+    sublayer, layout = plan.sublayer, plan.layout
     rows, kept_normed = plan.first.x.split(normed)
     qkv = plan.first.output(rows, dtype)
     del rows, normed
-    q_weight, k_weight = (None if n is None else n.weight for n in (half.q_norm, half.k_norm))
+    q_weight, k_weight = (None if n is None else n.weight for n in (sublayer.q_norm, sublayer.k_norm))
     q_NHC, k_NKC = fused.qk_norm_rope(qkv, q_weight, k_weight, angles, layout)
     q_BTHC, k_BTKC = (x.view(batch, -1, *x.shape[1:]) for x in (q_NHC, k_NKC))
-    v_BTKC = qkv.view(batch, -1, half.heads + 2 * half.kv_heads, half.head_dim)[:, :, -half.kv_heads :]
+    v_BTKC = qkv.view(batch, -1, sublayer.heads + 2 * sublayer.kv_heads, sublayer.head_dim)[
+        :, :, -sublayer.kv_heads :
+    ]
     o_BTHC, saved = attention_forward(q_BTHC, k_BTKC, v_BTKC, context)
     rows, kept_o = plan.second.x.split(o_BTHC.reshape(qkv.shape[0], -1).contiguous())
     return rows, _AttentionState(qkv, saved, kept_normed, kept_o)

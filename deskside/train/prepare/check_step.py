@@ -1,7 +1,7 @@
-"""Are the hand-written halves right on this card? One block of the run's own shape, against the block as it is written.
+"""Check the fused sublayers on this GPU against the ordinary forward of a block.
 
-The recipe's self-check runs one linear layer. This runs the kernels around it too: a copy of the first block with
-random weights, a few tokens, both results and every gradient. The kernels that it compiles are the run's own.
+The recipe's self-check runs one linear layer. This check also runs the kernels around it: a copy of the first block
+with random weights, a few tokens, both outputs and every gradient. It compiles the same kernels that the run uses.
 """
 
 import copy
@@ -18,12 +18,12 @@ from deskside.utils.errors import UsageError
 
 TOKENS = 128
 STD = 0.05
-# BF16 leaves 1 to 3 % in the gradients of QK-norm's weights; a wrong mask, stride or scale leaves 30 % and more.
+# BF16 rounding gives errors of 1 to 3 % in the gradients of QK-norm's weights; a wrong mask, stride or scale, 30 %.
 TOLERANCE = 0.1
 
 
 def check_block(model: Transformer) -> None:
-    """Raises UsageError, with what to use instead, where the hand-written block differs from the model's own."""
+    """Raise UsageError, naming the alternative, if the fused block differs from the ordinary one."""
     first = model.layers[0]
     assert isinstance(first, Block)
     block = copy.deepcopy(first)
@@ -44,13 +44,13 @@ def check_block(model: Transformer) -> None:
     )
     if not error <= TOLERANCE:
         raise UsageError(
-            f"compute.compile: the hand-written kernels are wrong on this card ({name} is off by {error:.1e}); use "
+            f"compute.compile: the fused kernels are wrong on this GPU ({name} is off by {error:.1e}); use "
             f"--compute.compile block with bf16, and tell what deskside doctor says"
         )
 
 
 def _run(block: nn.Module, model: Transformer, generator: torch.Generator) -> dict[str, Tensor]:
-    """Both results, and the gradients of both inputs and of every weight."""
+    """Return both outputs, and the gradients of both inputs and of every weight."""
     config, device = model.config, model.embed.weight.device
     tokens = min(TOKENS, config.max_position_embeddings)
     shape = (2, tokens, config.hidden_size)
