@@ -53,5 +53,5 @@ def test_a_wrong_kernel_is_refused(kernel: str, monkeypatch: pytest.MonkeyPatch)
         return tuple(r * 1.5 if i == position else r for i, r in enumerate(result))
 
     monkeypatch.setattr(fused, kernel, wrong)
-    with pytest.raises(UsageError, match="compute.compile"):
+    with pytest.raises(UsageError, match=r"compute\.compile"):
         check_block(model())
