@@ -1,7 +1,7 @@
 """Measurement of one arm of the step benchmark: deskside's training step, built and timed in its own process.
 
-What is built is what `deskside train` builds (train/setup, optim/build, train/step), and what times it is what the
-probe uses (probe/point). The batch lies on the device before the clock starts: `benchmarks/loader.py` times the loader.
+It builds what `deskside train` builds (train/prepare/setup, optim/build, train/loop/step), and it is timed like a point
+of the probe (probe/point). The batch is on the device before the clock starts: `benchmarks/loader.py` times the loader.
 """
 
 import statistics
