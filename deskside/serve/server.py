@@ -60,9 +60,9 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            loop = asyncio.get_running_loop()
+            # Not the event loop's handlers: closing the loop would remove them, and a second SIGTERM would then kill.
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self.handle_exit, number, None)
+                signal.signal(number, self.handle_exit)
             yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
