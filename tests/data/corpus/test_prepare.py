@@ -264,7 +264,7 @@ def test_the_old_data_stays_until_the_new_is_whole(
     again = {**SMALL, "vocab_size": 300}
     real, made = shard_worker.make_shard, 0
 
-    def make(job: shard_worker.Job) -> shards.ShardInfo:
+    def make(job: shard_worker.ShardJob) -> shards.ShardInfo:
         nonlocal made
         made += 1
         if made == 3:
@@ -362,7 +362,7 @@ def test_interrupted_after_some_shards(
     made = 0
     real = shard_worker.make_shard
 
-    def make(job: shard_worker.Job) -> shards.ShardInfo:
+    def make(job: shard_worker.ShardJob) -> shards.ShardInfo:
         nonlocal made
         if made == after:
             (out / f"train-00099.bin{shards.TEMPORARY}").write_bytes(b"half")
