@@ -45,5 +45,6 @@ def raised() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is interrupt:  # the server ignores SIGTERM from its end to the process's
+            # The server ignores SIGTERM once it has stopped, until the process ends.
+            if signal.getsignal(number) is interrupt:
                 signal.signal(number, handler)
