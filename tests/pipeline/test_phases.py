@@ -119,7 +119,7 @@ def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child_process.Outcome) -
             return outcome
         return replace(outcome, value=result_of(arguments["spec"]) if "spec" in arguments else CARD_RESULT)
 
-    monkeypatch.setattr(phases, "Surveyor", functools.partial(Sweep, run=run))
+    monkeypatch.setattr(phases, "Sweep", functools.partial(Sweep, run=run))
     return asked
 
 
