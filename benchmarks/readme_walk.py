@@ -40,6 +40,7 @@ SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
 }  # fmt: skip
 LEFT_OUT = {
     "make test": "the whole suite; CI runs it",
+    "git clone": "the walk runs in a checkout",
     "source .venv/bin/activate": "the walk puts .venv/bin on the PATH itself",
     "deskside serve": "runs until it is stopped; tests/serve starts it",
     "deskside dashboard": "runs until it is stopped; tests/dashboard starts it",
@@ -65,7 +66,7 @@ def commands(readme: str) -> list[Command]:
             written = line.partition("  #")[0].strip()
             if not written:
                 continue
-            if not written.startswith(("deskside ", "make ", "source ")):
+            if not written.startswith(("deskside ", "make ", "source ", "git ")):
                 raise ValueError(f"{written!r}: neither run nor left out; teach benchmarks/readme_walk.py")
             found.append(_command(written))
     return found

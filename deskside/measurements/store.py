@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from deskside.measurements.identity import Machine, this_machine
-from deskside.measurements.schema import damage, shown
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import json_value
 
@@ -283,6 +282,8 @@ def _parse(line: bytes) -> Row | str:
 
 
 def _checked(row: Any) -> Row | str:
+    from deskside.measurements.schema import damage, shown  # loads pydantic, which only reading needs
+
     if not isinstance(row, dict) or "schema" not in row:
         return "this is no probe result"
     if row["schema"] != SCHEMA:
