@@ -86,7 +86,7 @@ def test_selfcheck_passes_on_cpu(recipe: str) -> None:
     assert set(result.errors) == {"output", "input gradient", "weight gradient"}
     assert all(0 < error < RECIPES[recipe].tolerance for error in result.errors.values())
     if recipe != "fp32":  # the document's table begins with BF16
-        table = DOCUMENT.read_text("utf-8").partition("## How close the numbers are")[2].partition("\n## ")[0]
+        table = DOCUMENT.read_text("utf-8").partition("## Error of a single product")[2].partition("\n## ")[0]
         (row,) = (line for line in table.splitlines() if line.startswith("|") and f"`{recipe}`" in line)
         written = [float(cell) for cell in row.split("|")[2:5]]
         assert written == pytest.approx(list(result.errors.values()), abs=6e-4)
