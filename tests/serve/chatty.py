@@ -27,9 +27,8 @@ def make_chatty(folder: Path) -> tuple[MadeRun, Path]:
     return made, chatty
 
 
-def make_endless(folder: Path) -> Path:
-    """Return the path of a run with a chat template whose model says "a" for ever, whatever it is asked."""
-    made, path = make_chatty(folder)
+def never_end(made: MadeRun, path: Path) -> Path:
+    """Give the run at `path`, which is `made` or a copy of it, weights that say "a" for ever. Returns the path."""
     said = load(made.path).token_to_id("a")
     with torch.no_grad():
         for name, parameter in made.model.named_parameters():
@@ -40,6 +39,11 @@ def make_endless(folder: Path) -> Path:
         made.model.head.weight[said] = 1.0
     save(path, 30, made.model)
     return path
+
+
+def make_endless(folder: Path) -> Path:
+    """Return the path of a run with a chat template whose model never ends its answer."""
+    return never_end(*make_chatty(folder))
 
 
 def rendered(messages: list[dict[str, str]]) -> str:

@@ -25,6 +25,7 @@ from deskside.engine.steps import Forward
 from deskside.serve.chat import ChatOptions, Conversation, converse
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded, load_model
+from tests.serve.chatty import never_end
 from tests.serve.made_run import MadeRun, make
 
 TEMPLATE = (
@@ -323,8 +324,9 @@ class Terminal:
         os.close(self._ours)
 
 
-def test_ctrl_c_stops_the_answer_and_twice_leaves(made: MadeRun) -> None:
-    terminal = Terminal([str(made.path), "--max-new-tokens", "3000", "--device", "cpu"])
+def test_ctrl_c_stops_the_answer_and_twice_leaves(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    terminal = Terminal([str(never_end(made, made.path)), "--max-new-tokens", "3000", "--device", "cpu"])
     try:
         terminal.wait_for("continues your text")
         terminal.wait_for("> ")
