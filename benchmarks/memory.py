@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.step_config import configuration
-from deskside.budget.formats import LowKind, Precision, quantized
+from deskside.budget.format_costs import LowKind, Precision, quantized
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config.optim import StateFormat

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import zstandard
 
 from benchmarks.step_config import configuration
-from deskside.budget.formats import LowKind
+from deskside.budget.format_costs import LowKind
 from deskside.budget.speed import Rates
 from deskside.config.run import RunConfig
 from deskside.plan.estimate import Setting, of_config, peak_memory, setting_seconds

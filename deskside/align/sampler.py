@@ -26,7 +26,7 @@ from deskside.engine.sampling import Sampling
 from deskside.engine.weights import for_inference, inference_copy, refresh
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError
-from deskside.weights.merge import merge_into, merged
+from deskside.weights.merge_adapters import merge_into, merged
 
 MOST_ROWS = 256
 PACE_TOKENS = 4  # per answer, when the speed of sampling is measured

@@ -15,7 +15,7 @@ Other processors differ: `deskside probe` measures the host and corrects `factor
 
 from dataclasses import dataclass, replace
 
-from deskside.budget.formats import quantized
+from deskside.budget.format_costs import quantized
 from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
 from deskside.budget.terms import Term, leaf

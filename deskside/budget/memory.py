@@ -56,7 +56,7 @@ day, whose gradient was beside its logits (docs/planner-accuracy.md): 7 D bytes 
 from dataclasses import dataclass, replace
 
 from deskside.budget.adapters import adapter_params, dense_bytes, frozen_bytes, joined_bytes, kept_more
-from deskside.budget.formats import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
+from deskside.budget.format_costs import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import on_gpu

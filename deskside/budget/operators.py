@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deskside.budget.adapters import adapter_params, matrix_bytes, projection_sizes
-from deskside.budget.formats import (
+from deskside.budget.format_costs import (
     FP8_TRAFFIC,
     NVFP4_WORK,
     OWN_SCALE,

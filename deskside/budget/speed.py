@@ -21,7 +21,7 @@ power limits are in them too.
 
 from dataclasses import dataclass, field, replace
 
-from deskside.budget.formats import EMULATED
+from deskside.budget.format_costs import EMULATED
 from deskside.budget.host import HostTimes, host_seconds, together
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import Shape

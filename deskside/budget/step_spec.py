@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from deskside.budget.formats import ALL_NATIVE, LowKind, Precision
+from deskside.budget.format_costs import ALL_NATIVE, LowKind, Precision
 
 Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]

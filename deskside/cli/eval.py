@@ -18,7 +18,7 @@ from deskside.data.chat.renderer import Renderer, own_template
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import Device, device_of, dtype_of, say
 from deskside.evaluate.likelihood import Encoder
-from deskside.evaluate.run import (
+from deskside.evaluate.run_task import (
     CORE_TASKS,
     Core,
     Prepared,

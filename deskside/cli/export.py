@@ -27,7 +27,7 @@ from deskside.run.record import mapping
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import check_out, save_hf
 from deskside.weights.load import Loaded, load_model
-from deskside.weights.merge import open_adapted
+from deskside.weights.merge_adapters import open_adapted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -154,7 +154,7 @@ def _recorded(path: Path) -> RunConfig:
 def _show(config: RunConfig, as_json: bool) -> int:
     """Print the resolved configuration, parameters by group, FLOPs per token and the schedule."""
     from deskside.budget.shape import flops_per_token, parameter_groups
-    from deskside.optim.schedule import describe
+    from deskside.optim.lr_schedule import describe
 
     groups = parameter_groups(config.model)
     flops = flops_per_token(config.model, config.batch.sequence_length)

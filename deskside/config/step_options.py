@@ -7,7 +7,7 @@ micro-batch come from here, so that both model the same step.
 from collections.abc import Collection
 from typing import TypedDict
 
-from deskside.budget.formats import LowKind, Precision
+from deskside.budget.format_costs import LowKind, Precision
 from deskside.budget.step_spec import AdapterSpec, Checkpointing, CopiesKept, OptimizerName, StateFormat
 from deskside.config.adapter import PROJECTIONS
 from deskside.config.dimensions import projections

@@ -44,14 +44,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import deskside
-from deskside.evaluate.sandboxed.server import START_SECONDS
+from deskside.evaluate.sandboxed.fork_server import START_SECONDS
 from deskside.facts.cpu import cpu_cores
 from deskside.utils.errors import RunError
 
 SECONDS = 10.0
 WALL_FACTOR = 3.0  # a busy machine gives a process a third of its time
 MEMORY_MIB = 512
-SERVER = ("-m", "deskside.evaluate.sandboxed.server")
+SERVER = ("-m", "deskside.evaluate.sandboxed.fork_server")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint_files import Damaged, find
 from deskside.weights.load import Loaded, load_model
-from deskside.weights.merge import merge_into, read_adapted
+from deskside.weights.merge_adapters import merge_into, read_adapted
 
 
 class Unavailable(Exception):

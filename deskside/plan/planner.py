@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from deskside.budget.formats import quantized
+from deskside.budget.format_costs import quantized
 from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.plan import bands as choice

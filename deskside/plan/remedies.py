@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from deskside.budget.formats import LowKind, Precision, quantized
+from deskside.budget.format_costs import LowKind, Precision, quantized
 from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import deskside.measurements.store as probe_store
-from deskside.budget.formats import LowKind
+from deskside.budget.format_costs import LowKind
 from deskside.budget.loss import LAW, LossLaw
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets

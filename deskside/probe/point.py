@@ -25,13 +25,13 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
 from deskside.train import environment_record, parallel
-from deskside.train.context import TrainContext
 from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.prepare import attention_backends, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.dry_step import MicroBatch, rows_per_rank
 from deskside.train.prepare.step_planning import modelled_memory_gib
+from deskside.train.train_context import TrainContext
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}

@@ -18,7 +18,6 @@ from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import Optimizer, build
 from deskside.run.directory import RunDirectory
 from deskside.train import environment_record, parallel
-from deskside.train.context import TrainContext
 from deskside.train.loop.callbacks import Callback, MetricsFile, RunLog, Terminal, check_trackers, trackers
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.step import Stepper
@@ -44,6 +43,7 @@ from deskside.train.state import finalize
 from deskside.train.state.checkpointer import Checkpointer
 from deskside.train.state.init_weights import InitialWeights, keep_tokenizer
 from deskside.train.state.lora_run import facts as adapter_facts
+from deskside.train.train_context import TrainContext
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 

@@ -37,7 +37,7 @@ from deskside.weights.checkpoint_files import (
     verify,
 )
 from deskside.weights.hf import load_hf
-from deskside.weights.merge import merged, read_adapted
+from deskside.weights.merge_adapters import merged, read_adapted
 
 Kind = Literal["run", "checkpoint", "hf"]
 

@@ -38,9 +38,9 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import attach, is_adapted
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights import merge
+from deskside.weights import merge_adapters
 from deskside.weights.load import load_model
-from deskside.weights.merge import merged
+from deskside.weights.merge_adapters import merged
 from tests.align import tiny
 from tests.budget.test_adapters import Live
 
@@ -220,7 +220,7 @@ def test_new_adapters_reach_the_copy_without_a_second_one(
                 )
     expected = {name: parameter.detach() for name, parameter in merged(model).named_parameters()}
     with monkeypatch.context() as patch:
-        patch.setattr(merge, "allocate", lambda *_: pytest.fail("a second copy"))
+        patch.setattr(merge_adapters, "allocate", lambda *_: pytest.fail("a second copy"))
         sampler.renew()
     found = dict(sampler.copy.named_parameters())
     assert found.keys() == expected.keys()

@@ -16,7 +16,7 @@ from deskside.precision.lora import adapters_off
 from deskside.utils.errors import UsageError
 from deskside.weights import frozen_base
 from deskside.weights.hf import save_hf, to_hf
-from deskside.weights.merge import merged
+from deskside.weights.merge_adapters import merged
 from tests.export.adapted import trained
 
 transformers = pytest.importorskip("transformers")

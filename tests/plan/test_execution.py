@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.budget.formats import Precision
+from deskside.budget.format_costs import Precision
 from deskside.config import merge
 from deskside.model.transformer import Transformer
 from deskside.plan.estimate import of_config

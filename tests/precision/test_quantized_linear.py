@@ -152,7 +152,7 @@ def test_a_version_is_enough_within_a_step() -> None:
 )  # fmt: skip
 def test_bytes_that_are_held(name: str, per_weight: int) -> None:
     """BF16 once; FP8 in rows and columns; NVFP4 as BF16 numbers, once where tiles are square. As budget/formats.py."""
-    from deskside.budget.formats import weight_copies
+    from deskside.budget.format_costs import weight_copies
 
     model = fresh()
     applied = convert(model, everywhere(name), fused=True, native=False)

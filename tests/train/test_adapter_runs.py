@@ -16,7 +16,7 @@ from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import load_model
-from deskside.weights.merge import open_adapted
+from deskside.weights.merge_adapters import open_adapted
 from tests.train.tiny_run import call, checkpoints, config, curve, events, plan, resume, rows, train
 
 TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5]])

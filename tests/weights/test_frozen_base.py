@@ -18,7 +18,7 @@ from deskside.utils.files import fingerprint
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint_files import WEIGHTS, files_of, folder_name
 from deskside.weights.load import load_model
-from deskside.weights.merge import merge_into, merged, open_adapted, read_adapted
+from deskside.weights.merge_adapters import merge_into, merged, open_adapted, read_adapted
 from tests.budget.test_adapters import Live
 from tests.export.adapted import TINY, trained
 

@@ -9,10 +9,10 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.optim.build import Optimizer
-from deskside.train.context import TrainContext
 from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.objective import Loss
 from deskside.train.parallel import set_last_micro_batch, sum_gradients
+from deskside.train.train_context import TrainContext
 from deskside.utils.errors import RunError
 
 

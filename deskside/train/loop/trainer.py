@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from deskside.data.reading.loader import Batch
-from deskside.optim.schedule import lr_factor
+from deskside.optim.lr_schedule import lr_factor
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import (
     OVERRUN,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
-from deskside.budget.formats import Precision, quantized
+from deskside.budget.format_costs import Precision, quantized
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config.duration import Duration

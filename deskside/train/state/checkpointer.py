@@ -15,10 +15,10 @@ from torch import Tensor
 from deskside.config.base import Part, first_problem
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import clean_name
-from deskside.train.context import TrainContext
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import Clock, Every, Position
 from deskside.train.loop.trainer import TrainProgress
+from deskside.train.train_context import TrainContext
 from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
 from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights

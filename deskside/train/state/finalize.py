@@ -22,7 +22,7 @@ from deskside.train.parallel import World
 from deskside.utils.errors import UsageError
 from deskside.weights.checkpoint_files import load_weights
 from deskside.weights.hf import save_hf
-from deskside.weights.merge import merged
+from deskside.weights.merge_adapters import merged
 
 SAMPLES = 3
 PROMPT_TOKENS = 8

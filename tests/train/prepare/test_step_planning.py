@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from deskside.budget.formats import LowKind, Precision
+from deskside.budget.format_costs import LowKind, Precision
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config import merge

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from deskside.budget.formats import (
+from deskside.budget.format_costs import (
     ALL_NATIVE,
     SQUARE_TILES,
     Precision,

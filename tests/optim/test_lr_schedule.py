@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deskside.config.duration import Duration
 from deskside.config.schedule import ConstantConfig, CosineConfig, ScheduleConfig, Stage, WsdConfig
-from deskside.optim.schedule import describe, lr_factor, stage_at, warmup_share
+from deskside.optim.lr_schedule import describe, lr_factor, stage_at, warmup_share
 
 share = st.floats(0, 1)
 warmups = st.one_of(st.floats(0, 0.99), st.builds(Duration, st.integers(1, 3000), st.just("steps")))
