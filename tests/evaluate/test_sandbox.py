@@ -234,11 +234,11 @@ def test_the_solution_does_not_see_the_tests() -> None:
     [
         "lock.SYSTEM_CALLS.clear()",  # a processor that is not known
         "lock._filter = lambda *_: None",  # a kernel that says yes and does nothing
-        "server.lock = lambda *_: server.os._exit(0)",  # a process that ends before it is locked
+        "fork_server.lock = lambda *_: fork_server.os._exit(0)",  # a process that ends before it is locked
     ],
 )
 def test_a_system_without_the_lock_runs_nothing(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = f"from deskside.evaluate.sandboxed import lock, server; {change}; server.main()"
+    program = f"from deskside.evaluate.sandboxed import fork_server, lock; {change}; fork_server.main()"
     monkeypatch.setattr(sandbox, "SERVER", ("-c", program))
     monkeypatch.setattr(sandbox, "_server", sandbox._Server())
     with pytest.raises(RunError, match="no code of a model is run here"):
