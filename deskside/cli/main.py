@@ -62,8 +62,9 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 130/143/129 stopped by a signal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     # OpenMP threads spin while they wait for each other. If other work holds a core, every parallel region then takes
-    # a time slice of it. Read when torch loads OpenMP.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # a time slice of it; on an idle machine spinning is faster. Read when torch loads OpenMP.
+    if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = bool(arguments) and arguments[0] == "--debug"
     if debug:
