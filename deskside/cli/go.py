@@ -335,6 +335,12 @@ class Pipeline:
         return new
 
 
+def _check_can_confirm(options: GoOptions) -> None:
+    """Raise UsageError if the plan needs a confirmation that cannot be asked for."""
+    if not options.yes and not sys.stdin.isatty():
+        raise UsageError("stdin is not a terminal, so nobody can confirm the plan; pass --yes")
+
+
 def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> PipelineState:
     """Create a new pipeline. Everything is validated before anything is written."""
     if options.hours is None:
@@ -387,8 +393,7 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
 
         if this_machine().device == "cpu":
             raise UsageError("--gpu-budget: this machine has no GPU; leave it out")
-    if not options.yes and not sys.stdin.isatty():
-        raise UsageError("stdin is not a terminal, so nobody can confirm the plan; pass --yes")
+    _check_can_confirm(options)
     default = (
         Path(options.preset or "go").stem
         if (options.preset or "").endswith(".toml")
@@ -429,8 +434,8 @@ def _resumed(options: GoOptions, given: dict[str, Any]) -> PipelineState:
         state = PipelineState.open(state.continued_in)
     if state.phase == "done":
         raise UsageError(f"{state.run.path} is done; its report is {state.run.path / 'report.html'}")
-    if state.phase in BEFORE_TRAINING and not options.yes and not sys.stdin.isatty():
-        raise UsageError("stdin is not a terminal, so nobody can confirm the plan; pass --yes")
+    if state.phase in BEFORE_TRAINING:
+        _check_can_confirm(options)
     if state.left() <= 0 and state.phase != "report" and not _trained(state.run):
         raise _out_of_time(state)
     return state

@@ -412,7 +412,7 @@ def metavar(annotation: Any) -> str:
 
 
 def _metavar(name: str) -> tuple[str, str]:
-    """Return the metavar, and a note for the help text if it is too long to stand beside the option."""
+    """Return the metavar, and a note for the help text if it is too long for the option's column."""
     if len(name) <= _WIDEST_METAVAR:
         return name, ""
     return "NAME", "; one of " + name.strip("{}").replace(",", ", ")
