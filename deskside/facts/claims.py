@@ -92,7 +92,7 @@ class Claim:
 
     @property
     def claimed(self) -> str:
-        """What is claimed, as it stands in a table: "-30 %", "0.24 times", "less", "450 W", "no change (2 %)"."""
+        """Return the claim as a table shows it: "-30 %", "0.24 times", "less", "450 W", "no change (2 %)"."""
         if self.kind == "open":
             return "as it says"
         if self.value is not None:
