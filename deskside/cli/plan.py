@@ -10,12 +10,12 @@ from deskside.cli.shared_options import JsonOption
 from deskside.config.duration import HOURS
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanRequest, ask
+from deskside.plan.request import PlanQuestion, PlanRequest, ask
 from deskside.utils.errors import UsageError
 
 
 @dataclass(kw_only=True)
-class PlanOptions(JsonOption):
+class PlanOptions(PlanQuestion, JsonOption):
     """Plan before training: find the best model for a budget, or judge a given model.
 
     With a budget, it answers with three plans: safe, target, stretch.
@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
 
         if options.explain == "list":
             described = explain.descriptions(plan)
-            width = max(len(name) for name in described)
+            width = max(map(len, described), default=0)
             listed = [f"{name:{width}}  {what}" for name, what in described.items()]
             if options.json:
                 print_json(described, indent=1)
@@ -136,25 +136,7 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
     model = (options.preset, options.depth, options.params)
     if claimed and claimed.of_card_alone and all(value is None for value in (*budget, *model)):
         return None
-    return ask(
-        gpu=options.gpu,
-        here=options.here,
-        hours=options.hours,
-        tokens=options.tokens,
-        flops=options.flops,
-        loss=options.loss,
-        preset=options.preset,
-        depth=options.depth,
-        params=options.params,
-        gpus_count=options.gpus,
-        precision=options.precision,
-        sequence=options.sequence,
-        price_kwh=options.price_kwh,
-        rent_per_hour=options.rent_per_hour,
-        unique_tokens=options.unique_tokens,
-        probes=options.probes,
-        overrides=overrides,
-    )
+    return ask(options, overrides)
 
 
 def _card_alone(options: PlanOptions, claimed: claims.Claims) -> int:

@@ -18,7 +18,7 @@ from deskside.doctor.examine import examine
 from deskside.measurements.identity import Machine
 from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanRequest, ask
+from deskside.plan.request import PlanQuestion, PlanRequest, ask
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import ProbeResult, Sweep
@@ -271,15 +271,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> PlanRequest:
     data = prepared_data(wanted)
-    request = ask(
+    question = PlanQuestion(
         here=True,
         hours=wanted.hours,
         preset=wanted.preset,
         probes=wanted.probes,
-        overrides=given_layer(wanted) if wanted.preset is not None else None,
         unique_tokens=None if data is None else unique_tokens(data),
-        pretrain_seconds=pretrain_seconds,
     )
+    request = ask(question, given_layer(wanted) if wanted.preset is not None else None, pretrain_seconds)
     if wanted.preset is None:
         request = replace(request, overrides=given_layer(wanted))
     if wanted.memory_gib is not None:

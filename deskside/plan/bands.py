@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from deskside.budget.loss import LAW
 from deskside.plan.candidates import AT_MOST, Candidate, bpb, optimal_tokens, search
 from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, duration
@@ -40,7 +41,7 @@ class Band:
 
 def choose(request: PlanRequest) -> list[Band]:
     """Return the bands of the open search, safe first, without those that have no candidate."""
-    if request.budget is not None and request.budget.kind == "loss":
+    if request.budget.kind == "loss":
         return _to_loss(request)
     found = search(request)
     sure = [c for c in found if c.estimate.fits == "fits"] or found
@@ -54,7 +55,7 @@ def choose(request: PlanRequest) -> list[Band]:
         safe = min(smaller, key=lambda c: (_loss_at(request, c, 0), -c.weights))
         bands.insert(0, Band("safe", safe, _why_safe(safe, target)))
     if larger:
-        if request.budget is not None and request.budget.kind == "tokens":
+        if request.budget.kind == "tokens":
             stretch = larger[0]
         else:
             stretch = min(larger, key=lambda c: (_loss_at(request, c, 2), c.weights))
@@ -74,7 +75,7 @@ def recommended(bands: Sequence[Band]) -> Band | None:
 def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
     """Return why this band is recommended."""
     by_name = {band.name: band for band in bands}
-    best, kind = chosen.candidate, None if request.budget is None else request.budget.kind
+    best, kind = chosen.candidate, request.budget.kind
     if kind == "loss":
         text = f"{chosen.name} is recommended: {best.shape.preset} gets there in {duration(best.seconds[1])}"
         if chosen.name == "target" and "safe" in by_name:
@@ -102,9 +103,9 @@ def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
 
 
 def _target(request: PlanRequest, sure: list[Candidate]) -> Candidate:
-    if request.budget is not None and request.budget.kind == "tokens":
+    if request.budget.kind == "tokens":
         tokens = request.budget.value
-        not_too_large = [c for c in sure if optimal_tokens(request.law, c.weights) <= tokens]
+        not_too_large = [c for c in sure if optimal_tokens(LAW, c.weights) <= tokens]
         return min(not_too_large or sure[:1], key=lambda c: (c.loss[1], c.weights))
     return min(sure, key=lambda c: (c.loss[1], c.weights))
 
@@ -127,7 +128,7 @@ def _to_loss(request: PlanRequest) -> list[Band]:
 
 
 def _why_target(request: PlanRequest, target: Candidate) -> str:
-    if request.budget is not None and request.budget.kind == "tokens":
+    if request.budget.kind == "tokens":
         return (
             "the largest model for which this many tokens are still compute-optimal, or the largest that fits"
         )

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deskside.budget.loss import MOST_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
+from deskside.budget.loss import LAW, MOST_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
 from deskside.budget.scaling import best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
@@ -33,7 +33,7 @@ from deskside.plan.estimate import (
     of_config,
     pass_sizes,
 )
-from deskside.plan.request import DEEPEST, PlanRequest, longer
+from deskside.plan.request import DEEPEST, SPLIT, PlanRequest, longer
 from deskside.utils.errors import UsageError
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
@@ -153,16 +153,16 @@ def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Cand
 
 def _wants_larger(request: PlanRequest) -> bool:
     """Return whether a model can be too small for the budget: only if the budget is a loss."""
-    return request.budget is not None and request.budget.kind == "loss"
+    return request.budget.kind == "loss"
 
 
 def _merit(request: PlanRequest, found: Candidate) -> float:
     """Return the number that the budget asks to minimize."""
-    kind = None if request.budget is None else request.budget.kind
+    kind = request.budget.kind
     if kind == "loss":
         return found.seconds[1]
     if kind == "tokens":  # a larger model learns more from them, up to the compute-optimal size
-        return abs(math.log(optimal_tokens(request.law, found.weights) / found.tokens[1]))
+        return abs(math.log(optimal_tokens(LAW, found.weights) / found.tokens[1]))
     return found.loss[1]
 
 
@@ -205,9 +205,9 @@ def pretrain_seconds(request: PlanRequest) -> float | None:
     """Return the wall-clock seconds of the pretraining run, set-up included, under a budget of hours; else None."""
     if request.pretrain_seconds is not None:
         return request.pretrain_seconds
-    if request.budget is None or request.budget.kind != "hours":
+    if request.budget.kind != "hours":
         return None
-    return request.budget.value * 3600 * request.split.pretraining
+    return request.budget.value * 3600 * SPLIT["pretraining"]
 
 
 def setup_seconds(request: PlanRequest) -> float:
@@ -231,7 +231,7 @@ def bpb(request: PlanRequest, setting: Setting, tokens: float) -> Range:
     """Return the range of bits per byte after `tokens` tokens."""
     weights = matmul_params(setting.model)
     worth = tokens / muon_advantage(weights) if setting.optimizer == "adamw" else tokens
-    return expected_bpb(request.law, weights, max(worth, 1.0), request.unique_tokens)
+    return expected_bpb(LAW, weights, max(worth, 1.0), request.unique_tokens)
 
 
 def tokens_to_reach(request: PlanRequest, setting: Setting, loss: float, end: int) -> float | None:
@@ -239,7 +239,7 @@ def tokens_to_reach(request: PlanRequest, setting: Setting, loss: float, end: in
 
     The ends are the law's own, without the widening of far extrapolation.
     """
-    wanted = loss / (request.law.low, 1.0, request.law.high)[end]
+    wanted = loss / (LAW.low, 1.0, LAW.high)[end]
     below, reached = None, None
     for step in range(12 * 8 + 1):
         tokens = 10 ** (4 + step / 8)  # 10 thousand to 10 quadrillion
@@ -380,8 +380,8 @@ def _way(
 
 def _tokens(request: PlanRequest, setting: Setting, end: int) -> float | None:
     budget = request.budget
-    if budget is None:
-        return optimal_tokens(request.law, matmul_params(setting.model))
+    if budget.kind is None:
+        return optimal_tokens(LAW, matmul_params(setting.model))
     if budget.kind == "tokens":
         return budget.value
     if budget.kind == "flops":

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deskside.budget.host import host_seconds, together
-from deskside.budget.loss import expected_bpb
+from deskside.budget.loss import LAW, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import flops_per_token, matmul_params
@@ -19,6 +19,7 @@ from deskside.budget.terms import Line, explained, leaf, traced
 from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
 from deskside.plan.costs import Cost
 from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
+from deskside.plan.request import SPLIT
 from deskside.plan.result import Plan, PlannedBand
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, gib, number
@@ -127,7 +128,7 @@ def _items(plan: Plan) -> dict[str, Explainer]:
     if best is not None:
         found["tokens"] = lambda: (_tokens(plan, best), speed_source)
         if plan.request.pretrains:
-            found["loss"] = lambda: (_loss(plan, best), plan.request.law.source)
+            found["loss"] = lambda: (_loss(plan, best), LAW.source)
         found |= _costs(plan, best.cost)
     return found
 
@@ -270,21 +271,19 @@ def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
     budget, seconds = request.budget, pretrain_seconds(request)
     if seconds is not None:
         lines = []
-        if request.pretrain_seconds is None and budget is not None:
-            share = leaf("share of pretraining", request.split.pretraining)
+        if request.pretrain_seconds is None:
+            share = leaf("share of pretraining", SPLIT["pretraining"])
             lines = explained("pretraining", leaf("hours", budget.value) * 3600 * share, "s")
         training = leaf("pretraining", seconds) - leaf("set-up", setup_seconds(request))
         rate = leaf("tokens/s", best.estimate.tokens_per_second[1])
         return [*lines, *explained("tokens", training * rate, "tokens")]
-    if budget is not None and budget.kind == "flops":
+    if budget.kind == "flops":
         per_token = leaf("FLOPs per token", best.estimate.setting.flops_per_token)
         return explained("tokens", leaf("FLOPs", budget.value) / per_token, "tokens")
-    if budget is not None:
+    if budget.kind is not None:
         known = "as given" if budget.kind == "tokens" else "where the loss below is reached"
         return explained("tokens", leaf(known, tokens), "tokens")
-    return explained(
-        "tokens", optimal_tokens(traced(request.law), leaf("N", best.candidate.weights)), "tokens"
-    )
+    return explained("tokens", optimal_tokens(traced(LAW), leaf("N", best.candidate.weights)), "tokens")
 
 
 def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
@@ -292,7 +291,7 @@ def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
     tokens: float = leaf("tokens", best.candidate.tokens[1])
     if setting.optimizer == "adamw":
         tokens = tokens / leaf("Muon's advantage (arXiv 2509.02046)", muon_advantage(weights))
-    law = traced(plan.request.law, offset="offset", low="low factor", high="high factor")
+    law = traced(LAW, offset="offset", low="low factor", high="high factor")
     unique = plan.request.unique_tokens
     lines: dict[Line, None] = {}
     for name, value in zip(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from deskside.budget.format_costs import quantized
+from deskside.budget.loss import LAW
 from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.plan import bands as choice
@@ -20,7 +21,7 @@ from deskside.plan.claim_check import Claims, check
 from deskside.plan.costs import cost
 from deskside.plan.estimate import StepEstimate, estimate, fitted, in_precision, options
 from deskside.plan.published import fp8_gain, unknown
-from deskside.plan.request import PlanRequest
+from deskside.plan.request import SPLIT, PlanRequest
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
@@ -89,7 +90,7 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
 
 def _planned(request: PlanRequest, band: Band) -> PlannedBand:
     config, command = executable(request, band.candidate)
-    if request.budget is not None and request.budget.kind == "hours":
+    if request.budget.kind == "hours":
         seconds = request.budget.value * 3600
         costs = cost(request, (seconds, seconds, seconds), "the whole budget")
     else:
@@ -244,7 +245,7 @@ def _open(request: PlanRequest, found: list[Band], chosen: Band | None) -> tuple
             "its memory fits as expected, but not at the high end of the range: only a trial will tell"
         )
         return "yes-if", reasons
-    if request.budget is not None and request.budget.kind == "loss" and chosen.name == "stretch":
+    if request.budget.kind == "loss" and chosen.name == "stretch":
         reasons = ["the loss is reached only if it turns out at the low end of its range"]
         return "yes-if", reasons
     return "yes", reasons
@@ -254,10 +255,10 @@ def _nothing(request: PlanRequest) -> str:
     budget = request.budget
     if not fits_at_all(request):
         return f"not even the smallest model fits on {request.card.name} with rows of {request.sequence:,} tokens"
-    if budget is not None and budget.kind == "loss":
+    if budget.kind == "loss":
         return (
             f"{budget.value:g} bits per byte is out of reach for every model that fits on {request.card.name}; "
-            f"the law's floor is {request.law.E + request.law.offset:.3f} for a model of any size"
+            f"the law's floor is {LAW.E + LAW.offset:.3f} for a model of any size"
         )
     seconds = pretrain_seconds(request)
     if seconds is not None and (request.unique_tokens is None or seconds < 2 * setup_seconds(request)):
@@ -270,12 +271,6 @@ def _nothing(request: PlanRequest) -> str:
 
 def _hours(request: PlanRequest) -> dict[str, float]:
     """Return how a budget of hours is split; empty for other budgets."""
-    if request.budget is None or request.budget.kind != "hours":
+    if request.budget.kind != "hours":
         return {}
-    hours, split = request.budget.value, request.split
-    return {
-        "pretraining": hours * split.pretraining,
-        "sft": hours * split.sft,
-        "evaluation": hours * split.evaluation,
-        "margin": hours * split.margin,
-    }
+    return {what: request.budget.value * share for what, share in SPLIT.items()}

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deskside.budget.loss import LAW
 from deskside.budget.shape import num_params
 from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
@@ -66,7 +67,7 @@ def show(plan: Plan) -> None:
         for word in shlex.split(plan.best.command):
             if word in PLACEHOLDERS:
                 print(f"  ({word}: {PLACEHOLDERS[word]})")
-    if request.budget is None and request.given is not None:
+    if request.budget.kind is None and request.given is not None:
         told = "those for which this size is the best use of compute"
         if not request.pretrains:
             told = "what pretraining this size would take; give --tokens"
@@ -95,15 +96,15 @@ def _title(plan: Plan) -> str:
     parts = [f"{request.gpus} x {request.card.name}" if request.gpus > 1 else request.card.name]
     if request.given is not None:
         parts.append(f"{request.given.label} ({count(num_params(request.given.config.model))} parameters)")
-    if request.budget is not None:
-        kind, value = request.budget.kind, request.budget.value
+    if request.budget.kind is not None:
+        value = request.budget.value
         parts.append(
             {
                 "hours": f"{number(value)} h",
                 "tokens": f"{count(value)} tokens",
                 "flops": f"{value:.3g} FLOP",
                 "loss": f"{value:g} bits per byte",
-            }[kind]
+            }[request.budget.kind]
         )
     return "plan: " + ", ".join(parts)
 
@@ -250,7 +251,7 @@ def _sources(plan: Plan) -> list[str]:
         f"memory: modelled, +-{calibration.memory_spread:.0%}; what the card has: {request.card.memory_source}",
     ]
     if request.pretrains:
-        lines.append(f"loss: {request.law.source}")
+        lines.append(f"loss: {LAW.source}")
     if plan.best is not None:
         lines += list(plan.best.cost.notes)
     return [*lines, *plan.notes]

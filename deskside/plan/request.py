@@ -1,10 +1,11 @@
 """A checked request to the planner: the card, the budget, the model if it is given, prices.
 
-`ask` takes the options of the command line (or of `deskside go`) and returns a `PlanRequest` that the rest of the
-planner can trust. Every error is one line. An option that was not given stays None and is left out of the plan or
-marked as published; nothing is filled in silently.
+`ask` takes a `PlanQuestion`, the options of the command line, and returns a `PlanRequest` that the rest of the planner
+can trust. Every error is one line. An option that was not given stays None and is left out of the plan or marked as
+published; nothing is filled in silently.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import Any, Literal, get_args
 
 import deskside.measurements.store as probe_store
 from deskside.budget.format_costs import LowKind
-from deskside.budget.loss import LAW, LossLaw
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
@@ -27,12 +27,7 @@ from deskside.plan.published import Gain
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
 
-Kind = Literal["hours", "tokens", "flops", "loss"]
-MOST: dict[str, float] = {
-    "hours": 1e6,
-    "tokens": 1e16,
-    "flops": 1e30,
-}  # a century; many times all text that exists
+MOST = {"hours": 1e6, "tokens": 1e16, "flops": 1e30}  # a century; many times all text that exists
 UNTRAINED = 3.4  # bits per byte of a uniform guess among 32,768 tokens of 4.4 bytes
 DEAREST = 1e6
 SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -50,28 +45,39 @@ STAGES_DECIDE = (
 )
 
 
+# Shares of a budget of hours.
+SPLIT = {"pretraining": 0.85, "sft": 0.08, "evaluation": 0.03, "margin": 0.04}
+
+
+@dataclass(kw_only=True)
+class PlanQuestion:
+    """What the user asks, unchecked: the options of `deskside plan`. Counts may be text such as 3B or 1.5e9."""
+
+    gpu: str | None = None
+    here: bool = False
+    hours: float | None = None
+    tokens: str | float | None = None
+    flops: float | None = None
+    loss: float | None = None
+    preset: str | None = None
+    depth: int | None = None
+    params: str | float | None = None
+    gpus: int = 1
+    precision: str | None = None
+    sequence: int | None = None
+    unique_tokens: str | float | None = None
+    price_kwh: float | None = None
+    rent_per_hour: float | None = None
+    probes: str = "probes"
+
+
 @dataclass(frozen=True)
 class PlanBudget:
-    """Limit of a pretraining run. kind hours: the whole budget, everything included; flops: of training, in the
-    convention of `budget/shape.py`; loss: bits per byte to reach."""
+    """Limit of a pretraining run; None: no limit. kind hours: the whole budget, everything included; flops: of
+    training, in the convention of `budget/shape.py`; loss: bits per byte to reach."""
 
-    kind: Kind
-    value: float
-
-
-@dataclass(frozen=True)
-class Split:
-    """Shares of a budget of hours, which sum to one."""
-
-    pretraining: float = 0.85
-    sft: float = 0.08
-    evaluation: float = 0.03
-    margin: float = 0.04
-
-    def __post_init__(self) -> None:
-        total = self.pretraining + self.sft + self.evaluation + self.margin
-        if min(self.pretraining, self.sft, self.evaluation, self.margin) < 0 or abs(total - 1) > 1e-9:
-            raise ValueError(f"the shares of a budget must be at least 0 and sum to 1, not {total}")
+    kind: Literal["hours", "tokens", "flops", "loss"] | None = None
+    value: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ class PlanRequest:
 
     card: PlanCard
     calibration: Calibration
-    budget: PlanBudget | None
+    budget: PlanBudget
     given: Given | None
     gpus: int = 1
     precision: str | None = None
@@ -138,8 +144,6 @@ class PlanRequest:
     rent_per_hour: float | None = None
     unique_tokens: int | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    split: Split = Split()
-    law: LossLaw = LAW
     setup_seconds: float | None = None
     pretrain_seconds: float | None = None
     measured_watts: float | None = None
@@ -164,97 +168,75 @@ class PlanRequest:
 
 
 def ask(
-    *,
-    gpu: str | None = None,
-    here: bool = False,
-    hours: float | None = None,
-    tokens: str | float | None = None,
-    flops: float | None = None,
-    loss: float | None = None,
-    preset: str | None = None,
-    depth: int | None = None,
-    params: str | float | None = None,
-    gpus_count: int = 1,
-    precision: str | None = None,
-    sequence: int | None = None,
-    price_kwh: float | None = None,
-    rent_per_hour: float | None = None,
-    unique_tokens: str | float | None = None,
-    probes: str = "probes",
-    overrides: Mapping[str, Any] | None = None,
-    law: LossLaw = LAW,
-    split: Split = Split(),
-    pretrain_seconds: float | None = None,
+    question: PlanQuestion, overrides: Mapping[str, Any] | None = None, pretrain_seconds: float | None = None
 ) -> PlanRequest:
-    """Check the options and return the request. Counts may be written 3B or 1.5e9.
+    """Check a question and return the request. Raises UsageError.
 
-    overrides: configuration set by the user ({"model": {...}, "batch": {...}}). Raises UsageError, one line.
+    Args:
+        overrides: Configuration set by the user, such as {"model": {...}, "batch": {...}}.
+        pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than `SPLIT`.
     """
-    budgets = {"hours": hours, "tokens": tokens, "flops": flops, "loss": loss}
-    named = [name for name, value in budgets.items() if value is not None]
-    if len(named) > 1:
-        raise UsageError(f"--{' and --'.join(named)}: each is a budget on its own; give only one of them")
-    models = [
-        f"--{n}" for n, v in (("preset", preset), ("depth", depth), ("params", params)) if v is not None
-    ]
+    q, overrides = question, dict(overrides or {})
+    budget = _budget(q)
+    models = [f"--{name}" for name in ("preset", "depth", "params") if getattr(q, name) is not None]
     if len(models) > 1:
         raise UsageError(f"{' and '.join(models)}: each sets the model; give only one of them")
-    budget = None
-    if named:
-        kind: Kind = named[0]  # type: ignore[assignment]
-        given_value = budgets[kind]
-        value = count(f"--{kind}", given_value) if kind == "tokens" else positive(f"--{kind}", given_value)
-        _bounded(kind, value)
-        budget = PlanBudget(kind, value)
-    if not 1 <= gpus_count <= MOST_GPUS:
-        raise UsageError(f"--gpus: {gpus_count} cannot be planned; give 1 to {MOST_GPUS}, all in one machine")
-    if sequence is not None and sequence < SMALLEST_SEQUENCE:
+    if not 1 <= q.gpus <= MOST_GPUS:
+        raise UsageError(f"--gpus: {q.gpus} cannot be planned; give 1 to {MOST_GPUS}, all in one machine")
+    if q.sequence is not None and q.sequence < SMALLEST_SEQUENCE:
         raise UsageError(
-            f"--sequence: rows of {sequence} tokens are too short; give {SMALLEST_SEQUENCE} or more"
+            f"--sequence: rows of {q.sequence} tokens are too short; give {SMALLEST_SEQUENCE} or more"
         )
-    for name, price in (("price_kwh", price_kwh), ("rent_per_hour", rent_per_hour)):
+    for name in ("price_kwh", "rent_per_hour"):
+        price = getattr(q, name)
         if price is not None and not 0 <= price <= DEAREST:
             raise UsageError(
                 f"--{name}: a price is a number of dollars from 0 to {DEAREST:,.0f}, not {price:g}"
             )
-    unique = None if unique_tokens is None else int(count("--unique_tokens", unique_tokens))
-    overrides = dict(overrides or {})
-    precision = _precision(precision, overrides)
+    unique = None if q.unique_tokens is None else int(count("--unique_tokens", q.unique_tokens))
+    precision = _precision(q.precision, overrides)
     if precision is not None:
         overrides["precision"] = {**overrides.get("precision", {}), "name": precision}
-    _fitting(overrides, gpu)
-    card, rows, notes = _card(gpu, here, probes)
-    if sequence is not None and overrides.get("schedule", {}).get("stages"):
+    for key in ("length", "hours", "steps", "tokens"):
+        if key in overrides.get("schedule", {}):
+            raise UsageError(
+                f"--schedule.{key}: the plan's budget sets the length of the run; give --hours or --tokens instead"
+            )
+    if q.gpu is not None and overrides.get("compute", {}).get("device") == "cpu":
+        raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
+    card, rows, notes = _card(q)
+    if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_DECIDE)
     refused = None
     try:
-        given = _given(preset, depth, params, overrides, sequence)
+        given = _given(q, overrides)
     except UsageError as error:
         # The question is whether the model can be trained: where only the number format excludes it, BF16 answers.
         plain = {**overrides, "precision": {"name": "bf16"}}
-        given = _in_bf16(preset, depth, params, plain, sequence)
-        if given is None or not given.config.model.num_experts:
+        with contextlib.suppress(UsageError):
+            given = _given(q, plain)
+            if given is not None and given.config.model.num_experts:
+                refused, precision, overrides = str(error), "bf16", plain
+        if refused is None:
             raise
-        refused, precision, overrides = str(error), "bf16", plain
-    _fine_tuned(budget, given, overrides)
-    if budget is None and given is None:
+    if given is None and "adapter" in overrides:
+        raise UsageError("--adapter: needs a model; give --preset, --depth or --params")
+    if budget.kind is None and given is None:
         raise UsageError(
             "no budget and no model; give --hours, --tokens, --flops or --loss, or a model with --preset"
         )
-    return PlanRequest(
+    request = PlanRequest(
         card=card,
         calibration=calibrate(card.gpu, rows),
         budget=budget,
         given=given,
-        gpus=gpus_count,
+        gpus=q.gpus,
         precision=precision,
-        sequence_length=sequence,
-        price_kwh=price_kwh,
-        rent_per_hour=rent_per_hour,
+        sequence_length=q.sequence,
+        price_kwh=q.price_kwh,
+        rent_per_hour=q.rent_per_hour,
         unique_tokens=unique,
         overrides=overrides,
-        split=split,
-        law=law,
         setup_seconds=max(_measured(rows, "setup_seconds"), default=None),
         pretrain_seconds=pretrain_seconds,
         measured_watts=max(_measured(rows, "watts"), default=None),
@@ -262,63 +244,36 @@ def ask(
         notes=tuple(notes),
         refused=refused,
     )
-
-
-def _in_bf16(*model: Any) -> Given | None:
-    """Return the model in BF16, or None if something else is wrong with it."""
-    try:
-        return _given(*model)
-    except UsageError:
-        return None
-
-
-def _fine_tuned(budget: PlanBudget | None, given: Given | None, overrides: Mapping[str, Any]) -> None:
-    """Raise UsageError if a fine-tuning run is requested through options that only pretraining has.
-
-    The search chooses models by the bits per byte that pretraining gives them.
-    """
-    if given is None and "adapter" in overrides:
-        raise UsageError("--adapter: needs a model; give --preset, --depth or --params")
-    tunes = given is not None and (given.config.adapter is not None or given.config.align is not None)
-    if tunes and budget is not None and budget.kind == "loss":
+    if budget.kind == "loss" and not request.pretrains:
         raise UsageError(
             "--loss: bits per byte are only predicted for pretraining; give --hours, --tokens or --flops"
         )
+    return request
 
 
-def _bounded(kind: Kind, value: float) -> None:
-    """Raise UsageError for a budget that is out of range."""
+def _budget(q: PlanQuestion) -> PlanBudget:
+    named = [kind for kind in ("hours", "tokens", "flops", "loss") if getattr(q, kind) is not None]
+    if not named:
+        return PlanBudget()
+    if len(named) > 1:
+        raise UsageError(f"--{' and --'.join(named)}: each is a budget on its own; give only one of them")
+    kind, given = named[0], getattr(q, named[0])
+    value = count(f"--{kind}", given) if kind == "tokens" else float(given)
+    if not (value > 0 and math.isfinite(value)):
+        raise UsageError(f"--{kind}: must be a number above zero, not {value:g}")
     if kind in MOST and value > MOST[kind]:
         raise UsageError(f"--{kind}: {value:g} is too large; give at most {MOST[kind]:g}")
     if kind == "loss" and value >= UNTRAINED:
         raise UsageError(
             f"--loss: an untrained model reaches {value:g} bits per byte; give less than {UNTRAINED:g}"
         )
-
-
-def _fitting(overrides: Mapping[str, Any], gpu: str | None) -> None:
-    """Raise UsageError for overrides that contradict the plan's own options."""
-    for key in ("length", "hours", "steps", "tokens"):
-        if key in overrides.get("schedule", {}):
-            raise UsageError(
-                f"--schedule.{key}: the plan's budget sets the length of the run; give --hours or --tokens instead"
-            )
-    device = overrides.get("compute", {}).get("device")
-    if gpu is not None and device == "cpu":
-        raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
+    return PlanBudget(kind, value)  # type: ignore[arg-type]
 
 
 @cache
 def defaults() -> RunConfig:
     """Return the default configuration of `deskside train`."""
     return RunConfig()
-
-
-def positive(option: str, value: Any) -> float:
-    """Return a finite number above zero. Raises UsageError."""
-    if not (float(value) > 0 and math.isfinite(float(value))):
-        raise UsageError(f"{option}: must be a number above zero, not {value:g}")
-    return float(value)
 
 
 def count(option: str, given: Any) -> float:
@@ -349,15 +304,15 @@ def _precision(name: str | None, overrides: Mapping[str, Any]) -> str | None:
     return name or (by_hand if by_hand in known else None)
 
 
-def _card(name: str | None, here: bool, folder: str) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
+def _card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
     """Return the card, its probe results, and notes about results that are not used."""
-    store = probe_store.open_store(folder)
-    if here and name is not None:
+    store = probe_store.open_store(q.probes)
+    if q.here and q.gpu is not None:
         raise UsageError("--gpu and --here both set the card; give only one of them")
-    if not here and name is None:
+    if not q.here and q.gpu is None:
         raise UsageError("no card; give --gpu, such as --gpu rtx4090, or --here for this machine")
-    if name is not None:
-        gpu = gpus.find(name)
+    if q.gpu is not None:
+        gpu = gpus.find(q.gpu)
         memory = int(gpu.memory_bytes * (1 - DRIVER_SHARE))
         card = PlanCard(
             gpu.name, memory, f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver", gpu
@@ -416,39 +371,31 @@ def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_
     return used, [*notes, *store.notes()]
 
 
-def _given(
-    preset: str | None,
-    depth: int | None,
-    params: str | float | None,
-    overrides: Mapping[str, Any],
-    sequence: int | None,
-) -> Given | None:
-    if preset is not None:
-        layers, label = presets.layers(preset), preset
-    elif depth is not None:
+def _given(q: PlanQuestion, overrides: Mapping[str, Any]) -> Given | None:
+    if q.preset is not None:
+        preset = label = q.preset
+        layers = presets.layers(preset)
+    elif q.depth is not None or q.params is not None:
+        depth = q.depth if q.depth is not None else _nearest_depth(count("--params", q.params), str(q.params))
         if depth > DEEPEST:
             raise UsageError(
                 f"--depth: {depth} is beyond what can be planned; give an even depth from 2 to {DEEPEST}"
             )
-        preset = f"d{depth}"
-        layers, label = [presets.depth(depth)], preset
-    elif params is not None:
-        depth = _nearest_depth(count("--params", params), str(params))
-        preset = f"d{depth}"
-        layers, label = (
-            [presets.depth(depth)],
-            f"{preset}, the nearest on the depth dial to {params} parameters",
-        )
+        preset = label = f"d{depth}"
+        if q.depth is None:
+            label = f"{preset}, the nearest on the depth dial to {q.params} parameters"
+        layers = [presets.depth(depth)]
     else:
         return None
     layers = [*layers, dict(overrides)] if overrides else layers
-    _, origins = merge.merge(layers)
-    own = frozenset(".".join(path) for path in origins)
-    if sequence is not None:
-        if merge.build(layers).schedule.stages:
+    own = frozenset(".".join(path) for path in merge.merge(layers)[1])
+    config = merge.build(layers)
+    if q.sequence is not None:
+        if config.schedule.stages:
             raise UsageError(STAGES_DECIDE)
-        layers = [*layers, longer(sequence, merge.build(layers), own)]
-    return Given(label, preset, tuple(layers), merge.build(layers), own)
+        layers = [*layers, longer(q.sequence, config, own)]
+        config = merge.build(layers)
+    return Given(label, preset, tuple(layers), config, own)
 
 
 def longer(sequence: int, config: RunConfig, own: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -6,9 +6,10 @@ basis of the model in one line.
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from deskside.budget.loss import LAW
 from deskside.budget.shape import active_params
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
@@ -119,7 +120,7 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
     own: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
     # The length of the run follows the budget: a time for hours, otherwise tokens.
     _, expected, _ = candidate.seconds
-    if request.pretrain_seconds is not None or (request.budget and request.budget.kind == "hours"):
+    if request.pretrain_seconds is not None or request.budget.kind == "hours":
         length = str(Duration(int(expected), "seconds"))
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
@@ -286,7 +287,7 @@ def _loss(plan: Plan, loss: Range) -> dict[str, Any]:
         "expected": expected,
         "high": high,
         "unit": "bits per byte",
-        "source": plan.request.law.source,
+        "source": LAW.source,
     }
 
 
@@ -311,9 +312,7 @@ def _request(request: PlanRequest) -> dict[str, Any]:
         "card_memory": request.card.memory_bytes,
         "card_source": "measured here" if request.card.machine else "published",
         "gpus": request.gpus,
-        "budget": None
-        if request.budget is None
-        else {"kind": request.budget.kind, "value": request.budget.value},
+        "budget": asdict(request.budget) if request.budget.kind else None,
         "model": None if request.given is None else request.given.label,
         "sequence_length": request.sequence,
         "precision": request.precision,

@@ -11,6 +11,7 @@ card or a smaller model answer another question and are reported as what would b
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from deskside.budget.loss import LAW
 from deskside.budget.shape import matmul_params
 from deskside.plan.candidates import (
     LONGEST_SECONDS,
@@ -98,9 +99,7 @@ def _asked(request: PlanRequest, shape: CandidateModel) -> StepEstimate:
         check_shared(base)
         return run(base)
     found: StepEstimate | None = None
-    tokens = batch_tokens(
-        optimal_tokens(request.law, matmul_params(base.model)), request.sequence, request.gpus
-    )
+    tokens = batch_tokens(optimal_tokens(LAW, matmul_params(base.model)), request.sequence, request.gpus)
     for _ in range(2):
         stages = (replace(base.stages[0], sequence_length=request.sequence, tokens=tokens),)
         micro = base.micro_tokens if "batch.micro_tokens" in own else tokens // request.gpus
@@ -180,7 +179,7 @@ def _differences(asked: StepEstimate, found: StepEstimate) -> str:
 
 def _out_of_reach(request: PlanRequest, found: StepEstimate) -> str:
     budget = request.budget
-    if budget is not None and budget.kind == "loss":
+    if budget.kind == "loss":
         floor = bpb(request, found.setting, 1e15)[1]
         return (
             f"{budget.value:g} bits per byte is out of reach: a model of this size is expected to end above "
@@ -200,7 +199,7 @@ def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, 
 
     Two models are compared by their loss above the law's floor, with the same optimizer and the same use of short rows.
     """
-    right = optimal_tokens(request.law, chosen.weights)
+    right = optimal_tokens(LAW, chosen.weights)
     rival = _rival(request, chosen)
     if rival is None and chosen.tokens[1] >= FEW_TOKENS * right:
         return None, False
@@ -217,7 +216,7 @@ def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, 
 
 def _rival(request: PlanRequest, chosen: Candidate) -> Candidate | None:
     """Return the best smaller model of the same budget, trained in the same way, if it ends clearly better."""
-    if request.budget is None or request.budget.kind not in ("hours", "flops"):
+    if request.budget.kind not in ("hours", "flops"):
         return None
     alike = replace(
         request,
@@ -230,5 +229,5 @@ def _rival(request: PlanRequest, chosen: Candidate) -> Candidate | None:
     if not smaller:
         return None
     best = min(smaller, key=lambda c: c.loss[1])
-    floor = request.law.E + request.law.offset
+    floor = LAW.E + LAW.offset
     return best if chosen.loss[1] - floor >= UNDERTRAINED * (best.loss[1] - floor) else None

@@ -13,7 +13,7 @@ from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
 from deskside.plan.candidates import SETUP_SECONDS
 from deskside.plan.estimate import StepEstimate, estimate, fitted, of_config
-from deskside.plan.request import PlanRequest, ask
+from deskside.plan.request import PlanQuestion, PlanRequest, ask
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
@@ -61,7 +61,7 @@ def here(probes: str | Path = "probes") -> Here:
     """Return this machine. Raises RunError if an NVIDIA driver does not respond."""
     try:
         return Here(
-            ask(here=True, preset="124m", probes=str(probes))
+            ask(PlanQuestion(here=True, preset="124m", probes=str(probes)))
         )  # the preset is there because one is asked for
     except UsageError as error:
         return Here(None, f"{str(error).split(';')[0]}; measure it with: deskside probe")

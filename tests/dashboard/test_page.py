@@ -254,7 +254,7 @@ def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> 
 
 def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> None:
     from deskside.plan.planner import make_plan
-    from deskside.plan.request import ask
+    from tests.plan.made import ask
 
     page = draw(tmp_path, "Planner")
     page.selectbox(key="plan-card").set_value("RTX 5090")

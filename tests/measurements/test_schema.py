@@ -14,12 +14,12 @@ from deskside.measurements.store import Row, hash_of, make_key, make_row, open_s
 from deskside.plan import request as planner
 from deskside.plan.calibrate import calibrate
 from deskside.plan.planner import make_plan
-from deskside.plan.request import ask
 from deskside.probe import table
 from deskside.probe.grid import make_point
 from deskside.probe.sweep import Sweep
 from deskside.utils.errors import UsageError
 from tests.measurements.test_store import MACHINE
+from tests.plan.made import ask
 from tests.probe import fakes
 from tests.probe.test_grid import depth
 from tests.probe.test_sweep import World

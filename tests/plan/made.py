@@ -6,7 +6,8 @@ from deskside.budget.speed import Rates
 from deskside.config import merge, presets
 from deskside.facts import gpus
 from deskside.plan.calibrate import Calibration
-from deskside.plan.request import Given, PlanBudget, PlanCard, PlanRequest
+from deskside.plan.request import Given, PlanBudget, PlanCard, PlanQuestion, PlanRequest
+from deskside.plan.request import ask as ask_question
 
 GIB = 2**30
 
@@ -37,7 +38,7 @@ def request(
     return PlanRequest(
         card=card(memory_gib),
         calibration=options.pop("calibration", calibration(tflops)),
-        budget=None if kind is None else PlanBudget(kind, value),
+        budget=PlanBudget(kind, value),
         given=options.pop("given", None),
         **options,
     )
@@ -48,3 +49,10 @@ def given(preset: str, **overrides: Any) -> Given:
     layers = [*presets.layers(preset), overrides]
     own = frozenset(".".join(path) for path in merge.merge(layers)[1])
     return Given(preset, preset, tuple(layers), merge.build(layers), own)
+
+
+def ask(
+    overrides: dict[str, Any] | None = None, pretrain_seconds: float | None = None, **options: Any
+) -> PlanRequest:
+    """Return the request for these options of `deskside plan`."""
+    return ask_question(PlanQuestion(**options), overrides, pretrain_seconds)

@@ -18,7 +18,7 @@ from deskside.plan.calibrate import calibrate
 from deskside.plan.candidates import setup_seconds
 from deskside.plan.estimate import Setting, StageSetting, estimate
 from deskside.plan.planner import make_plan
-from deskside.plan.request import ask
+from tests.plan.made import ask
 
 GPT2_GRADE = 4.33e19  # FLOPs of nanochat's d24 that matches GPT-2
 FLAT = {"schedule": {"stages": [{"until": 1.0, "sequence_length": 2048}]}}

@@ -15,8 +15,9 @@ from deskside.facts import gpus
 from deskside.plan import claim_check as claims
 from deskside.plan.claim_check import ClaimFinding, Claims, check, of_card, parse
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanRequest, ask
+from deskside.plan.request import PlanRequest
 from deskside.utils.errors import UsageError
+from tests.plan.made import ask
 
 MOE = """
 [model]

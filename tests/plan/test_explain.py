@@ -7,10 +7,10 @@ import pytest
 
 from deskside.plan.explain import descriptions, explain
 from deskside.plan.planner import make_plan
-from deskside.plan.request import ask
 from deskside.plan.result import Plan
 from deskside.utils.errors import UsageError
 from tests.plan import made
+from tests.plan.made import ask
 
 MOE = {
     "model": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "vocab_size": 50304},

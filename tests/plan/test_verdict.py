@@ -10,16 +10,18 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from deskside.budget.loss import LAW
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanRequest, ask
+from deskside.plan.request import PlanRequest
 from deskside.plan.verdict import judge
 from deskside.utils.errors import UsageError
 from tests.plan import made
+from tests.plan.made import ask
 from tests.plan.test_claim_check import MOE
 
 GIB = 2**30
@@ -172,7 +174,7 @@ def test_a_model_that_reads_too_little_is_told_so_though_it_fits() -> None:
     assert plan.verdict == "yes-if" and len(told) == 1 and "trained alike" in told[0]
     # A third of the best number of tokens is where it begins, whatever the budget is of; tokens are not hours, so
     # that a smaller model has nothing to gain from them.
-    right = optimal_tokens(request.law, plan.best.candidate.weights)
+    right = optimal_tokens(LAW, plan.best.candidate.weights)
     for share, said in ((0.3, True), (0.36, False)):
         other = make_plan(
             made.request("tokens", share * right, memory_gib=32.0, tflops=210.0, given=made.given("1.3b"))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from deskside.config.duration import Duration
-from deskside.plan.request import ask
 from deskside.study.forecast import CPU_SETUP_SECONDS, Here, TrialForecast, forecast, total_seconds
 from deskside.study.spec.expand import PlannedArm, expand
 from deskside.study.spec.parse_spec import load
 from deskside.study.spec.spec import Budget
+from tests.plan.made import ask
 
 UNKNOWN = Here(None, "nothing was measured here")
 

@@ -13,7 +13,7 @@ from deskside.dashboard.runs import run_predictions, trial_predictions
 from deskside.dashboard.sidebar import Context
 from deskside.facts.gpus import gpus
 from deskside.plan.planner import make_plan
-from deskside.plan.request import ask
+from deskside.plan.request import PlanQuestion, ask
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, dollars, duration, gib, number, plural
 
@@ -78,20 +78,20 @@ def _usual() -> int:
 
 @st.cache_data(ttl=60, max_entries=32, show_spinner="planning")
 def _plan(asked: PlannerInput, probes: str) -> dict[str, Any]:
-    request = ask(
+    question = PlanQuestion(
         gpu=None if asked.card == HERE else asked.card,
         here=asked.card == HERE,
         hours=asked.amount if asked.kind == "hours" else None,
         tokens=asked.amount * 1e9 if asked.kind == "billion tokens" else None,
         loss=asked.amount if asked.kind == "bits per byte to reach" else None,
         preset=None if asked.model == SEARCH else asked.model,
-        gpus_count=asked.cards,
+        gpus=asked.cards,
         precision=None if asked.precision == "automatic" else asked.precision,
         sequence=asked.sequence or None,
         price_kwh=asked.price,
         probes=probes,
     )
-    return make_plan(request).to_json()
+    return make_plan(ask(question)).to_json()
 
 
 def _answer(plan: dict[str, Any]) -> None:

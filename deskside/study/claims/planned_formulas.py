@@ -14,7 +14,7 @@ from deskside.config.model import ModelConfig
 from deskside.facts import gpus
 from deskside.plan.estimate import StepEstimate
 from deskside.plan.planner import make_plan
-from deskside.plan.request import ask
+from deskside.plan.request import PlanQuestion, ask
 from deskside.study.claims.verdicts import Answer
 
 SPEEDRUN_FLOPS = 4.33e19
@@ -42,7 +42,7 @@ MOE_ROW, MOE_STEP_ROWS, MOE_PASS_ROWS, MOE_STEPS = 16384, 32, 2, 100_000
 def _estimate(card: str, preset: str, overrides: dict[str, Any], **options: Any) -> StepEstimate:
     """Return the planner's estimate of one setting, from data sheets and published runs alone."""
     with TemporaryDirectory() as no_probes:
-        request = ask(gpu=card, preset=preset, overrides=overrides, probes=no_probes, **options)
+        request = ask(PlanQuestion(gpu=card, preset=preset, probes=no_probes, **options), overrides)
     found = make_plan(request).asked
     assert found is not None  # the model is given
     return found
@@ -61,7 +61,7 @@ def _batch(rows: int, passes: int = 1, gpus_count: int = 1, fitted: bool = False
 def _speed(preset: str, fitted: bool = False, cards: int = 1) -> Callable[[], Answer]:
     def formula() -> Answer:
         setting = _batch(12, gpus_count=cards, fitted=fitted)
-        found = _estimate("rtx5090", preset, setting, precision="fp8", gpus_count=cards)
+        found = _estimate("rtx5090", preset, setting, precision="fp8", gpus=cards)
         on = "RTX 5090" if cards == 1 else f"{cards} x RTX 5090"
         return Answer.modelled(found.tokens_per_second, 1.0, f"{preset}, FP8, {on}")
 
@@ -199,7 +199,7 @@ def _moe_hadamard() -> Answer:
 
 def _speedrun_hours() -> Answer:
     """Hours for 4.33e19 FLOPs on eight H100, at the speed modelled for d20, the deepest preset."""
-    found = _estimate("h100 sxm", "d20", {}, gpus_count=8)
+    found = _estimate("h100 sxm", "d20", {}, gpus=8)
     low, value, high = found.tokens_per_second
     hours = SPEEDRUN_FLOPS / found.setting.flops_per_token / 3600
     return Answer(hours / high, hours / value, hours / low, "modelled", "d20, BF16, 8 x H100 SXM")

@@ -6,11 +6,11 @@ import json
 import pytest
 from rich.console import Console
 
-from deskside.plan.request import ask
 from deskside.study.forecast import Here, forecast
 from deskside.study.narrative.dry_run import changes, plan_json, plan_table
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import expand
+from tests.plan.made import ask
 
 CARD = Here(ask(gpu="rtx4090", preset="124m", probes="nowhere"))
 UNKNOWN = Here(None, "nothing was measured here")
