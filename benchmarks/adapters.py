@@ -23,9 +23,9 @@ from torch import Tensor
 from deskside.budget.memory import training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.step_spec import AdapterSpec, StepSpec
-from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
+from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build

@@ -30,7 +30,7 @@ from deskside.align.losses import pair_scores
 from deskside.align.preference_data import PairRows
 from deskside.align.prepared import SAMPLES_FILE, told
 from deskside.align.samples import keep_before, with_before
-from deskside.config.align_dpo import DpoConfig
+from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.corpus.progress_bar import ProgressBar

@@ -52,7 +52,7 @@ from deskside.align.sampler import (
 )
 from deskside.align.samples import keep_before, with_before
 from deskside.budget.shape import num_params
-from deskside.config.align_grpo import GrpoConfig
+from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.reading.loader import Batch

@@ -14,7 +14,7 @@ from deskside.cli.finetune import (
     prepared_examples,
 )
 from deskside.cli.options import Command
-from deskside.config.align_dpo import DpoConfig
+from deskside.config.align import DpoConfig
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from deskside.cli.finetune import COMMON, FinetuneDefaults, FinetuneOptions, FinetuneRun, prepared_examples
 from deskside.cli.options import Command, option
-from deskside.config.align_grpo import GrpoConfig
+from deskside.config.align import GrpoConfig
 from deskside.utils.errors import UsageError
 
 QUESTIONS = 16

@@ -1,4 +1,4 @@
-"""Check before training that a model's sizes divide as a recipe needs, and name the nearest that do.
+"""What the kernels need of a model: sizes that divide as a recipe needs, and the layers that fused kernels cover.
 
 FP8 products take sizes that are multiples of 16 in every dimension; NVFP4 has blocks of 16, and a Hadamard transform
 works on 16 or 128 values, along the dimension that a product sums over. That dimension is, for y = x W^T, the columns
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from deskside.config.model import ModelConfig
 from deskside.config.recipes import Product, Recipe
+from deskside.config.sections import PROJECTIONS, Projection
 
 UNIT = 16  # every dimension of a quantized product
 NATIVE_FP4_UNIT = 32  # of one that tensor cores read as packed NVFP4
@@ -35,7 +36,9 @@ def check_dimensions(
     hidden, inside = model.hidden_size, model.intermediate_size
     heads, kv_heads, channels = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     _divides("model.hidden_size", hidden, math.lcm(columns, rows), recipe)
-    _divides("model.intermediate_size", inside, _of_mlp(model, columns, rows), recipe)
+    # The MLP's width enters the down projection and leaves the one before, twice if gate and up are fused.
+    leaving_mlp = rows // math.gcd(rows, 2) if model.gated_mlp and model.fused_gate_up else rows
+    _divides("model.intermediate_size", inside, math.lcm(columns, leaving_mlp), recipe)
 
     def attention(size: int) -> bool:
         """Return whether heads of `size` channels divide: queries enter a product and, with keys and values, leave
@@ -84,18 +87,18 @@ def projections(model: ModelConfig) -> dict[tuple[str, ...], int]:
     return found
 
 
+def adaptable(model: ModelConfig) -> list[Projection]:
+    """Return the projections that can have an adapter. Experts have none."""
+    there = {name for weight in projections(model) for name in weight}
+    there -= {"gate_proj", "up_proj", "down_proj"} if model.num_experts else set()
+    return [name for name in PROJECTIONS if name in there]
+
+
 def _multiple(product: Product, unit: int) -> int:
     """Return the number that a product's summed dimension must be a multiple of; 1 if it is not quantized."""
     if not product.quantized:
         return 1
     return math.lcm(unit, product.left.hadamard or 1, product.right.hadamard or 1)
-
-
-def _of_mlp(model: ModelConfig, columns: int, rows: int) -> int:
-    """Return the multiple that the MLP's width must be: it enters the down projection and leaves the one before."""
-    if model.gated_mlp and model.fused_gate_up:  # 2 x width leaves as one
-        rows = rows // math.gcd(rows, 2)
-    return math.lcm(columns, rows)
 
 
 def _divides(key: str, size: int, by: int, recipe: Recipe) -> None:
@@ -112,3 +115,53 @@ def _nearest(size: int, good: Callable[[int], bool]) -> int:
             if candidate > 0 and good(candidate):
                 return candidate
         distance += 1
+
+
+def uncovered_reason(
+    *,
+    rmsnorm_first: bool,
+    num_projections: int,
+    bias: bool = False,
+    adapters: bool = False,
+    head_dim: int = 1,
+) -> str | None:
+    """Return why the fused kernels do not cover a sublayer, or None if they do.
+
+    The planner asks this about a configuration, `precision/convert.py` and `engine/fused.py` about modules.
+
+    Args:
+        rmsnorm_first: The sublayer starts with an RMSNorm whose output only its projections read.
+        num_projections: Separate weights that read the norm's output. Fused QKV and fused gate/up are one each.
+        head_dim: Channels per head of an attention sublayer. The kernel of QK-norm and RoPE holds one head in a
+            block whose size must be a power of two.
+    """
+    if not rmsnorm_first:
+        return "its norm is not RMSNorm before the projections"
+    if num_projections != 1:
+        return "its projections are not fused"
+    if bias:
+        return "its projections have a bias"
+    if adapters:
+        return "its weights are frozen, with adapters beside them"
+    if head_dim & (head_dim - 1):
+        return f"its head_dim {head_dim} is not a power of two"
+    return None
+
+
+def covers_model(model: ModelConfig, adapters: bool = False) -> bool:
+    """Return whether the fused kernels cover every sublayer of a model for training. They have no experts."""
+    rmsnorm_first = model.norm == "rmsnorm" and model.norm_position == "pre"
+    attention = uncovered_reason(
+        rmsnorm_first=rmsnorm_first,
+        num_projections=1 if model.fused_qkv else 3,
+        bias=model.attention_bias,
+        adapters=adapters,
+        head_dim=model.head_dim,
+    )
+    mlp = uncovered_reason(
+        rmsnorm_first=rmsnorm_first,
+        num_projections=1 if model.fused_gate_up or not model.gated_mlp else 2,
+        bias=model.mlp_bias,
+        adapters=adapters,
+    )
+    return attention is None and mlp is None and not model.num_experts

@@ -44,37 +44,8 @@ class NoEffect:
     remedy: str
 
 
-def _dense(config: RunConfig) -> bool:
-    return config.model.num_experts == 0
-
-
 def _moe(config: RunConfig) -> bool:
     return config.model.num_experts > 0
-
-
-def _no_decay(config: RunConfig) -> bool:
-    return isinstance(config.optim, MuonConfig) and config.optim.weight_decay == 0
-
-
-def _flat(config: RunConfig) -> bool:
-    return isinstance(config.schedule, WsdConfig) and config.schedule.decay == 0
-
-
-def _not_quantized(config: RunConfig) -> bool:
-    return not config.precision.quantized
-
-
-def _fp32(config: RunConfig) -> bool:
-    return config.precision.name == "fp32"
-
-
-def _no_bf16_weight_gradient(config: RunConfig) -> bool:
-    """In no block, projection or step."""
-    asked = config.precision
-    if not asked.quantized:
-        return _fp32(config)
-    somewhere = any(asked.recipe().kept_blocks(config.model.num_hidden_layers)) or bool(asked.keep)
-    return not (somewhere or asked.warmup_steps or asked.bf16_from is not None)
 
 
 def _not_fused(config: RunConfig) -> bool:
@@ -82,167 +53,145 @@ def _not_fused(config: RunConfig) -> bool:
     return config.compute.compile in ("off", "block", "model")
 
 
-def _other_backend(config: RunConfig) -> bool:
-    return config.precision.backend != "deskside"
+def _no_bf16_weight_gradient(config: RunConfig) -> bool:
+    """Return whether no block, projection or step computes a weight gradient in BF16."""
+    asked = config.precision
+    if not asked.quantized:
+        return asked.name == "fp32"
+    somewhere = any(asked.recipe().kept_blocks(config.model.num_hidden_layers)) or bool(asked.keep)
+    return not (somewhere or asked.warmup_steps or asked.bf16_from is not None)
 
 
-def _adapters(config: RunConfig) -> bool:
-    return config.adapter is not None
-
-
-def _own_loader(config: RunConfig) -> bool:
-    """Return whether the objective has its own loader, which reads in a fixed order and without prefetching."""
-    return config.align is not None and config.align.name != "sft"
-
-
-_QUANTIZE = "nothing is quantized in fp32 and bf16: remove it, or use a precision.name such as fp8"
-
-
-NO_EFFECT = (
-    NoEffect(
+# Keys of one cause, separated by spaces. The first rule that applies is reported.
+_RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    (
         "model.rope_theta",
         "model.position_embedding",
         lambda c: c.model.position_embedding == "learned",
         "learned positions have no frequencies: remove it, or use position_embedding rope",
     ),
-    NoEffect(
+    (
         "model.norm_bias",
         "model.norm",
         lambda c: c.model.norm == "rmsnorm" and c.model.norm_bias,
         "RMSNorm has no bias: remove it, or use norm layernorm",
     ),
-    NoEffect(
+    (
         "model.fused_gate_up",
         "model.gated_mlp",
         lambda c: not c.model.gated_mlp,
         "there is no gate to fuse: remove it, or use gated_mlp true",
     ),
-    NoEffect("model.num_experts_per_tok", "model.num_experts", _dense, "the model is dense: set num_experts"),
-    NoEffect(
-        "model.moe_intermediate_size", "model.num_experts", _dense, "the model is dense: set num_experts"
+    (
+        "model.num_experts_per_tok model.moe_intermediate_size model.norm_topk_prob model.router_aux_loss_coef",
+        "model.num_experts",
+        lambda c: c.model.num_experts == 0,
+        "the model is dense: set num_experts",
     ),
-    NoEffect("model.norm_topk_prob", "model.num_experts", _dense, "the model is dense: set num_experts"),
-    NoEffect(
-        "model.router_aux_loss_coef", "model.num_experts", _dense, "the model is dense: set num_experts"
-    ),
-    NoEffect("model.intermediate_size", "model.num_experts", _moe, "experts have moe_intermediate_size"),
-    NoEffect("model.mlp_bias", "model.num_experts", _moe, "experts have no bias: remove it"),
-    NoEffect("model.fused_gate_up", "model.num_experts", _moe, "experts are always fused: remove it"),
-    NoEffect(
-        "optim.weight_decay_schedule",
+    ("model.intermediate_size", "model.num_experts", _moe, "experts have moe_intermediate_size"),
+    ("model.mlp_bias", "model.num_experts", _moe, "experts have no bias: remove it"),
+    ("model.fused_gate_up", "model.num_experts", _moe, "experts are always fused: remove it"),
+    (
+        "optim.weight_decay_schedule optim.cautious_weight_decay",
         "optim.weight_decay",
-        _no_decay,
+        lambda c: isinstance(c.optim, MuonConfig) and c.optim.weight_decay == 0,
         "weight_decay is 0: remove it, or set weight_decay",
     ),
-    NoEffect(
-        "optim.cautious_weight_decay",
-        "optim.weight_decay",
-        _no_decay,
-        "weight_decay is 0: remove it, or set weight_decay",
-    ),
-    NoEffect(
+    (
         "optim.momentum_start",
         "optim.momentum_warmup_steps",
         lambda c: isinstance(c.optim, MuonConfig) and c.optim.momentum_warmup_steps == 0,
         "the momentum does not warm up: remove it, or set momentum_warmup_steps",
     ),
-    NoEffect(
+    (
         "optim.normalize_beta",
         "optim.normalize",
         lambda c: isinstance(c.optim, MuonConfig) and c.optim.normalize == "none",
         "nothing is normalized: remove it, or use normalize neuron",
     ),
-    NoEffect("schedule.decay_shape", "schedule.decay", _flat, "decay is 0: remove it, or set decay"),
-    NoEffect("schedule.final_lr_fraction", "schedule.decay", _flat, "decay is 0: remove it, or set decay"),
-    NoEffect(
+    (
+        "schedule.decay_shape schedule.final_lr_fraction",
+        "schedule.decay",
+        lambda c: isinstance(c.schedule, WsdConfig) and c.schedule.decay == 0,
+        "decay is 0: remove it, or set decay",
+    ),
+    (
         "schedule.clock",
         "schedule.length",
         lambda c: c.schedule.length is not None and c.schedule.length.unit != "seconds",
         "the length is not in time: remove it, or give --hours",
     ),
-    NoEffect(
-        "data.val_fraction",
+    ("data.val_fraction", "align.name", lambda c: c.align is not None, "use --align.val_fraction"),
+    (  # the other objectives read in a fixed order and without prefetching
+        "data.weights data.prefetch",
         "align.name",
-        lambda c: c.align is not None,
-        "use --align.val_fraction",
+        lambda c: c.align is not None and c.align.name != "sft",
+        "only deskside train and sft have it: remove it",
     ),
-    *(
-        NoEffect(f"data.{key}", "align.name", _own_loader, "only deskside train and sft have it: remove it")
-        for key in ("weights", "prefetch")
-    ),
-    NoEffect(
+    (
         "data.val_fraction",
         "data.sources",
         lambda c: not c.data.sources,
         "it belongs to data.sources; set those",
     ),
-    NoEffect(
+    (
         "evaluate.tokens",
         "evaluate.every",
         lambda c: c.evaluate.every is None,
         "the evaluation at the end takes the whole split: remove it, or set evaluate.every",
     ),
-    *(
-        NoEffect(f"precision.{key}", "precision.name", _not_quantized, _QUANTIZE)
-        for key in (
-            "keep_first",
-            "keep_last",
-            "keep",
-            "head",
-            "warmup_steps",
-            "bf16_from",
-            "native",
-            "backend",
-        )
+    (
+        "precision.keep_first precision.keep_last precision.keep precision.head precision.warmup_steps "
+        "precision.bf16_from precision.native precision.backend",
+        "precision.name",
+        lambda c: not c.precision.quantized,
+        "nothing is quantized in fp32 and bf16: remove it, or use a precision.name such as fp8",
     ),
-    NoEffect(
+    (
         "precision.weight_cache",
         "precision.name",
-        _fp32,
+        lambda c: c.precision.name == "fp32",
         "weights are used in FP32 as they are: remove it, or use another precision.name",
     ),
-    NoEffect(
+    (
         "precision.accumulate",
         "precision.name",
         _no_bf16_weight_gradient,
         "no weight gradient is a product of BF16 numbers: remove it, or use precision.name bf16",
     ),
-    NoEffect(
+    (
         "precision.accumulate",
         "compute.compile",
         lambda c: _not_fused(c) and not c.precision.keep,
         "autograd adds up the gradients: remove it, or use compute.compile fused",
     ),
-    NoEffect(
+    (
         "precision.weight_cache",
         "compute.compile",
-        lambda c: _not_fused(c) and _not_quantized(c),
+        lambda c: _not_fused(c) and not c.precision.quantized,
         "weights are cast where they are used: remove it, or use compute.compile fused",
     ),
-    *(
-        NoEffect(
-            f"precision.{key}",
-            "precision.backend",
-            _other_backend,
-            "the other libraries decide that for themselves: remove it, or use precision.backend deskside",
-        )
-        for key in ("weight_cache", "accumulate", "native")
+    (
+        "precision.weight_cache precision.accumulate precision.native",
+        "precision.backend",
+        lambda c: c.precision.backend != "deskside",
+        "the other libraries decide that for themselves: remove it, or use precision.backend deskside",
     ),
-    *(
-        NoEffect(
-            f"precision.{key}",
-            "adapter.rank",
-            _adapters,
-            "it is of the hand-written halves, which have no adapters: remove it",
-        )
-        for key in ("weight_cache", "accumulate")
+    (
+        "precision.weight_cache precision.accumulate",
+        "adapter.rank",
+        lambda c: c.adapter is not None,
+        "it is of the hand-written halves, which have no adapters: remove it",
     ),
-    NoEffect(
+    (
         "optim.scale",
         "adapter.rank",
-        _adapters,
+        lambda c: c.adapter is not None,
         "the rules are for weights that are trained whole; adapters take optim.lr as it is: remove it",
     ),
+)
+NO_EFFECT = tuple(
+    NoEffect(key, cause, ignored, remedy) for keys, cause, ignored, remedy in _RULES for key in keys.split()
 )
 
 
@@ -250,11 +199,17 @@ def build(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
     """Merge layers, lowest first, and validate. Raises UsageError with one line that names key and remedy."""
     values, origins = merge([DEFAULTS, *layers])
     while True:
-        config = _validate(values)
+        try:
+            config = RunConfig.model_validate(values)
+        except ValidationError as error:
+            raise _one_line(error) from None
         dropped = _without_effect(config, origins)
         if dropped is None:
             return config
-        _remove(values, dropped)
+        part = values
+        for key in dropped[:-1]:
+            part = part[key]
+        del part[dropped[-1]]
         del origins[dropped]
 
 
@@ -322,7 +277,7 @@ def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path
             continue
         # The default alternative comes first: its fields are the ones that are shown.
         parts = sorted(parts_of(field.annotation), key=lambda p: not isinstance(field.default, p))
-        if parts and not _is_sequence(field.annotation):
+        if parts and get_origin(field.annotation) not in (tuple, list):
             for child in parts:
                 for path, leaf in keys(child, (*prefix, name)):
                     if path not in seen:
@@ -348,18 +303,11 @@ def unknown_key(key: str) -> UsageError:
     return UsageError(f"{key}: there is no such option{hint}")
 
 
-def _validate(values: Mapping[str, Any]) -> RunConfig:
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        raise _one_line(error) from None
-
-
 def _one_line(error: ValidationError) -> UsageError:
     """Return the first problem of a ValidationError as one line: key, what is wrong, what would be right."""
     first = error.errors(include_url=False)[0]
     path = [str(p) for p in first["loc"]]
-    if path and path[0] in ALTERNATIVES and len(path) > 1 and len(parts_of(_annotation(path[0]))) > 1:
+    if len(path) > 1 and len(_alternatives(path[0])) > 1:
         del path[1]  # pydantic names the chosen alternative there, which is no key
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
@@ -388,16 +336,11 @@ def _without_union(path: list[str]) -> list[str]:
     return path
 
 
-def _annotation(part: str) -> Any:
-    return RunConfig.model_fields[part].annotation
-
-
 def _misplaced(key: str, chosen: str) -> UsageError:
     """Return the error for a key of optim or schedule that the chosen alternative does not have."""
     part, _, leaf = key.partition(".")
-    for alternative in parts_of(_annotation(part)):
+    for other, alternative in _alternatives(part).items():
         if leaf in alternative.model_fields:
-            other = alternative.model_fields["name"].default
             return UsageError(
                 f"{key}: has no effect with {part}.name {chosen}: remove it, or use {part}.name {other}"
             )
@@ -443,9 +386,7 @@ def _spelled_out(alias: str, value: Any) -> str:
 
 
 def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], part: str, chosen: str) -> None:
-    alternatives = {
-        a.model_fields["name"].default: a for a in parts_of(RunConfig.model_fields[part].annotation)
-    }
+    alternatives = _alternatives(part)
     if chosen not in list(alternatives):
         return  # validation reports the choices
     for key in [key for key in values if key not in alternatives[chosen].model_fields]:
@@ -469,10 +410,11 @@ def _overlay(
             origins[path] = index
 
 
-def _remove(values: dict[str, Any], path: Path) -> None:
-    for key in path[:-1]:
-        values = values[key]
-    del values[path[-1]]
+def _alternatives(part: str) -> dict[str, type[Part]]:
+    """Return the alternatives of `optim`, `schedule` or `align` by their `name`; nothing for other parts."""
+    if part not in ALTERNATIVES:
+        return {}
+    return {a.model_fields["name"].default: a for a in parts_of(RunConfig.model_fields[part].annotation)}
 
 
 def parts_of(annotation: Any) -> list[type[Part]]:
@@ -480,7 +422,3 @@ def parts_of(annotation: Any) -> list[type[Part]]:
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return [annotation]
     return [part for argument in get_args(annotation) for part in parts_of(argument)]
-
-
-def _is_sequence(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) in (tuple, list)

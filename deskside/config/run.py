@@ -8,14 +8,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.align import AlignConfig
 from deskside.config.base import DataKind, Part
-from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, check_dimensions, projections
+from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, adaptable, check_dimensions, projections
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig
 from deskside.config.sections import (
+    AdapterConfig,
     BatchConfig,
     CheckpointConfig,
     ComputeConfig,
@@ -70,11 +70,9 @@ class RunConfig(Part):
 
     def mean_step_tokens(self) -> float:
         """Return the tokens per optimizer step, averaged over the run."""
-        start, mean = 0.0, 0.0
-        for stage in self.stages():
-            mean += (stage.until - start) * self.stage_tokens(stage)
-            start = stage.until
-        return mean
+        stages = self.stages()
+        starts = (0.0, *(stage.until for stage in stages))
+        return sum((s.until - start) * self.stage_tokens(s) for s, start in zip(stages, starts, strict=False))
 
     @model_validator(mode="after")
     def _agree(self) -> "RunConfig":
@@ -137,13 +135,11 @@ class RunConfig(Part):
             )
         if self.model.num_experts and adapter.base != "bf16":
             raise ValueError(f"adapter.base: experts cannot be frozen in {adapter.base}; use bf16")
-        there = {name for weight in projections(self.model) for name in weight}
-        there -= {"gate_proj", "up_proj", "down_proj"} if self.model.num_experts else set()
+        there = adaptable(self.model)
         for name in () if adapter.targets == "all" else adapter.targets:
             if name not in there:
                 raise ValueError(
-                    f"adapter.targets: this model has no {name} that could be adapted; choose from "
-                    f"{', '.join(n for n in PROJECTIONS if n in there)}"
+                    f"adapter.targets: this model has no {name} that could be adapted; choose from {', '.join(there)}"
                 )
 
     def _quantizable(self) -> None:
@@ -155,7 +151,8 @@ class RunConfig(Part):
                 f"precision.name: {name} keeps the first {first} and the last {last} of {layers} blocks in BF16, so "
                 f"nothing is quantized; set --precision.keep_first 0 --precision.keep_last 0, or use bf16"
             )
-        if not self._left_to_quantize():
+        # Projections that share a weight stay in BF16 together.
+        if all(set(weight) & set(self.precision.keep) for weight in projections(self.model)):
             raise ValueError(
                 f"precision.keep: with {', '.join(self.precision.keep)} in BF16 nothing is left to quantize; take "
                 f"some out, or use precision.name bf16"
@@ -202,8 +199,3 @@ class RunConfig(Part):
         except ValueError as error:
             return str(error)
         return None
-
-    def _left_to_quantize(self) -> bool:
-        """Return whether `precision.keep` leaves a weight of a block to the recipe. Those that share one stay
-        together."""
-        return any(not set(weight) & set(self.precision.keep) for weight in projections(self.model))

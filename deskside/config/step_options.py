@@ -9,8 +9,7 @@ from typing import TypedDict
 
 from deskside.budget.format_costs import LowKind, Precision
 from deskside.budget.step_spec import AdapterSpec, Checkpointing, CopiesKept, OptimizerName, StateFormat
-from deskside.config.adapter import PROJECTIONS
-from deskside.config.dimensions import projections
+from deskside.config.dimensions import adaptable, projections
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
 
@@ -38,25 +37,18 @@ class FormatOptions(TypedDict):
 
 def step_options(config: RunConfig) -> ConfiguredOptions:
     """Return the options that do not depend on the precision."""
+    adapter = None
+    if asked := config.adapter:
+        targets = tuple(n for n in adaptable(config.model) if asked.targets == "all" or n in asked.targets)
+        adapter = AdapterSpec(asked.rank, targets, asked.base)
     return {
         "optimizer": config.optim.name,
         "states": config.optim.states,
         "offload_optimizer": config.optim.offload,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "loss_chunk_tokens": config.compute.loss_chunk_tokens,
-        "adapter": adapter_spec(config),
+        "adapter": adapter,
     }
-
-
-def adapter_spec(config: RunConfig) -> AdapterSpec | None:
-    """Return the adapters of a step. Experts have none, and an MLP without a gate has no gate_proj."""
-    if config.adapter is None:
-        return None
-    there = {name for weight in projections(config.model) for name in weight}
-    there -= {"gate_proj", "up_proj", "down_proj"} if config.model.num_experts else set()
-    wanted = PROJECTIONS if config.adapter.targets == "all" else config.adapter.targets
-    targets = tuple(name for name in PROJECTIONS if name in wanted and name in there)
-    return AdapterSpec(config.adapter.rank, targets, config.adapter.base)
 
 
 def recipe_of(config: RunConfig, precision: Precision) -> Recipe:

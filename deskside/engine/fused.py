@@ -9,7 +9,7 @@ attend among themselves, and are only written into the cache.
 
 from torch import Tensor
 
-from deskside.config.fused_coverage import uncovered_reason
+from deskside.config.dimensions import uncovered_reason
 from deskside.kernels import fused
 from deskside.kernels.decode import into_cache
 from deskside.kernels.fused import QkvLayout

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deskside.config.adapter import AdapterConfig
+from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import adapter_of, trained_rows_of
 from deskside.utils.errors import UsageError

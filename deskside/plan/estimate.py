@@ -16,7 +16,7 @@ from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import Precision, StepOptions, StepSpec
 from deskside.config import recipes
-from deskside.config.fused_coverage import covers_model
+from deskside.config.dimensions import covers_model
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.step_options import format_options, kept_shares, step_options

@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT
-from deskside.config.fused_coverage import uncovered_reason
+from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, uncovered_reason
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer
 from deskside.ops.linear import Embedding, HeadLoss, Linear

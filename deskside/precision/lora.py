@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.config.adapter import AdapterConfig
+from deskside.config.sections import AdapterConfig
 from deskside.kernels.cross_entropy import ReplacedRows
 from deskside.kernels.embedding import embedding
 from deskside.ops.linear import Embedding, Linear, Slice

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deskside.config.align_grpo import GrpoConfig
+from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
 
 

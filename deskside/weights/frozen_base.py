@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deskside.config.adapter import AdapterConfig
 from deskside.config.base import Part, first_problem
 from deskside.config.model import ModelConfig
+from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
 from deskside.optim.groups import clean_name

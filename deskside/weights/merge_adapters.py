@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from deskside.config.adapter import AdapterConfig
 from deskside.config.base import first_problem
 from deskside.config.run import RunConfig
+from deskside.config.sections import AdapterConfig
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import FrozenLinear

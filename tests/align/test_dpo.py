@@ -15,7 +15,7 @@ from deskside.align.preference_data import PairRows, prepare_pairs
 from deskside.align.prepared import Spec
 from deskside.cli import dpo as dpo_command
 from deskside.cli.eval import run as run_eval
-from deskside.config.align_dpo import DpoConfig
+from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
 from deskside.data.chat import chat_template
 from deskside.kernels.attention import AttentionContext

@@ -25,9 +25,9 @@ from deskside.align.sampler import (
     memory_for_sampling,
 )
 from deskside.cli import grpo as grpo_command
-from deskside.config.adapter import AdapterConfig
-from deskside.config.align_grpo import GrpoConfig
+from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
+from deskside.config.sections import AdapterConfig
 from deskside.data.chat import chat_template
 from deskside.engine import counter_rng
 from deskside.engine.engine import Engine

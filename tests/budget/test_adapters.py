@@ -20,11 +20,11 @@ from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
-from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
-from deskside.config.step_options import adapter_spec, step_options
+from deskside.config.sections import PROJECTIONS, AdapterConfig
+from deskside.config.step_options import step_options
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import linear_cross_entropy
 from deskside.model.init import initialize
@@ -223,13 +223,13 @@ def test_a_run_asks_for_what_trains() -> None:
     config = RunConfig.model_validate(given)
     assert step_options(config)["adapter"] == AdapterSpec(8, PROJECTIONS, "nf4")
     without_gate = RunConfig.model_validate({**given, "model": {"gated_mlp": False}})
-    spec = adapter_spec(without_gate)
+    spec = step_options(without_gate)["adapter"]
     assert spec is not None and "gate_proj" not in spec.targets and len(spec.targets) == 6
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
     config = RunConfig.model_validate({**given, "model": experts, "adapter": {"rank": 8}})
-    spec = adapter_spec(config)
+    spec = step_options(config)["adapter"]
     assert spec is not None and spec.targets == PROJECTIONS[:4]
-    assert adapter_spec(RunConfig()) is None
+    assert step_options(RunConfig())["adapter"] is None
 
 
 def test_four_bits_take_a_fraction_of_full_training() -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from deskside.cli.export import run as run_export
-from deskside.config.adapter import AdapterConfig
 from deskside.config.model import ModelConfig
+from deskside.config.sections import AdapterConfig
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError

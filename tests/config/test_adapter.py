@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from deskside.config.adapter import AdapterConfig
 from deskside.config.merge import build
+from deskside.config.sections import AdapterConfig
 from deskside.utils.errors import UsageError
 
 ADAMW = {"optim": {"name": "adamw"}}

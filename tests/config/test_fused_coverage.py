@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deskside.config.fused_coverage import covers_model, uncovered_reason
+from deskside.config.dimensions import covers_model, uncovered_reason
 from deskside.config.model import ModelConfig
 
 

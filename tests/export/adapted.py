@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deskside.config.adapter import AdapterConfig
 from deskside.config.model import ModelConfig
+from deskside.config.sections import AdapterConfig
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.weights import frozen_base

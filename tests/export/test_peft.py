@@ -168,8 +168,8 @@ def test_the_directory_is_replaced_only_when_it_is_ours(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_architecture_are_named() -> None:
-    from deskside.config.adapter import AdapterConfig
     from deskside.config.model import ModelConfig
+    from deskside.config.sections import AdapterConfig
     from deskside.utils.errors import RunError
     from tests.export.adapted import TINY, weights_of
 

@@ -9,9 +9,9 @@ import torch
 from deskside.budget.memory import training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.step_spec import AdapterSpec, StepSpec
-from deskside.config.adapter import PROJECTIONS, AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
+from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.dequantize import dequantize_int8
 from deskside.model.init import initialize

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from deskside.budget.scaling import Scaling
-from deskside.config.adapter import AdapterConfig
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.config.sections import AdapterConfig
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors

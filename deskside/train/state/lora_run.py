@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.config.adapter import AdapterConfig
 from deskside.config.run import RunConfig
+from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import stored_bytes
 from deskside.precision.lora import trained_parameters
