@@ -22,8 +22,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +44,7 @@ from deskside.data.corpus.analyze import (
 from deskside.data.corpus.baselines import GzipMeter, token_counts, unigram_bits, write_train_counts
 from deskside.data.corpus.heldout import warnings
 from deskside.data.corpus.prepare_state import PrepareState, check_owned, difference, open_state, write_state
-from deskside.data.corpus.process_pool import processes
+from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.shard_worker import ShardCutter, ShardJob, make_shard, start_worker
 from deskside.data.corpus.sources import BadInputLog, OnBad, SizeLimits, Source
@@ -295,11 +293,11 @@ class _Work:
         settings = (str(self.out), eos_id, shards.dtype_for(len(lengths)))
         total = self.found.text_bytes + self.found.val_text_bytes
         small = total <= 2 * shard_bytes
-        several: AbstractContextManager[ProcessPoolExecutor | None] = contextlib.nullcontext()
+        several: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
         if workers > 1 and not small:
-            several = processes(workers, start_worker, settings)
+            several = WorkerPool(workers, start_worker, settings)
         start_worker(*settings)
-        running: dict[Future[ShardInfo], ShardJob] = {}
+        running: list[tuple[Task[ShardInfo], ShardJob]] = []
         try:
             with several as pool, ProgressBar("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
                 for job in self._jobs(shard_bytes):
@@ -311,12 +309,12 @@ class _Work:
                         self._record(job, make_shard(job), bar)
                         job.texts.clear()
                     else:
-                        running[pool.submit(make_shard, job)] = job
-                        if len(running) > workers:  # one job is queued, so that no worker waits
-                            self._collect(running, bar)
-                while running:
-                    self._collect(running, bar)
-        except BrokenProcessPool as error:
+                        running.append((pool.submit(make_shard, job), job))
+                        self._record_done(running, bar)
+                while running and pool is not None:
+                    pool.receive()
+                    self._record_done(running, bar)
+        except WorkerDied as error:
             raise RunError(
                 "a tokenizing process was killed, most likely for memory. Run the same command again with fewer "
                 "--workers; it continues with the next shard."
@@ -357,10 +355,10 @@ class _Work:
             raise _changed(self.out)
         return shards.shard_problem(self.out, info, checksums=True) == ""
 
-    def _collect(self, running: dict[Future[ShardInfo], ShardJob], bar: ProgressBar) -> None:
-        finished, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in finished:
-            self._record(running.pop(future), future.result(), bar)
+    def _record_done(self, running: list[tuple[Task[ShardInfo], ShardJob]], bar: ProgressBar) -> None:
+        for entry in [entry for entry in running if entry[0].done]:
+            running.remove(entry)
+            self._record(entry[1], entry[0].result(), bar)
 
     def _record(self, job: ShardJob, info: ShardInfo, bar: ProgressBar) -> None:
         self.done[job.name] = info

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
+import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 from deskside.facts.cpu import cpu_cores
 from deskside.utils.errors import RunError
@@ -25,34 +27,139 @@ Made = TypeVar("Made")
 Tool = TypeVar("Tool")
 
 
-@contextlib.contextmanager
-def processes(
-    count: int, start: Callable[..., None], arguments: tuple[Any, ...]
-) -> Iterator[ProcessPoolExecutor]:
-    """Context manager of a pool whose processes call start(*arguments), which should call `become_worker`.
+class WorkerDied(Exception):
+    """A worker process ended before it returned its result."""
 
-    An exception in the block terminates the processes.
+
+class Task(Generic[Made]):
+    """A call that runs in a worker process, and its result once `done` is true."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._value: Made | None = None
+        self._error: BaseException | None = None
+
+    def finish(self, value: Made | None, error: BaseException | None) -> None:
+        self.done, self._value, self._error = True, value, error
+
+    def result(self) -> Made:
+        """Return the result, or raise the exception that the call raised."""
+        assert self.done
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # None is a result, too
+
+
+@dataclass
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+    task: Task[Any] | None = None
+
+
+class WorkerPool:
+    """Context manager of spawned processes that run functions. An exception in the block kills the processes.
+
+    Every worker has its own pipe, and this process uses no thread, so a worker can be killed at any time. In
+    concurrent.futures.ProcessPoolExecutor all workers write to one pipe: one that dies in the middle of a message
+    leaves the executor's thread waiting for the rest, and `shutdown` waits for that thread forever
+    (python/cpython#94777 is the same fault on the other queue). Workers also end if this process is killed, because
+    their pipe is closed then.
+
+    Args:
+        count: number of processes.
+        start: called with `arguments` in each process first.
     """
-    before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        count, multiprocessing.get_context("spawn"), initializer=start, initargs=arguments
-    )
-    try:
-        yield pool
-    except BrokenProcessPool:
-        raise
-    except BaseException:
-        for child in set(multiprocessing.active_children()) - before:
-            child.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+
+    def __init__(self, count: int, start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.count = count
+        self._start = start, arguments
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> WorkerPool:
+        context = multiprocessing.get_context("spawn")
+        # Workers inherit the mask: Ctrl-C in a terminal reaches them too, but only this process handles it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for _ in range(self.count):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(there, *self._start), daemon=True)
+                process.start()
+                there.close()  # so that the death of the worker closes the pipe
+                self._workers.append(_Worker(process, here))
+        except BaseException:
+            self._close(kill=True)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(kill=kind is not None)
+
+    def _close(self, kill: bool) -> None:
+        for worker in self._workers:
+            if kill:
+                worker.process.kill()
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join()
+
+    def submit(self, function: Callable[..., Made], *arguments: Any) -> Task[Made]:
+        """Run function(*arguments) in a worker; wait for an idle one first. Raises WorkerDied."""
+        # Only idle workers are written to: two sides that write large messages to each other would both block.
+        while not (idle := [worker for worker in self._workers if worker.task is None]):
+            self.receive()
+        task: Task[Made] = Task()
+        try:
+            idle[0].connection.send((function, arguments))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerDied from error
+        idle[0].task = task
+        return task
+
+    def receive(self) -> None:
+        """Wait until at least one task is done. Raises WorkerDied."""
+        busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
+        for connection in wait(list(busy)):
+            worker = busy[connection]  # type: ignore[index]  # `wait` returns what it was given
+            try:
+                value, error = worker.connection.recv()
+            except (EOFError, ConnectionResetError) as lost:
+                raise WorkerDied from lost
+            assert worker.task is not None
+            worker.task.finish(value, error)
+            worker.task = None
 
 
-def become_worker() -> None:
-    """Initialize a worker process: Ctrl-C ends it at once, and its tokenizer uses one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports the interruption
+def _serve(connection: Connection, start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Run the calls that arrive through a pipe, until it is closed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
+    start(*arguments)
+    while True:
+        try:
+            function, given = connection.recv()
+        except EOFError:
+            return
+        value, error = None, None
+        try:
+            value = function(*given)
+        except Exception as raised:  # noqa: BLE001 - the parent raises it
+            error = _picklable(raised)
+        connection.send((value, error))
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return the exception with its traceback as a note; if it cannot be pickled, a RuntimeError with its text."""
+    text = "".join(traceback.format_exception(error))
+    error.add_note(f"in a worker process:\n{text}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - a class can define pickling in any way
+        return RuntimeError(text)
+    return error
 
 
 def in_order(
@@ -74,25 +181,29 @@ def in_order(
         for context, item in every:
             yield context, work(own, item)
         return
-    running: deque[tuple[list[Context], Future[list[Made]]]] = deque()
+    running: deque[tuple[list[Context], Task[list[Made]]]] = deque()
     try:
-        with processes(count, _start, (build,)) as pool:
+        with WorkerPool(count, _start, (build,)) as pool:
             while chunk := list(itertools.islice(every, CHUNK)):
                 made = pool.submit(_work, work, [item for _, item in chunk])
                 running.append(([context for context, _ in chunk], made))
-                if len(running) > 2 * count:  # keeps every process busy
-                    yield from _next(running)
+                if len(running) > 2 * count:  # a bound on the results that wait for a slow chunk
+                    yield from _oldest(pool, running)
             while running:
-                yield from _next(running)
-    except BrokenProcessPool as error:
+                yield from _oldest(pool, running)
+    except WorkerDied as error:
         raise RunError(
             "a process that prepares data was killed, most likely for memory; run the same command again with more of "
             "it free"
         ) from error
 
 
-def _next(running: deque[tuple[list[Context], Future[list[Made]]]]) -> Iterator[tuple[Context, Made]]:
+def _oldest(
+    pool: WorkerPool, running: deque[tuple[list[Context], Task[list[Made]]]]
+) -> Iterable[tuple[Context, Made]]:
     contexts, made = running.popleft()
+    while not made.done:
+        pool.receive()
     return zip(contexts, made.result(), strict=True)
 
 
@@ -101,7 +212,6 @@ _tool: Any = None  # one per process, set by the initializer
 
 def _start(build: Callable[[], Any]) -> None:
     global _tool
-    become_worker()
     _tool = build()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from deskside.data import tokenizer
 from deskside.data.corpus.heldout import text_hash
-from deskside.data.corpus.process_pool import become_worker
 from deskside.data.reading import shards
 
 if TYPE_CHECKING:
@@ -76,10 +74,8 @@ _tools: _Tools | None = None  # set by start_worker, once per process
 
 
 def start_worker(directory: str, eos_id: int, dtype: str) -> None:
-    """Load the tokenizer of this preparation. In a worker process, also make Ctrl-C end it at once."""
+    """Load the tokenizer of this preparation."""
     global _tools
-    if parent_process() is not None:
-        become_worker()
     coder = tokenizer.load(directory)
     _tools = _Tools(Path(directory), eos_id, dtype, coder, tokenizer.token_bytes(coder))
 

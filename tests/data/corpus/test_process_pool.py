@@ -74,6 +74,41 @@ def test_a_process_that_dies_is_one_line() -> None:
     assert not active_children()
 
 
+def megabytes(tool: tuple[str, int], item: int) -> bytes:
+    return bytes(item)
+
+
+@pytest.mark.usefixtures("several")
+def test_workers_killed_while_they_send_do_not_block_this_process() -> None:
+    """64 MB are more than a pipe holds, so a worker is in the middle of a message when the generator is closed."""
+    items = [(n, 16_000_000) for n in range(60)]
+    with closing(process_pool.in_order(items, megabytes, ("", 0), partial(tool, ""))) as made:
+        next(made)
+    assert not active_children()
+
+
+def failing(kind: str) -> None:
+    if kind == "unpicklable":
+        raise Unpicklable(lambda: None)
+    raise RunError(kind)
+
+
+class Unpicklable(Exception):
+    pass
+
+
+def test_an_exception_of_a_call_is_raised_here() -> None:
+    with process_pool.WorkerPool(1, print, ()) as pool:
+        for kind, error in (("full disk", RunError), ("unpicklable", RuntimeError)):
+            task = pool.submit(failing, kind)
+            pool.receive()
+            with pytest.raises(error, match="full disk" if kind == "full disk" else "Unpicklable"):
+                task.result()
+        good = pool.submit(abs, -3)
+        pool.receive()
+        assert good.result() == 3
+
+
 def made(folder: Path) -> dict[str, bytes]:
     """Every file, but for .verified.json, which holds the times of the others."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".verified.json"}
