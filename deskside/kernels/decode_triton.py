@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels.fused.types import QkvLayout
+from deskside.kernels.fused.reference import QkvLayout
 
 SPAN, SPANS = 256, 64  # tokens that one program reads, doubled until there are at most so many spans
 LOG2E = 1.4426950408889634

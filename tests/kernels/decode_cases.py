@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels import decode_rng_triton, decode_triton
-from deskside.kernels.fused.types import QkvLayout
+from deskside.kernels.fused.reference import QkvLayout
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 SHAPES = (  # query heads, key-value heads, channels, new tokens, window, dtype

@@ -15,7 +15,7 @@ from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of  # noqa
 from deskside.engine.engine import Engine  # noqa: E402
 from deskside.engine.requests import Request  # noqa: E402
 from deskside.kernels import decode, decode_rng_triton, decode_triton  # noqa: E402
-from deskside.kernels.fused.types import QkvLayout  # noqa: E402
+from deskside.kernels.fused.reference import QkvLayout  # noqa: E402
 from tests.engine.test_generate import VARIANTS, make, plain  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from torch import Tensor  # noqa: E402
 
 from deskside.kernels import cross_entropy, cross_entropy_triton, embedding_triton  # noqa: E402
 from deskside.kernels.fused import launch, reference  # noqa: E402
-from deskside.kernels.fused.types import Cast, Fp8, QkvLayout  # noqa: E402
+from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout  # noqa: E402
 
 N, D, F = 136, 80, 48
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -17,7 +17,7 @@ from deskside.kernels import (
 )
 from deskside.kernels.adamw_state import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks
 from deskside.kernels.fused import launch
-from deskside.kernels.fused.types import Cast, QkvLayout
+from deskside.kernels.fused.reference import Cast, QkvLayout
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 WITH_FP8 = tuple(c for c in CAPABILITIES if c >= 89)  # where the conversion is an instruction

@@ -12,15 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from deskside.kernels.fused import (
-    triton_gated,
-    triton_norm,
-    triton_rope,
-    triton_rowwise,
-    triton_sums,
-    triton_transpose,
-)
-from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
+from deskside.kernels.fused import triton_cast, triton_gated, triton_norm, triton_rope
+from deskside.kernels.fused.reference import Angles, Cast, Fp8, QkvLayout
 from deskside.utils.errors import UsageError
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
@@ -60,7 +53,7 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     N, K = x.shape
     out = _fp8((N, K), cast.dtype, x.device)
     grid = (_cdiv(K, 128), _cdiv(N, FP8_ROWS))
-    triton_norm.cast_fp8[grid](
+    triton_cast.cast_fp8[grid](
         x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, num_warps=4
     )
     return out
@@ -70,7 +63,7 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K) -> (N,) and (K,)."""
     N, K = x.shape
     rows, columns = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in (N, K))
-    triton_rowwise.row_col_amax[(_cdiv(N, 64), _cdiv(K, 128))](x, rows, columns, N, K, 64, 128, num_warps=4)
+    triton_cast.row_col_amax[(_cdiv(N, 64), _cdiv(K, 128))](x, rows, columns, N, K, 64, 128, num_warps=4)
     return rows, columns
 
 
@@ -78,14 +71,14 @@ def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor
     """(N, K) under a scale per row, and its transpose under a scale per column."""
     N, K = x.shape
     out = _fp8((N, K), dtype, x.device)
-    triton_rowwise.cast_both[(_cdiv(N, FP8_ROWS), _cdiv(K, 64))](
+    triton_cast.cast_both[(_cdiv(N, FP8_ROWS), _cdiv(K, 64))](
         x, out.rows, _words(out), of_rows, of_columns, N, K, FP8_ROWS, 64, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None = None
 ) -> tuple[Tensor, Tensor | Fp8, Tensor]:
     """residual, delta: (N, D) contiguous."""
     N, D = residual.shape
@@ -130,7 +123,7 @@ def qk_norm_rope(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles,
     layout: QkvLayout,
 ) -> tuple[Tensor, Tensor]:
     """qkv: (N, width) contiguous."""
@@ -151,9 +144,9 @@ def qk_norm_rope_backward(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles,
     layout: QkvLayout,
-    cast: Cast | None,
+    cast: Cast | None = None,
 ) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
     """grads: (N, heads, C), (N, kv_heads, C) twice, channels contiguous, any other strides."""
     (N, width), C = qkv.shape, layout.head_dim
@@ -196,13 +189,13 @@ def column_sums(x: Tensor, first: int) -> Tensor:
     N, pieces, C = x.shape
     outputs = 1 if first == pieces else 2
     out = torch.empty(outputs, C, dtype=torch.float32, device=x.device)
-    triton_sums.column_sums[(_cdiv(C, 8), outputs)](
+    triton_norm.column_sums[(_cdiv(C, 8), outputs)](
         x, out, N, C, first, pieces, min(1024, _power_of_two(N)), 8, num_warps=8,
     )  # fmt: skip
     return out
 
 
-def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
+def gated(x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
     """(N, 2F) or (N, F) -> (N, F)."""
     N, F = len(x), x.shape[1] // (2 if two else 1)
     if cast is None:
@@ -219,7 +212,7 @@ def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
     return fp8
 
 
-def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
+def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
     """grad (N, F), x as in `gated` -> the gradient of x."""
     N, F = grad.shape
     if cast is None:
@@ -240,9 +233,7 @@ def transpose(rows: Tensor, out: Tensor) -> None:
     """The transpose of an FP8 matrix (N, K) into (K, N), whose rows may lie apart."""
     N, K = rows.shape
     grid, words = (_cdiv(N, 128), _cdiv(K, 128)), out.view(torch.int32)
-    triton_transpose.transpose[grid](
-        rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8
-    )
+    triton_cast.transpose[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)
 
 
 def _words(fp8: Fp8) -> Tensor:

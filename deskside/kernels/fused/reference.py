@@ -1,19 +1,67 @@
 """The fused operators in plain torch: what the Triton kernels are tested against, and what runs on a CPU.
 
-Inputs may be any floating dtype; arithmetic is in float32, or float64 where the inputs are. Backward forms come from
-autograd on the forward forms, so that no derivative is written by hand twice.
+All take flattened tokens (N = B T). Inputs may be any floating dtype; arithmetic is in float32, or float64 where the
+inputs are. Backward forms come from autograd on the forward forms, so that no derivative is written by hand twice.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deskside.kernels.functional import ACTIVATIONS, at_least_float32
-from deskside.kernels.fused.types import Cast, Fp8, QkvLayout
+
+Angles = tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Parameters of a cast to FP8.
+
+    scale: float32 scalar on the device; values are multiplied by it and saturated. amax: float32 scalar that is
+    updated in place with the largest magnitude before scaling.
+    """
+
+    dtype: torch.dtype
+    scale: Tensor
+    amax: Tensor
+
+    @property
+    def largest(self) -> float:
+        return float(torch.finfo(self.dtype).max)
+
+
+@dataclass(slots=True)
+class Fp8:
+    """One tensor twice: rows (N, K) and columns (K, N), both contiguous."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class QkvLayout:
+    """A fused projection's row: `heads` queries, `kv_heads` keys, `kv_heads` values of `head_dim` channels."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, width) -> views (N, heads, head_dim), (N, kv_heads, head_dim) twice."""
+        x = qkv.view(len(qkv), -1, self.head_dim)
+        q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return q, k, v
 
 
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
-    """See `deskside.kernels.fused.cast_fp8`."""
+    """A tensor (N, K) that exists already, cast to FP8."""
     torch.maximum(cast.amax, x.detach().abs().max().to(cast.amax.dtype), out=cast.amax)
     scaled = (x.to(at_least_float32(x)) * cast.scale).clamp(-cast.largest, cast.largest)
     rows = scaled.to(cast.dtype)
@@ -21,20 +69,23 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
 
 
 def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `deskside.kernels.fused.row_col_amax`."""
+    """The largest magnitudes of the rows (N,) and of the columns (K,), float32, in one pass."""
     magnitudes = x.detach().abs().float()
     return magnitudes.amax(1), magnitudes.amax(0)
 
 
 def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor) -> Fp8:
-    """See `deskside.kernels.fused.cast_both`."""
+    """FP8 rows (N, K) under a scale each, and the transpose with a scale for each of its rows (the columns of x)."""
     limit, x = torch.finfo(dtype).max, x.float()
     rows = (x * of_rows[:, None]).clamp(-limit, limit).to(dtype)
     return Fp8(rows, (x * of_columns).clamp(-limit, limit).to(dtype).T.contiguous())
 
 
 def transpose(rows: Tensor, out: Tensor) -> None:
-    """See `deskside.kernels.fused.transpose`."""
+    """Write the transpose of an FP8 matrix (N, K), whose N is a multiple of 4, into `out` (K, N).
+
+    `out` may be some columns of a wider matrix that begin at, and whose rows are, multiples of 4.
+    """
     out.copy_(rows.T)
 
 
@@ -48,9 +99,12 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None = None
 ) -> tuple[Tensor, Tensor | Fp8, Tensor]:
-    """See `deskside.kernels.fused.add_norm`."""
+    """(residual + delta, its RMSNorm, 1 / its root mean square (N,) in float32). Without delta the residual is kept.
+
+    cast: write the norm in FP8, in rows and in columns, instead of the input's dtype.
+    """
     out = residual if delta is None else residual + delta
     x = out.to(at_least_float32(out))
     rstd = torch.rsqrt(x.square().mean(-1) + eps)
@@ -64,7 +118,10 @@ def add_norm_backward(
     weight: Tensor,
     grad_residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `deskside.kernels.fused.add_norm_backward`."""
+    """(the gradient of both residual and delta, the gradient of the weight in float32).
+
+    `grad_residual` is what reached the residual's output from above; None is zero.
+    """
     x, dtype = residual_out.to(at_least_float32(residual_out)), at_least_float32(residual_out)
     normal = x * rstd[:, None]
     grad = grad_normed.to(dtype)
@@ -80,10 +137,13 @@ def qk_norm_rope(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles,
     layout: QkvLayout,
 ) -> tuple[Tensor, Tensor]:
-    """See `deskside.kernels.fused.qk_norm_rope`."""
+    """Queries (N, H, C) and keys (N, K, C), normalised per head (weights None: not) and turned (angles None: not).
+
+    angles: cos and sin, (P, C / 2) float32, for token n the row n mod P.
+    """
     q, k, _ = layout.split(qkv)
     return tuple(  # type: ignore[return-value]
         _turn(x if weight is None else _norm(x, weight, layout.eps), angles).to(qkv.dtype)
@@ -91,7 +151,7 @@ def qk_norm_rope(
     )
 
 
-def _turn(x_NHC: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+def _turn(x_NHC: Tensor, angles: Angles) -> Tensor:
     x = x_NHC.to(at_least_float32(x_NHC))
     if angles is None:
         return x
@@ -105,11 +165,11 @@ def qk_norm_rope_backward(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles,
     layout: QkvLayout,
-    cast: Cast | None,
+    cast: Cast | None = None,
 ) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
-    """See `deskside.kernels.fused.qk_norm_rope_backward`."""
+    """From the gradients of q, k and v: those of qkv (N, W) and of the two norm weights (float32)."""
     with torch.enable_grad():
         leaf = qkv.detach().to(at_least_float32(qkv)).requires_grad_()
         weights = [
@@ -124,8 +184,8 @@ def qk_norm_rope_backward(
     return _finish(grad, cast, qkv.dtype), rest[0], rest[1]
 
 
-def gated(x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
-    """See `deskside.kernels.fused.gated`."""
+def gated(x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
+    """activation(gate) * up of x (N, 2F), or activation(x) of x (N, F) where not `two`. kind: as in ops.composite."""
     return _finish(_hidden(x.to(at_least_float32(x)), kind, two), cast, x.dtype)
 
 
@@ -135,8 +195,8 @@ def _hidden(x: Tensor, kind: str, two: bool) -> Tensor:
     return hidden * up[0] if up else hidden
 
 
-def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None) -> Tensor | Fp8:
-    """See `deskside.kernels.fused.gated_backward`."""
+def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
+    """The gradient of x, from that of the hidden values (N, F)."""
     with torch.enable_grad():
         leaf = x.detach().to(at_least_float32(x)).requires_grad_()
         (grad_x,) = torch.autograd.grad(_hidden(leaf, kind, two), leaf, grad.to(leaf.dtype))

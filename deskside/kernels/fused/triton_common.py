@@ -117,6 +117,16 @@ def rounded_once(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_four(place, stride, mask):  # type: ignore[no-untyped-def]
+    """Four tiles in float32: at the pointers `place` and one, two and three rows of `stride` values below them."""
+    a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(place + stride, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(place + 2 * stride, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(place + 3 * stride, mask=mask, other=0.0).to(tl.float32)
+    return a, b, c, d
+
+
+@triton.jit
 def store_fp8(  # type: ignore[no-untyped-def]
     ROWS, WORDS, a, b, c, d, scale, words, columns, mask, stride, N
 ):

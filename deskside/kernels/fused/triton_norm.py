@@ -1,9 +1,10 @@
-"""Residual add + RMSNorm (+ cast to FP8), forward and backward, and the cast of a tensor that exists already.
+"""Residual add + RMSNorm (+ cast to FP8), forward and backward, and the last step of the weights' gradients.
 
 Forward, bytes per element in BF16: reads 2 tensors, writes 2. In FP8 the normalised values are written as two tensors
 of one byte, rows and columns, which is the same traffic as one BF16 tensor.
 Backward: one pass reads the output's gradient, the residual and the gradient that reached the residual from above, and
-writes their sum's gradient; the weight's gradient is added up in registers and left as one row per program.
+writes their sum's gradient; the weight's gradient is added up in registers and left as one row per program, which
+`column_sums` adds up. Atomics would add them in a different order in each run.
 """
 
 import triton
@@ -136,18 +137,22 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def cast_fp8(  # type: ignore[no-untyped-def]
-    X, ROWS, WORDS, SCALE, AMAX, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def column_sums(  # type: ignore[no-untyped-def]
+    X, OUT, N,
+    C: tl.constexpr, FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program: X (N, K) into ROWS (N, K) and its transpose."""
-    words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (words < N // 4)[:, None] & (columns < K)[None, :]
-    place = X + words[:, None] * (4 * K) + columns[None, :]
-    a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(place + K, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(place + 2 * K, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(place + 3 * K, mask=mask, other=0.0).to(tl.float32)
-    store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, K, N)
-    note_amax(AMAX, largest_of(a, b, c, d))
+    """X: (N, PIECES, C), float32. OUT: (1 or 2, C): sums over rows, of the first FIRST pieces and of the rest.
+
+    There are a thousand or so rows of a few hundred columns, so little is read and only the latency of loads matters:
+    each program takes few columns and requests a thousand rows at once.
+    """
+    which = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        rows = start + tl.arange(0, BLOCK_N)
+        mask = (rows < N)[:, None] & (columns < C)[None, :]
+        for piece in range(which * FIRST, FIRST + which * (PIECES - FIRST)):
+            place = X + rows[:, None] * (PIECES * C) + piece * C + columns[None, :]
+            total += tl.load(place, mask=mask, other=0.0)
+    tl.store(OUT + which * C + columns, tl.sum(total, axis=0), mask=columns < C)
