@@ -17,6 +17,7 @@ results do not change from call to call. Tiles are chosen by arithmetic: trying 
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -71,22 +72,27 @@ def tiles_for(capability: tuple[int, int]) -> Tiles:
 
 
 @triton.jit
-def _place(
-    tile: tl.tensor, L: tl.tensor, R: tl.tensor, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr
-) -> tl.tensor:
-    """Row and column of a tile's first value, and its part of the sum. GROUP rows of tiles before the next column."""
+def corner(tile, L, R, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First row and column of a tile. Programs that run together share the L2 cache, so tiles are taken in groups of
+    GROUP rows: all of them in one column of tiles before the next column."""
     down = tl.cdiv(L, BL)
     across = tl.cdiv(R, BR)
-    part = tile // (down * across)
-    tile = tile % (down * across)
     group = tile // (GROUP * across)
     height = tl.minimum(down - group * GROUP, GROUP)
     within = tile % (GROUP * across)
-    return (group * GROUP + within % height) * BL, (within // height) * BR, part
+    return (group * GROUP + within % height) * BL, (within // height) * BR
 
 
 @triton.jit
-def _factor(alpha_ptr: tl.tensor, second_ptr: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+def _place(tile, L, R, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The corner of a tile, and its part of the sum: the tiles of one part come before those of the next."""
+    tiles = tl.cdiv(L, BL) * tl.cdiv(R, BR)
+    i, j = corner(tile % tiles, L, R, BL, BR, GROUP)
+    return i, j, tile // tiles
+
+
+@triton.jit
+def _factor(alpha_ptr, second_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The product of both scales; 1 where the parts of a sum are still to be added."""
     factor = 1.0
     if PARTS == 1:
@@ -95,24 +101,11 @@ def _factor(alpha_ptr: tl.tensor, second_ptr: tl.tensor, PARTS: tl.constexpr) ->
 
 
 @triton.jit
-def descriptor_kernel(
-    left: tl.tensor,
-    right: tl.tensor,
-    out: tl.tensor,
-    alpha_ptr: tl.tensor,
-    second_ptr: tl.tensor,
-    L: tl.tensor,
-    R: tl.tensor,
-    S: tl.tensor,
-    LEFT_TURNED: tl.constexpr,
-    RIGHT_TURNED: tl.constexpr,
-    BL: tl.constexpr,
-    BR: tl.constexpr,
-    BS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-) -> None:
+def descriptor_kernel(  # type: ignore[no-untyped-def]
+    left, right, out, alpha_ptr, second_ptr, L, R, S,
+    LEFT_TURNED: tl.constexpr, RIGHT_TURNED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """out (PARTS, L, R). What lies beyond an edge is read as zero and not written."""
     tiles = tl.cdiv(L, BL) * tl.cdiv(R, BR) * PARTS
     steps = tl.cdiv(tl.cdiv(S, BS), PARTS)
@@ -139,25 +132,11 @@ def descriptor_kernel(
 
 
 @triton.jit
-def pointer_kernel(
-    left: tl.tensor,
-    right: tl.tensor,
-    out: tl.tensor,
-    alpha_ptr: tl.tensor,
-    second_ptr: tl.tensor,
-    L: tl.tensor,
-    R: tl.tensor,
-    S: tl.tensor,
-    LEFT_TURNED: tl.constexpr,
-    RIGHT_TURNED: tl.constexpr,
-    BL: tl.constexpr,
-    BR: tl.constexpr,
-    BS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-) -> None:
+def pointer_kernel(  # type: ignore[no-untyped-def]
+    left, right, out, alpha_ptr, second_ptr, L, R, S,
+    LEFT_TURNED: tl.constexpr, RIGHT_TURNED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """One tile a program. EVEN: all steps of the sum are whole. Rows beyond an edge read others and are not written."""
     i0, j0, part = _place(tl.program_id(0), L, R, BL, BR, GROUP)
     steps = tl.cdiv(tl.cdiv(S, BS), PARTS)
@@ -196,16 +175,10 @@ def pointer_kernel(
 
 
 @triton.jit
-def add_parts_kernel(
-    parts_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    alpha_ptr: tl.tensor,
-    second_ptr: tl.tensor,
-    numel: tl.tensor,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-) -> None:
+def add_parts_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr, out_ptr, alpha_ptr, second_ptr, numel,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """out = factor x sum of the parts, added from the first to the last."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -242,7 +215,7 @@ def scaled_matmul(
     parts = split(count, steps, multiprocessors)
     result = out.view(1, L, R) if parts == 1 else left.new_empty(parts, L, R, dtype=torch.float32)
     second = one(left.device) if second is None else second
-    constants = tiles.constants(layout) | {"PARTS": parts, "DTYPE": _TL_DTYPE[result.dtype]}
+    constants = tiles.constants(layout) | {"PARTS": parts, "DTYPE": TL_DTYPE[result.dtype]}
     if tiles.descriptors:
         shapes = {"nt": ("LS", "RS"), "nn": ("LS", "SR"), "tn": ("SL", "SR")}[layout]
         blocks = [[getattr(tiles, axis) for axis in axes] for axes in shapes]
@@ -264,7 +237,7 @@ def scaled_matmul(
         )
     if parts > 1:
         add_parts_kernel[(triton.cdiv(out.numel(), 1024),)](
-            result, out, alpha, second, out.numel(), PARTS=parts, BLOCK=1024, DTYPE=_TL_DTYPE[dtype]
+            result, out, alpha, second, out.numel(), PARTS=parts, BLOCK=1024, DTYPE=TL_DTYPE[dtype]
         )
     return out
 
@@ -283,23 +256,19 @@ def split(tiles: int, steps: int, multiprocessors: int) -> int:
     return min(range(1, min(32, max(1, steps // 8)) + 1), key=cost)
 
 
-_TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_ONES: dict[torch.device, Tensor] = {}
-_CARDS: dict[torch.device, tuple[Tiles, int]] = {}
+TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # of results
 
 
+@cache
 def one(device: torch.device) -> Tensor:
     """1.0 on the device, made once."""
-    if device not in _ONES:
-        _ONES[device] = torch.ones((), dtype=torch.float32, device=device)
-    return _ONES[device]
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
+@cache
 def _card(device: torch.device) -> tuple[Tiles, int]:
-    if device not in _CARDS:
-        properties = torch.cuda.get_device_properties(device)
-        _CARDS[device] = tiles_for((properties.major, properties.minor)), properties.multi_processor_count
-    return _CARDS[device]
+    properties = torch.cuda.get_device_properties(device)
+    return tiles_for((properties.major, properties.minor)), properties.multi_processor_count
 
 
 def _sizes(left: Tensor, right: Tensor, layout: Layout) -> tuple[int, int, int]:
@@ -343,5 +312,5 @@ def _check(left: Tensor, right: Tensor, alpha: Tensor, second: Tensor | None, dt
             number.numel() != 1 or number.dtype != torch.float32 or number.device != left.device
         ):
             raise UsageError(f"scaled_matmul's factors must each be one float32 number on {left.device}")
-    if dtype not in _TL_DTYPE:
+    if dtype not in TL_DTYPE:
         raise UsageError(f"scaled_matmul gives bfloat16 or float32, not {dtype}")

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels.nvfp4.matmul import one
+from deskside.kernels.nvfp4.matmul import TL_DTYPE, corner, one
 from deskside.kernels.nvfp4.quantize import Packed
 from deskside.utils.errors import UsageError
 
@@ -27,44 +27,17 @@ from deskside.utils.errors import UsageError
 TILE: dict[str, Any] = {"BL": 128, "BR": 128, "BS": 128, "GROUP": 8}
 OPTIONS = {"num_warps": 8, "num_stages": 3}
 _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _corner(L: tl.tensor, R: tl.tensor, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
-    """First row and column of this program's tile; GROUP rows of tiles before the next column, for the L2 cache."""
-    tile = tl.program_id(0)
-    across = tl.cdiv(R, BR)
-    group = tile // (GROUP * across)
-    height = tl.minimum(tl.cdiv(L, BL) - group * GROUP, GROUP)
-    within = tile % (GROUP * across)
-    return (group * GROUP + within % height) * BL, (within // height) * BR
-
-
-@triton.jit
-def nvfp4_kernel(
-    left: tl.tensor,
-    left_scale: tl.tensor,
-    right: tl.tensor,
-    right_scale: tl.tensor,
-    out: tl.tensor,
-    alpha_ptr: tl.tensor,
-    second_ptr: tl.tensor,
-    L: tl.tensor,
-    R: tl.tensor,
-    S: tl.tensor,
-    pairs: tl.tensor,
-    blocks: tl.tensor,
-    BL: tl.constexpr,
-    BR: tl.constexpr,
-    BS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
+def nvfp4_kernel(  # type: ignore[no-untyped-def]
+    left, left_scale, right, right_scale, out, alpha_ptr, second_ptr, L, R, S, pairs, blocks,
+    BL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """One tile a program. pairs = S / 2 bytes and blocks = S / 16 scales a row: arguments of their own, so that the
     compiler knows where each is divisible by 16 and loads many at once."""
-    i0, j0 = _corner(L, R, BL, BR, GROUP)
+    i0, j0 = corner(tl.program_id(0), L, R, BL, BR, GROUP)
     i = i0 + tl.arange(0, BL)
     j = j0 + tl.arange(0, BR)
     pair = tl.arange(0, BS // 2)
@@ -97,26 +70,13 @@ def nvfp4_kernel(
 
 
 @triton.jit
-def fp8_kernel(
-    left: tl.tensor,
-    right: tl.tensor,
-    out: tl.tensor,
-    alpha_ptr: tl.tensor,
-    second_ptr: tl.tensor,
-    L: tl.tensor,
-    R: tl.tensor,
-    S: tl.tensor,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    BL: tl.constexpr,
-    BR: tl.constexpr,
-    BS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-) -> None:
+def fp8_kernel(  # type: ignore[no-untyped-def]
+    left, right, out, alpha_ptr, second_ptr, L, R, S,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """One tile a program. LEFT, RIGHT: "e4m3" or "e5m2"."""
-    i0, j0 = _corner(L, R, BL, BR, GROUP)
+    i0, j0 = corner(tl.program_id(0), L, R, BL, BR, GROUP)
     i = i0 + tl.arange(0, BL)
     j = j0 + tl.arange(0, BR)
     s = tl.arange(0, BS)
@@ -150,16 +110,10 @@ def nvfp4_matmul(left: Packed, right: Packed, dtype: torch.dtype = torch.bfloat1
         raise UsageError(
             f"nvfp4_matmul sums over {S} and {2 * right.codes.shape[1]} values; both must be equal and divisible by 32"
         )
-    out = _out(L, R, left.codes, dtype)
-    nvfp4_kernel[(triton.cdiv(L, TILE["BL"]) * triton.cdiv(R, TILE["BR"]),)](
-        *(left.codes, left.block_scale, right.codes, right.block_scale, out),
-        *(left.global_scale, right.global_scale, L, R, S, S // 2, S // 16),
-        **TILE,
-        EVEN=S % TILE["BS"] == 0,
-        DTYPE=_TL_DTYPE[dtype],
-        **OPTIONS,
-    )
-    return out
+    return _launch(
+        nvfp4_kernel, (left.codes, left.block_scale, right.codes, right.block_scale), (L, R), dtype,
+        (left.global_scale, right.global_scale, L, R, S, S // 2, S // 16), EVEN=S % TILE["BS"] == 0,
+    )  # fmt: skip
 
 
 def fp8_matmul(
@@ -185,23 +139,28 @@ def fp8_matmul(
             f"fp8_matmul sums over {left.shape[1]} and {right.shape[1]}; both must be equal and divisible by 32"
         )
     L, R, S = left.shape[0], right.shape[0], left.shape[1]
-    out = _out(L, R, left, dtype)
-    fp8_kernel[(triton.cdiv(L, TILE["BL"]) * triton.cdiv(R, TILE["BR"]),)](
-        *(left, right, out, alpha, one(left.device) if second is None else second, L, R, S),
-        LEFT=_FP8[left.dtype],
-        RIGHT=_FP8[right.dtype],
-        **TILE,
-        EVEN=S % TILE["BS"] == 0,
-        DTYPE=_TL_DTYPE[dtype],
-        **OPTIONS,
-    )
-    return out
+    second = one(left.device) if second is None else second
+    return _launch(
+        fp8_kernel, (left, right), (L, R), dtype,
+        (alpha, second, L, R, S), LEFT=_FP8[left.dtype], RIGHT=_FP8[right.dtype], EVEN=S % TILE["BS"] == 0,
+    )  # fmt: skip
 
 
-def _out(L: int, R: int, beside: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype not in _TL_DTYPE:
+def _launch(
+    kernel: Any,
+    operands: tuple[Tensor, ...],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    numbers: tuple[Tensor | int, ...],
+    **constants: Any,
+) -> Tensor:
+    """Run one tile a program: kernel(*operands, out, *numbers). Returns out, of `shape` and `dtype`."""
+    if dtype not in TL_DTYPE:
         raise UsageError(f"block-scaled products give bfloat16 or float32, not {dtype}")
-    return torch.empty(L, R, dtype=dtype, device=beside.device)
+    out = torch.empty(shape, dtype=dtype, device=operands[0].device)
+    tiles = triton.cdiv(shape[0], TILE["BL"]) * triton.cdiv(shape[1], TILE["BR"])
+    kernel[(tiles,)](*operands, out, *numbers, **TILE, DTYPE=TL_DTYPE[dtype], **constants, **OPTIONS)
+    return out
 
 
 def _check_card(matrix: Tensor, majors: tuple[int, ...]) -> None:

@@ -65,21 +65,19 @@ def quantize(
     seed: 64 bits, of the stochastic roundings; give each tensor of each step another.
     Raises UsageError for operands, shapes, dtypes and devices that this cannot do.
     """
+    if amax is None:
+        amax = largest(x_NK, operand, along, signs)
+    else:
+        _check(x_NK, operand, along, signs)
     values = torch.empty_like(x_NK, dtype=torch.bfloat16)
-    return Emulated(values, _launch(x_NK, operand, along, amax, signs, seed, values, None))
+    return Emulated(values, _launch(x_NK, operand, along, amax, signs, seed, values))
 
 
 def quantize_packed(
-    x_NK: Tensor,
-    operand: Operand,
-    along: Along,
-    *,
-    amax: Tensor | None = None,
-    signs: Tensor | None = None,
-    seed: int = 0,
+    x_NK: Tensor, operand: Operand, along: Along, *, signs: Tensor | None = None, seed: int = 0
 ) -> Packed:
-    """Quantize into the layout of the native product; along "rows" the output is transposed."""
-    _check(x_NK, operand, along, signs)
+    """Like `quantize`, in the layout of the native product; along "rows" the output is transposed."""
+    amax = largest(x_NK, operand, along, signs)
     M, S = x_NK.shape if along == "columns" else x_NK.T.shape
     codes = torch.empty(M, S // 2, dtype=torch.uint8, device=x_NK.device)
     block_scale = torch.empty(M, S // BLOCK, dtype=torch.uint8, device=x_NK.device)
@@ -92,18 +90,11 @@ def largest(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None =
     _check(x_NK, operand, along, signs)
     bits = torch.zeros((), dtype=torch.int32, device=x_NK.device)
     tile = _tile(operand.hadamard, along)
-    matrix, signs = _transform(x_NK, operand, signs)
-    amax_kernel[(_programs(x_NK, tile),)](
-        x_NK,
-        matrix,
-        signs,
-        bits,
-        *x_NK.shape,
-        _tiles(x_NK, tile),
-        **tile,
-        INTERPRETED=_interpreted(),
-        **_options(operand.hadamard),
-    )
+    count, programs = _tiles(x_NK, tile)
+    amax_kernel[(programs,)](
+        x_NK, *_transform(x_NK, operand, signs), bits, *x_NK.shape, count,
+        **tile, INTERPRETED=_interpreted(), **_options(operand.hadamard),
+    )  # fmt: skip
     return bits.view(torch.float32)
 
 
@@ -111,36 +102,22 @@ def _launch(
     x_NK: Tensor,
     operand: Operand,
     along: Along,
-    amax: Tensor | None,
+    amax: Tensor,
     signs: Tensor | None,
     seed: int,
     out: Tensor,
-    block_scale: Tensor | None,
+    block_scale: Tensor | None = None,
 ) -> Tensor:
-    if amax is None:
-        amax = largest(x_NK, operand, along, signs)
-    else:
-        _check(x_NK, operand, along, signs)
-        _check_number("amax", amax, x_NK)
+    """Write the values into `out`, or codes and block scales into both. Returns the global scale."""
     global_scale = torch.empty((), dtype=torch.float32, device=x_NK.device)
     tile = _tile(operand.hadamard, along)
-    matrix, signs = _transform(x_NK, operand, signs)
-    quantize_kernel[(_programs(x_NK, tile),)](
-        x_NK,
-        matrix,
-        signs,
-        amax,
-        out,
-        out if block_scale is None else block_scale,
-        global_scale,
-        *x_NK.shape,
-        _tiles(x_NK, tile),
-        (seed + 2**63) % 2**64 - 2**63,  # the same 64 bits as a signed number
+    count, programs = _tiles(x_NK, tile)
+    quantize_kernel[(programs,)](
+        x_NK, *_transform(x_NK, operand, signs), amax, out, out if block_scale is None else block_scale, global_scale,
+        *x_NK.shape, count, (seed + 2**63) % 2**64 - 2**63,  # the same 64 bits as a signed number
         **_constants(operand, packed=block_scale is not None),
-        **tile,
-        INTERPRETED=_interpreted(),
-        **_options(operand.hadamard),
-    )
+        **tile, INTERPRETED=_interpreted(), **_options(operand.hadamard),
+    )  # fmt: skip
     return global_scale
 
 
@@ -171,13 +148,11 @@ def _constants(operand: Operand, packed: bool) -> dict[str, Any]:
     }
 
 
-def _tiles(x_NK: Tensor, tile: dict[str, Any]) -> int:
+def _tiles(x_NK: Tensor, tile: dict[str, Any]) -> tuple[int, int]:
+    """The tiles of the matrix, and the programs that walk over them."""
     M, S = reversed(x_NK.shape) if tile["ROWS"] else x_NK.shape
-    return int(triton.cdiv(M, tile["BM"]) * triton.cdiv(S, tile["BS"]))
-
-
-def _programs(x_NK: Tensor, tile: dict[str, Any]) -> int:
-    return max(1, min(_tiles(x_NK, tile), _multiprocessors(x_NK.device) * PROGRAMS_PER_SM))
+    count = int(triton.cdiv(M, tile["BM"]) * triton.cdiv(S, tile["BS"]))
+    return count, max(1, min(count, _multiprocessors(x_NK.device) * PROGRAMS_PER_SM))
 
 
 @cache
@@ -210,14 +185,6 @@ def _hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Ten
 @cache
 def _nvidia_signs(device: torch.device) -> Tensor:
     return torch.tensor(NVIDIA_SIGNS, dtype=torch.float32, device=device)
-
-
-def _check_number(name: str, number: Tensor, beside: Tensor) -> None:
-    if number.numel() != 1 or number.dtype != torch.float32 or number.device != beside.device:
-        raise UsageError(
-            f"{name} must be one float32 number on {beside.device}; "
-            f"it is {tuple(number.shape)} {number.dtype} on {number.device}"
-        )
 
 
 def _check(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None) -> None:

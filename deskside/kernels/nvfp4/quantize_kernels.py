@@ -26,9 +26,7 @@ LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _corner(
-    tile: tl.tensor, N: tl.tensor, K: tl.tensor, BM: tl.constexpr, BS: tl.constexpr, ROWS: tl.constexpr
-) -> tl.tensor:
+def _corner(tile, N, K, BM: tl.constexpr, BS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """First m and s of a tile of an (N, K) matrix; ROWS: the summed dimension S is N, else K. K runs fastest."""
     across = tl.cdiv(K, BM if ROWS else BS)
     m, s = (tile % across, tile // across) if ROWS else (tile // across, tile % across)
@@ -36,15 +34,13 @@ def _corner(
 
 
 @triton.jit
-def _at(m: tl.tensor, s: tl.tensor, K: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+def _at(m, s, K, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where an element, or a block scale of the reference's layout, lies in memory; K: the length of its row."""
     return s.to(tl.int64) * K + m if ROWS else m.to(tl.int64) * K + s
 
 
 @triton.jit
-def _rotation(
-    matrix_ptr: tl.tensor, signs_ptr: tl.tensor, HADAMARD: tl.constexpr, BS: tl.constexpr
-) -> tl.tensor:
+def _rotation(matrix_ptr, signs_ptr, HADAMARD: tl.constexpr, BS: tl.constexpr):  # type: ignore[no-untyped-def]
     """diag(signs) H, scaled by the power of two at or below 1 / sqrt(HADAMARD).
 
     Sums of unscaled values would overflow from 2e37 on, and a power of two changes no bit of them.
@@ -55,14 +51,7 @@ def _rotation(
 
 
 @triton.jit
-def _values(
-    x_ptr: tl.tensor,
-    rotation: tl.tensor,
-    at: tl.tensor,
-    mask: tl.tensor,
-    HADAMARD: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> tl.tensor:
+def _values(x_ptr, rotation, at, mask, HADAMARD: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile in float32, transformed. A transform of 16 rounds to x's dtype, as NVIDIA's kernels do."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     values = x.to(tl.float32)
@@ -80,20 +69,10 @@ def _values(
 
 
 @triton.jit
-def amax_kernel(
-    x_ptr: tl.tensor,
-    matrix_ptr: tl.tensor,
-    signs_ptr: tl.tensor,
-    amax_ptr: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    tiles: tl.tensor,
-    HADAMARD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BM: tl.constexpr,
-    BS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> None:
+def amax_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, matrix_ptr, signs_ptr, amax_ptr, N, K, tiles,
+    HADAMARD: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Largest magnitude of the transformed tensor. As integers: the bits of NaN are above those of every number."""
     rotation = 0.0
     if HADAMARD > 0:
@@ -110,7 +89,7 @@ def amax_kernel(
 
 
 @triton.jit
-def _in_sequence(x: tl.tensor, P: tl.constexpr, Q: tl.constexpr) -> tl.tensor:
+def _in_sequence(x, P: tl.constexpr, Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum of (P, Q, 16) over the last dimension, strictly from the first to the last: (P, Q, 1).
 
     Eight neighbours lie in one thread, so the first half is summed, handed over, and the second half added to it.
@@ -130,9 +109,7 @@ def _in_sequence(x: tl.tensor, P: tl.constexpr, Q: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _block_error(
-    squares: tl.tensor, P: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr
-) -> tl.tensor:
+def _block_error(squares, P: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum of (P, A, Q, 16) over A and 16, in the reference's order, for it decides near-ties: (P, 1, Q, 1).
 
     That order is along the memory's rows first for a 16 x 16 tile, whichever dimension is summed.
@@ -148,7 +125,7 @@ def _block_error(
 
 
 @triton.jit
-def _in_halves(x: tl.tensor, P: tl.constexpr, Q: tl.constexpr) -> tl.tensor:
+def _in_halves(x, P: tl.constexpr, Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum of each 16 of (P x 16, Q, 1), the first half plus the second, again and again: (P, Q)."""
     x = tl.sum(tl.reshape(x, (P, 2, 8, Q)), axis=1)
     x = tl.sum(tl.reshape(x, (P, 2, 4, Q)), axis=1)
@@ -157,7 +134,7 @@ def _in_halves(x: tl.tensor, P: tl.constexpr, Q: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _over_1536(v: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+def _over_1536(v, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
     """v / 1536, correctly rounded: a product, its exact remainder, one correction (Markstein 1990)."""
     inverse = 0.0006510416860692203  # 1 / 1536 in float32
     quotient = v * inverse
@@ -169,24 +146,17 @@ def _over_1536(v: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _encode(block_scale: tl.tensor, decode: tl.tensor) -> tl.tensor:
+def _encode(block_scale, decode):  # type: ignore[no-untyped-def]
     """1 / (block scale x global scale); a block scale of zero gives the largest float32."""
     product = block_scale * decode
     return tl.minimum(tl.div_rn(tl.full(product.shape, 1.0, tl.float32), product), LARGEST_FLOAT)
 
 
 @triton.jit
-def _candidate(
-    size: tl.tensor,
-    block_scale: tl.tensor,
-    decode: tl.tensor,
-    amax: tl.tensor,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> tl.tensor:
+def _candidate(  # type: ignore[no-untyped-def]
+    size, block_scale, decode, amax,
+    P: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Magnitudes (P, A, Q, 16) rounded with these block scales, and each block's squared error."""
     rounded = e2m1_nearest(tl.minimum(size * _encode(block_scale, decode), 6.0))
     away = _over_1536(rounded * block_scale * amax, INTERPRETED) - size
@@ -194,18 +164,7 @@ def _candidate(
 
 
 @triton.jit
-def _store_packed(
-    codes_ptr: tl.tensor,
-    block_scale_ptr: tl.tensor,
-    code: tl.tensor,
-    byte: tl.tensor,
-    m: tl.tensor,
-    s0: tl.tensor,
-    M: tl.tensor,
-    S: tl.tensor,
-    BM: tl.constexpr,
-    BS: tl.constexpr,
-) -> None:
+def _store_packed(codes_ptr, block_scale_ptr, code, byte, m, s0, M, S, BM: tl.constexpr, BS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes (BM, BS) as (M, S / 2) bytes, block scales (BM, BS / 16) as (M, S / 16)."""
     low, high = tl.split(tl.reshape(code, (BM, BS // 2, 2)))
     pair = (s0 // 2 + tl.arange(0, BS // 2))[None, :]
@@ -217,32 +176,16 @@ def _store_packed(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def quantize_kernel(
-    x_ptr: tl.tensor,
-    matrix_ptr: tl.tensor,
-    signs_ptr: tl.tensor,
-    amax_ptr: tl.tensor,
-    values_ptr: tl.tensor,  # the emulated operand, or the packed codes
-    block_scale_ptr: tl.tensor,
-    global_scale_ptr: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    tiles: tl.tensor,
-    seed: tl.int64,
-    TOP_INVERSE: tl.constexpr,
-    RANGE: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    ROWS: tl.constexpr,
-    A: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    FOUR_OVER_SIX: tl.constexpr,
-    SCALE_UP: tl.constexpr,
-    PACKED: tl.constexpr,
-    BM: tl.constexpr,
-    BS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> None:
-    """Write an operand: emulated (values, as x) or packed (codes and block scales), and the global scale."""
+def quantize_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, matrix_ptr, signs_ptr, amax_ptr, values_ptr, block_scale_ptr, global_scale_ptr, N, K, tiles, seed,
+    TOP_INVERSE: tl.constexpr, RANGE: tl.constexpr, HADAMARD: tl.constexpr, ROWS: tl.constexpr,
+    A: tl.constexpr, ROUNDING: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, SCALE_UP: tl.constexpr,
+    PACKED: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write an operand, emulated or packed, and its global scale.
+
+    values_ptr: the emulated operand, laid out as x, or the packed codes, whose block scales go to block_scale_ptr.
+    """
     P: tl.constexpr = BM // A
     Q: tl.constexpr = BS // 16
     amax = tl.load(amax_ptr)

@@ -17,47 +17,47 @@ import triton.language as tl
 
 
 @triton.jit
-def two_to_exponent(v: tl.tensor, least: tl.constexpr, shift: tl.constexpr) -> tl.tensor:
+def two_to_exponent(v, least: tl.constexpr, shift: tl.constexpr):  # type: ignore[no-untyped-def]
     """2 ** (floor(log2(max(v, least))) + shift) of a non-negative float32. least: a power of two."""
     bits = tl.maximum(v, least).to(tl.int32, bitcast=True) & 0x7F800000
     return (bits + (shift << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def e2m1_nearest(v: tl.tensor) -> tl.tensor:
+def e2m1_nearest(v):  # type: ignore[no-untyped-def]
     """The E2M1 value nearest to v, ties to even, as float32. v: float32 from 0 to 6. Steps: 0.5, 1 and 2."""
     many = two_to_exponent(v, 1.0, 22)
     return (v + many) - many
 
 
 @triton.jit
-def e2m1_stochastic(v: tl.tensor, noise: tl.tensor) -> tl.tensor:
+def e2m1_stochastic(v, noise):  # type: ignore[no-untyped-def]
     """One of the two E2M1 neighbours of v, as float32, whose mean is v. v: 0 to 6; noise: uniform in [0, 1)."""
     return _stochastic(v, two_to_exponent(v, 1.0, -1), noise)
 
 
 @triton.jit
-def e4m3_nearest(v: tl.tensor) -> tl.tensor:
+def e4m3_nearest(v):  # type: ignore[no-untyped-def]
     """The E4M3 value nearest to v, ties to even, as float32. v: float32 from 0 to 448; smallest step 2^-9."""
     many = two_to_exponent(v, 0.015625, 20)
     return (v + many) - many
 
 
 @triton.jit
-def e4m3_up(v: tl.tensor) -> tl.tensor:
+def e4m3_up(v):  # type: ignore[no-untyped-def]
     """The smallest E4M3 value that is not below v, as float32. v: float32 from 0 to 448."""
     near = e4m3_nearest(v)
     return tl.where(near < v, near + two_to_exponent(v, 0.015625, -3), near)
 
 
 @triton.jit
-def e4m3_stochastic(v: tl.tensor, noise: tl.tensor) -> tl.tensor:
+def e4m3_stochastic(v, noise):  # type: ignore[no-untyped-def]
     """One of the two E4M3 neighbours of v, as float32, whose mean is v. v: 0 to 448; noise: uniform in [0, 1)."""
     return _stochastic(v, two_to_exponent(v, 0.015625, -3), noise)
 
 
 @triton.jit
-def _stochastic(v: tl.tensor, step: tl.tensor, noise: tl.tensor) -> tl.tensor:
+def _stochastic(v, step, noise):  # type: ignore[no-untyped-def]
     # The inverse of a power of two has the exponent 254 - e. Everything but the comparison is exact.
     steps = v * (0x7F000000 - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     low = tl.floor(steps)
@@ -65,7 +65,7 @@ def _stochastic(v: tl.tensor, step: tl.tensor, noise: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def e4m3_bits(v: tl.tensor) -> tl.tensor:
+def e4m3_bits(v):  # type: ignore[no-untyped-def]
     """The byte of a float32 that is an E4M3 value from 0 to 448, as uint8."""
     normal = (
         v.to(tl.int32, bitcast=True) - (120 << 23)
@@ -74,7 +74,7 @@ def e4m3_bits(v: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def bf16_nearest(x: tl.tensor) -> tl.tensor:
+def bf16_nearest(x):  # type: ignore[no-untyped-def]
     """A float32 rounded to bfloat16, ties to even, still as float32. NaN may become infinity, nothing finite."""
     bits = x.to(tl.int32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)
@@ -82,7 +82,7 @@ def bf16_nearest(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def uniform(element: tl.tensor, seed: tl.tensor) -> tl.tensor:
+def uniform(element, seed):  # type: ignore[no-untyped-def]
     """Float32 uniform in [0, 1), multiples of 2^-23: a function of the element's number and a 64-bit seed alone.
 
     Two multiply-and-shift rounds (constants: Wellons, "hash prospector", 2018) with one word of the seed before the
@@ -96,7 +96,7 @@ def uniform(element: tl.tensor, seed: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _mixed(h: tl.tensor, between: tl.tensor) -> tl.tensor:
+def _mixed(h, between):  # type: ignore[no-untyped-def]
     h ^= h >> 16
     h *= 0x7FEB352D
     h = (h ^ (h >> 15)) + between
