@@ -18,6 +18,7 @@ from torch import Tensor
 from deskside.kernels.functional import at_least_float32, scaled
 
 CHUNK_TOKENS = 8192
+IGNORED = -100  # a target that counts nothing
 ReplacedRows = tuple[Tensor, Tensor]
 
 
@@ -29,35 +30,26 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
-    ignore_index: int = -100,
     rows: ReplacedRows | None = None,
 ) -> Tensor:
     """Sum over valid tokens of -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2. Float32 scalar.
 
-    cap(x) is softcap * tanh(x / softcap), or x. Tokens whose target is `ignore_index` count nothing. Differentiable in
+    cap(x) is softcap * tanh(x / softcap), or x. Tokens whose target is -100 count nothing. Differentiable in
     hidden, weight and rows; without gradients to compute it only adds up the loss. z-loss: Chowdhery et al. 2022 (arXiv
-    2204.02311). rows: (ids (n,), values (n, D)) that stand in the place of rows of the weight, whose own then get no
-    part in anything: of a frozen weight some rows can train, without a gradient for all.
+    2204.02311). rows: (ids (n,), values (n, D)) that replace rows of the weight, which then have no part in anything:
+    of a frozen weight some rows can train, without a gradient for all.
     """
-    tracked = (hidden_ND, weight_VD) if rows is None else (hidden_ND, weight_VD, rows[1])
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked):
-        ids, values = (None, None) if rows is None else rows
-        loss = _LinearCrossEntropy.apply(
-            hidden_ND, weight_VD, targets_N, softcap, z_loss, chunk_tokens, ignore_index, ids, values
-        )
+    ids, values = rows or (None, None)
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (hidden_ND, weight_VD, values)
+    ):
+        terms = (softcap, z_loss)
+        loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N, ids, values, chunk_tokens, terms)
         assert isinstance(loss, Tensor)
         return loss
-    losses_N = token_losses(
-        hidden_ND,
-        weight_VD,
-        targets_N,
-        softcap=softcap,
-        z_loss=z_loss,
-        chunk_tokens=chunk_tokens,
-        ignore_index=ignore_index,
-        rows=rows,
-    )
-    return losses_N.sum()
+    return token_losses(
+        hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens, rows=rows
+    ).sum()
 
 
 @torch.no_grad()
@@ -69,7 +61,6 @@ def token_losses(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
-    ignore_index: int = -100,
     rows: ReplacedRows | None = None,
 ) -> Tensor:
     """(N,) float32: the loss of each token, 0 where ignored. Not differentiable; for evaluation."""
@@ -77,7 +68,7 @@ def token_losses(
     ids, values = (None, None) if rows is None else (rows[0], rows[1].to(hidden_ND.dtype))
     chunk_loss = elementwise(hidden_ND).chunk_loss
     parts = [
-        chunk_loss(_logits(hidden, weight, ids, values), targets, softcap, z_loss, ignore_index)
+        chunk_loss(_logits(hidden, weight, ids, values), targets, softcap, z_loss)
         for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True)
     ]
     return torch.cat(parts)
@@ -90,12 +81,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        softcap: float | None,
-        z_loss: float,
-        chunk_tokens: int,
-        ignore_index: int,
         ids: Tensor | None,
         values: Tensor | None,
+        chunk_tokens: int,
+        terms: tuple[float | None, float],
     ) -> Tensor:
         wide = at_least_float32(hidden_ND)
         weight = weight_VD.to(hidden_ND.dtype)
@@ -112,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk_tokens)
             hidden = hidden_ND[part]
             of_chunk, d_logits = chunk_loss_and_grad(
-                _logits(hidden, weight, ids, rows), targets_N[part], softcap, z_loss, ignore_index
+                _logits(hidden, weight, ids, rows), targets_N[part], *terms
             )
             losses.append(of_chunk)
             if d_hidden is not None:
@@ -141,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden = scaled(d_hidden, grad)
         if d_weight is not None:
             d_weight = scaled(d_weight, grad).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None, None, None, d_rows
+        return d_hidden, d_weight, None, None, d_rows, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, ids: Tensor | None, rows: Tensor | None) -> Tensor:
@@ -171,27 +160,25 @@ def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def chunk_loss_and_fp8_grad(
-    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int, scale: float
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(n,) losses of one chunk, and scale times the gradient of their sum in the raw logits (n, V), in E5M2."""
-    losses, grad = chunk_loss_and_grad(logits.float(), targets, softcap, z_loss, ignore_index)
+    losses, grad = chunk_loss_and_grad(logits.float(), targets, softcap, z_loss)
     limit = torch.finfo(torch.float8_e5m2).max
     return losses, (grad * scale).clamp(-limit, limit).to(torch.float8_e5m2)
 
 
-def chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
-) -> Tensor:
+def chunk_loss(logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:
     """(n,) losses of one chunk."""
     logits = _cap(logits.to(at_least_float32(logits)), softcap)
-    valid = targets != ignore_index
+    valid = targets != IGNORED
     lse = torch.logsumexp(logits, dim=-1)
     picked = logits.gather(1, torch.where(valid, targets, 0)[:, None]).squeeze(1)
     return torch.where(valid, lse - picked + z_loss * lse * lse, 0.0)
 
 
 def chunk_loss_and_grad(
-    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """(n,) losses of one chunk, and the gradient of their sum in the raw logits (n, V), in the logits' dtype.
 
@@ -199,7 +186,7 @@ def chunk_loss_and_grad(
     """
     capped = _cap(logits.to(at_least_float32(logits)), softcap)
     slope = None if softcap is None else 1 - (capped / softcap) ** 2
-    valid = targets != ignore_index
+    valid = targets != IGNORED
     target = torch.where(valid, targets, 0)[:, None]
     picked = capped.gather(1, target)
     highest = capped.amax(dim=-1, keepdim=True)

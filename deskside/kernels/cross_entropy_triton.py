@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskside.kernels.cross_entropy import IGNORED
+
 BLOCK, FP8_BLOCK = 16384, 8192  # entries of a row at a time; chosen on an H200 (docs/log.md)
 
 
@@ -93,25 +95,23 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
 
 
 def chunk_loss_and_grad(
-    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """(n,) float32 losses of a chunk, and its logits (n, V), overwritten by the gradient of the losses' sum."""
-    return _launch(logits, targets, softcap, z_loss, ignore_index, logits, 1.0), logits
+    return _launch(logits, targets, softcap, z_loss, logits, 1.0), logits
 
 
 def chunk_loss_and_fp8_grad(
-    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int, scale: float
+    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(n,) float32 losses of a chunk, and scale times the gradient of their sum, (n, V) in E5M2."""
     grads = torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
-    return _launch(logits, targets, softcap, z_loss, ignore_index, grads, scale), grads
+    return _launch(logits, targets, softcap, z_loss, grads, scale), grads
 
 
-def chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, ignore_index: int
-) -> Tensor:
+def chunk_loss(logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:
     """(n,) float32 losses of a chunk."""
-    return _launch(logits, targets, softcap, z_loss, ignore_index, None, 1.0)
+    return _launch(logits, targets, softcap, z_loss, None, 1.0)
 
 
 def _launch(
@@ -119,7 +119,6 @@ def _launch(
     targets: Tensor,
     softcap: float | None,
     z_loss: float,
-    ignore_index: int,
     grads: Tensor | None,
     scale: float,
 ) -> Tensor:
@@ -129,7 +128,7 @@ def _launch(
     block = min(FP8_BLOCK if narrow else BLOCK, triton.next_power_of_2(V))
     loss_and_grad[(n,)](
         logits, targets, losses, logits if grads is None else grads, V, logits.stride(0), z_loss, softcap or 1.0,
-        scale, block, V % block == 0, softcap is not None, ignore_index, grads is not None,
+        scale, block, V % block == 0, softcap is not None, IGNORED, grads is not None,
         z_loss > 0,
         num_warps=max(1, block // 1024),
     )  # fmt: skip

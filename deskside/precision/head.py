@@ -24,7 +24,6 @@ from deskside.precision.quantized_operand import QuantizedOperand, cast_with_own
 
 GRADIENT_SCALE = 2.0**14
 CHUNKS = 2  # whose gradients are kept for one product; more would raise the peak of memory
-IGNORED = -100
 
 
 class QuantizedHead:
@@ -97,7 +96,7 @@ class _Loss(torch.autograd.Function):
                     hidden_ND.dtype,
                     native,
                 )
-                of_chunk, rows = kernel(logits, targets_N[part], softcap, z_loss, IGNORED, GRADIENT_SCALE)
+                of_chunk, rows = kernel(logits, targets_N[part], softcap, z_loss, GRADIENT_SCALE)
                 losses.append(of_chunk)
                 del logits
                 d_hidden[part] = product(

@@ -242,7 +242,7 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
     targets[5] = -100
     targets[6], targets[7] = 0, entries - 1
     logits[8, targets[8]] = 60.0  # certain: its probability rounds to one
-    arguments = (targets, softcap, z_loss, -100)
+    arguments = (targets, softcap, z_loss)
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
     kernel = elementwise(logits)
     assert kernel is not cross_entropy
@@ -274,7 +274,7 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
 def test_the_loss_kernel_far_below_zero(softcap: float | None, z_loss: float) -> None:
     """Where 1 + 2 z_loss lse, the factor of the probabilities, is zero or less."""
     logits = random(12, 40) - torch.arange(12.0, device=card.DEVICE)[:, None]
-    arguments = (torch.randint(0, 40, (12,), device=card.DEVICE), softcap, z_loss, -100)
+    arguments = (torch.randint(0, 40, (12,), device=card.DEVICE), softcap, z_loss)
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
     losses, grad = elementwise(logits).chunk_loss_and_grad(logits, *arguments)
     torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1e-5)

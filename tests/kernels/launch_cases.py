@@ -100,7 +100,7 @@ def _gated() -> Iterator[CompileCase]:
 def _losses() -> Iterator[CompileCase]:
     targets = _new(N, dtype=torch.int64)
     for V, cap, z_loss in ((32768, None, 0.0), (50257, 15.0, 1e-4), (151936, None, 1e-4)):
-        arguments = (_new(N, V), targets, cap, z_loss, -100)
+        arguments = (_new(N, V), targets, cap, z_loss)
         how = f"of {V}{'' if cap is None else ', capped'}"
         yield recorded(f"loss {how}", CAPABILITIES, cross_entropy_triton.chunk_loss, *arguments)
         yield recorded(
