@@ -32,7 +32,7 @@ def exponentials(stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tens
     From 32 bits, so that the smallest, which decide a race, are fine: 2^-33 and up.
     """
     if token_BW.is_cuda:
-        from deskside.kernels.decode_rng_triton import exponentials as kernel
+        from deskside.kernels.decode_triton import exponentials as kernel
 
         return kernel(stream_B, count_B, purpose, token_BW)
     bits_BW = _mix(_base(stream_B, count_B, purpose)[:, None] + (token_BW + 1) * _signed(GOLDEN))

@@ -12,15 +12,17 @@ time: 256 rows that go on from 8,192 tokens each would need 2 GiB for every key-
 pool: (pages, K, S, C), one layer's keys or values, S tokens a page. table_BN: int64, pages of each row in order.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from deskside.kernels.attention.reference import QUERY_CHUNK, decode_attention
+from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.attention.sdpa import UNPLANNED
 from deskside.kernels.fused import QkvLayout
-from deskside.kernels.fused import reference as fused_reference
+from deskside.kernels.fused.reference import qk_norm_rope
 
 TILE_ROWS = 64  # query heads of one key-value head times new tokens that the kernel takes as one tile
 GATHERED_BYTES = 2**28  # of keys and values that are copied at once, at least those of one row
@@ -48,7 +50,7 @@ def paged_attention(
         from deskside.kernels.decode_triton import attend
 
         return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
-    function = _masked if q_BTHC.is_cuda else decode_attention
+    function = partial(decode_attention, attend=_sdpa) if q_BTHC.is_cuda else decode_attention
     each = 2 * bound * k_PKSC.shape[1] * k_PKSC.shape[3] * k_PKSC.element_size()
     parts = []
     rows = max(1, GATHERED_BYTES // each)
@@ -79,35 +81,18 @@ def gather(pool_PKSC: Tensor, table_BN: Tensor, bound: int) -> Tensor:
     return pages_BnKSC.transpose(2, 3).flatten(1, 2)[:, :bound]
 
 
-def _masked(
-    q_BTHC: Tensor,
-    k_BLKC: Tensor,
-    v_BLKC: Tensor,
-    positions_BT: Tensor,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    """SDPA by chunks of queries, with a mask each. No fused kernel takes a mask and groups, so the query heads of one
-    key-value head stand below each other, as more queries of it: repeating keys and values would copy them."""
-    B, _, H, C = q_BTHC.shape
+def _sdpa(q_BTHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, allowed_BTL: Tensor, scale: float) -> Tensor:
+    """`attention.reference.attend` by SDPA. No fused kernel takes a mask and groups, so the query heads of one
+    key-value head are put below each other, as more queries of it: repeating keys and values would copy them."""
+    B, T, H, C = q_BTHC.shape
     K = k_BLKC.shape[2]
-    k_BKLC, v_BKLC = k_BLKC.transpose(1, 2), v_BLKC.transpose(1, 2)
-    key_L = torch.arange(k_BLKC.shape[1], device=q_BTHC.device)
-    chunks = []
-    for start in range(0, q_BTHC.shape[1], QUERY_CHUNK):
-        part = slice(start, start + QUERY_CHUNK)
-        position_BT1 = positions_BT[:, part, None]
-        allowed_BTL = key_L <= position_BT1
-        if window is not None:
-            allowed_BTL &= key_L > position_BT1 - window
-        q_BKGTC = q_BTHC[:, part].unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4)
-        allowed_B1ML = allowed_BTL.repeat(1, H // K, 1)[:, None]
-        with sdpa_kernel(list(UNPLANNED)):
-            o_BKMC = F.scaled_dot_product_attention(
-                q_BKGTC.reshape(B, K, -1, C), k_BKLC, v_BKLC, attn_mask=allowed_B1ML, scale=scale
-            )
-        chunks.append(o_BKMC.view(q_BKGTC.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
-    return torch.cat(chunks, dim=1)
+    q_BKMC = q_BTHC.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).reshape(B, K, -1, C)
+    allowed_B1ML = allowed_BTL.repeat(1, H // K, 1)[:, None]
+    with sdpa_kernel(list(UNPLANNED)):
+        o_BKMC = F.scaled_dot_product_attention(
+            q_BKMC, k_BLKC.transpose(1, 2), v_BLKC.transpose(1, 2), attn_mask=allowed_B1ML, scale=scale
+        )
+    return o_BKMC.view(B, K, H // K, T, C).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def into_cache(
@@ -115,24 +100,23 @@ def into_cache(
     norms: tuple[Tensor, Tensor] | None,
     angles: tuple[Tensor, Tensor] | None,
     layout: QkvLayout,
-    k_PKSC: Tensor,
-    v_PKSC: Tensor,
-    position_N: Tensor,
-    page_N: Tensor,
-    place_N: Tensor,
+    pools_PKSC: tuple[Tensor, Tensor],
+    where_N: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
     """QK-norm and RoPE of N tokens; keys and values go into their pages, queries (N, H, C) are returned.
 
-    norms: weights (C,) of the norms of q and k. angles: cos and sin, (positions, C / 2) float32. position, page and
-    place: int64. Two tokens at one place leave either of them there.
+    norms: weights (C,) of the norms of q and k. angles: cos and sin, (positions, C / 2) float32. pools: of keys and of
+    values. where: each token's position in its row, page and place in the page, int64. Two tokens at one place leave
+    either of them there.
     """
     if qkv_NW.is_cuda:
         from deskside.kernels.decode_triton import into_cache as kernel
 
-        return kernel(qkv_NW, norms, angles, layout, k_PKSC, v_PKSC, position_N, page_N, place_N)
+        return kernel(qkv_NW, norms, angles, layout, pools_PKSC, where_N)
+    position_N, page_N, place_N = where_N
     turned = None if angles is None else (angles[0][position_N], angles[1][position_N])
     q_weight, k_weight = norms or (None, None)
-    q_NHC, k_NKC = fused_reference.qk_norm_rope(qkv_NW, q_weight, k_weight, turned, layout)
-    k_PKSC[page_N, :, place_N] = k_NKC.to(k_PKSC.dtype)
-    v_PKSC[page_N, :, place_N] = layout.split(qkv_NW)[2].to(v_PKSC.dtype)
+    q_NHC, k_NKC = qk_norm_rope(qkv_NW, q_weight, k_weight, turned, layout)
+    for pool_PKSC, new_NKC in zip(pools_PKSC, (k_NKC, layout.split(qkv_NW)[2]), strict=True):
+        pool_PKSC[page_N, :, place_N] = new_NKC.to(pool_PKSC.dtype)
     return q_NHC

@@ -11,9 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from deskside.kernels.fused.reference import QkvLayout
+from deskside.utils import splitmix
 
 SPAN, SPANS = 256, 64  # tokens that one program reads, doubled until there are at most so many spans
 LOG2E = 1.4426950408889634
+NOISE_BLOCK = 1024  # random numbers that one program makes
+GOLDEN = tl.constexpr(splitmix.GOLDEN)
+FIRST, SECOND = tl.constexpr(splitmix.FIRST), tl.constexpr(splitmix.SECOND)
 
 
 @triton.jit
@@ -124,9 +128,29 @@ def attend(
 ) -> Tensor:
     """`decode.paged_attention` for few queries. Returns (B, T, H, C)."""
     positions_BT = positions_BT.contiguous()
-    parts = attend_spans(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
-    span = span_of(table_BN.shape[1] * k_PKSC.shape[2])
-    return join_spans(*parts, positions_BT, window, span, q_BTHC.dtype)
+    (B, T, H, C), (_, K, S, _), width = q_BTHC.shape, k_PKSC.shape, table_BN.shape[1]
+    span = span_of(width * S)
+    spans = triton.cdiv(width * S, span)
+    # Each span's output, and log2 of its sum of exponentials.
+    part = torch.empty(B, spans, T, H, C, dtype=torch.float32, device=q_BTHC.device)
+    scale_of = torch.empty(B, spans, T, H, dtype=torch.float32, device=q_BTHC.device)
+    block_c = max(16, triton.next_power_of_2(C))
+    rows = max(16, triton.next_power_of_2(T * H // K))
+    # Tokens at a time, within a consumer card's memory.
+    tile = 64 if block_c * q_BTHC.element_size() <= 256 else 32
+    precision = "ieee" if q_BTHC.dtype == torch.float32 else "tf32"
+    _attend[(B, K, spans)](
+        q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, scale_of,
+        scale * LOG2E, window or 0, width,
+        H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, precision,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    out = torch.empty(B, T, H, C, dtype=q_BTHC.dtype, device=q_BTHC.device)
+    _join[(B, T * H)](
+        part, scale_of, positions_BT, out, window or 0,
+        H, C, T, spans, span, triton.next_power_of_2(C), window is not None, num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 def span_of(longest: int) -> int:
@@ -135,57 +159,6 @@ def span_of(longest: int) -> int:
     while triton.cdiv(longest, span) > SPANS:
         span *= 2
     return span
-
-
-def attend_spans(
-    q_BTHC: Tensor,
-    k_PKSC: Tensor,
-    v_PKSC: Tensor,
-    table_BN: Tensor,
-    positions_BT: Tensor,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Each span's output (B, spans, T, H, C), and log2 of its sum of exponentials (B, spans, T, H), float32."""
-    B, T, H, C = q_BTHC.shape
-    _, K, S, _ = k_PKSC.shape
-    width = table_BN.shape[1]
-    span = span_of(width * S)
-    spans = triton.cdiv(width * S, span)
-    part = torch.empty(B, spans, T, H, C, dtype=torch.float32, device=q_BTHC.device)
-    scale_of = torch.empty(B, spans, T, H, dtype=torch.float32, device=q_BTHC.device)
-    block_c = max(16, triton.next_power_of_2(C))
-    rows = max(16, triton.next_power_of_2(T * H // K))
-    tile = (
-        64 if block_c * q_BTHC.element_size() <= 256 else 32
-    )  # tokens at a time, within a consumer card's memory
-    precision = "ieee" if q_BTHC.dtype == torch.float32 else "tf32"
-    _attend[(B, K, spans)](
-        q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, scale_of,
-        scale * LOG2E, window or 0, width,
-        H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, precision,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    return part, scale_of
-
-
-def join_spans(
-    part: Tensor,
-    scale_of: Tensor,
-    positions_BT: Tensor,
-    window: int | None,
-    span: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The spans of each query as one softmax, (B, T, H, C)."""
-    B, spans, T, H, C = part.shape
-    out = torch.empty(B, T, H, C, dtype=dtype, device=part.device)
-    block_c = triton.next_power_of_2(C)
-    _join[(B, T * H)](
-        part, scale_of, positions_BT, out, window or 0,
-        H, C, T, spans, span, block_c, window is not None, num_warps=1,
-    )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -233,20 +206,61 @@ def into_cache(
     norms: tuple[Tensor, Tensor] | None,
     angles: tuple[Tensor, Tensor] | None,
     layout: QkvLayout,
-    k_PKSC: Tensor,
-    v_PKSC: Tensor,
-    position_N: Tensor,
-    page_N: Tensor,
-    place_N: Tensor,
+    pools_PKSC: tuple[Tensor, Tensor],
+    where_N: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
     """`decode.into_cache`. qkv contiguous."""
     N, C = len(qkv_NW), layout.head_dim
     q = torch.empty(N, layout.heads, C, dtype=qkv_NW.dtype, device=qkv_NW.device)
-    q_weight, k_weight = norms or (None, None)
-    cos, sin = angles or (None, None)
     _into_cache[(N, layout.heads + 2 * layout.kv_heads)](
-        qkv_NW, q, k_PKSC, v_PKSC, q_weight, k_weight, cos, sin, position_N, page_N, place_N, layout.eps,
-        layout.heads, layout.kv_heads, C, k_PKSC.shape[2], triton.next_power_of_2(C // 2),
+        qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)), *where_N, layout.eps,
+        layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], triton.next_power_of_2(C // 2),
         norms is not None, angles is not None, num_warps=1,
     )  # fmt: skip
     return q
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _exponentials(  # type: ignore[no-untyped-def]
+    STREAM, COUNT, TOKEN, OUT, W, stream_step, count_step, token_row, token_column,
+    PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one row. STREAM, COUNT: (B,) by their steps; TOKEN: (B, W) by its strides; OUT: (B, W)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = at < W
+    stream = tl.load(STREAM + row * stream_step).to(tl.uint64, bitcast=True)
+    count = tl.load(COUNT + row * count_step).to(tl.uint64, bitcast=True)
+    purpose = tl.full((), PURPOSE, tl.uint64)
+    base = _mix(_mix(stream + purpose * GOLDEN) + count * GOLDEN)
+    token = tl.load(TOKEN + row * token_row + at * token_column, mask=here, other=0)
+    bits = _mix(base + (token + 1).to(tl.uint64, bitcast=True) * GOLDEN) >> 32
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    u = tl.minimum(u, 1 - 5.960464477539063e-08)  # 1 - 2^-24
+    # -log1p(-u), as Kahan does it: the rounding of 1 - u cancels in the quotient.
+    rest = 1.0 - u
+    gone = 1.0 - rest
+    out = tl.where(gone > 0, -tl.log(rest) * (u / tl.where(gone > 0, gone, 1.0)), u)
+    tl.store(OUT + row * W + at, out, mask=here)
+
+
+def exponentials(stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor) -> Tensor:
+    """The random numbers of engine/counter_rng.py: (B, W) float32; stream, count and token int64, with any strides.
+
+    In torch they are some thirty passes over 64-bit integers, of the whole vocabulary where no filter ranks it.
+    """
+    B, W = token_BW.shape
+    out = torch.empty(B, W, dtype=torch.float32, device=token_BW.device)
+    _exponentials[(B, triton.cdiv(W, NOISE_BLOCK))](
+        stream_B, count_B, token_BW, out, W,
+        stream_B.stride(0), count_B.stride(0), token_BW.stride(0), token_BW.stride(1),
+        purpose, NOISE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -111,26 +111,12 @@ def gradient(grad_ND: Tensor, tokens_N: Tensor, entries: int) -> Tensor:
     """(entries, D) float32, of a table whose rows `tokens_N` were taken."""
     # A radix sort takes a pass for each 8 bits of the key.
     narrow = torch.int16 if entries <= 2**15 else torch.int32
-    ids, order = torch.sort(tokens_N.to(narrow), stable=True)
-    return summed(grad_ND, ids, order, entries)
-
-
-def summed(grad_ND: Tensor, ids_N: Tensor, order_N: Tensor, entries: int) -> Tensor:
-    """Sum the gradients of sorted tokens: `ids_N` in order, and the original index of each."""
+    ids_N, order_N = torch.sort(tokens_N.to(narrow), stable=True)
     N, D = grad_ND.shape
     out = torch.zeros(entries, D, dtype=torch.float32, device=grad_ND.device)
     pieces = triton.cdiv(N, PIECE)
     first, last = (torch.empty(pieces, D, dtype=torch.float32, device=out.device) for _ in range(2))
     grid = (pieces, triton.cdiv(D, COLUMNS))
     add_runs[grid](grad_ND, ids_N, order_N, out, first, last, N, entries, D, PIECE, COLUMNS, num_warps=4)
-    joined(out, ids_N, first, last)
+    join_runs[grid](ids_N, out, first, last, N, entries, D, PIECE, SHARES, COLUMNS, num_warps=4)
     return out
-
-
-def joined(out_VD: Tensor, ids_N: Tensor, first: Tensor, last: Tensor) -> None:
-    """Write the sums of the runs that lie in several pieces, from the shares of these."""
-    pieces, D = first.shape
-    grid = (pieces, triton.cdiv(D, COLUMNS))
-    join_runs[grid](
-        ids_N, out_VD, first, last, len(ids_N), len(out_VD), D, PIECE, SHARES, COLUMNS, num_warps=4
-    )

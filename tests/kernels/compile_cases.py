@@ -67,10 +67,13 @@ def signature(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any
 
 
 def recorded(
-    name: str, capabilities: tuple[int, ...], launch: Callable[..., object], *arguments: object
+    name: str,
+    capabilities: tuple[int, ...],
+    launch: Callable[..., object],
+    *arguments: object,
+    number: int = 0,
 ) -> CompileCase:
-    """The first launch that `launch(*arguments)` makes; sums that follow are a case of their own. Tensors may be on the
-    meta device; nothing runs."""
+    """Launch `number` of those that `launch(*arguments)` makes. Tensors may be on the meta device; nothing runs."""
     from triton.runtime.jit import JITFunction
 
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -80,7 +83,7 @@ def recorded(
 
     with mock.patch.object(JITFunction, "run", run):
         launch(*arguments)
-    kernel, args, options = calls[0]
+    kernel, args, options = calls[number]
     given = dict(zip(kernel.arg_names, args, strict=False))
     given |= {key: options.pop(key) for key in list(options) if key in kernel.arg_names}
     constexpr = {p.name for p in kernel.params if p.is_constexpr}

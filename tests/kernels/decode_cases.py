@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deskside.kernels import decode_rng_triton, decode_triton
+from deskside.kernels import decode_triton
 from deskside.kernels.fused.reference import QkvLayout
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
@@ -28,28 +28,18 @@ def _cases() -> Iterator[CompileCase]:
         how = f"{H} x {K} x {C}, {T} tokens, window {window}, {str(dtype).removeprefix('torch.')}"
         q, pages = _new(16, T, H, C, dtype=dtype), _new(4096, K, 32, C, dtype=dtype)
         table, positions = _new(16, 64, dtype=torch.int64), _new(16, T, dtype=torch.int64)
-        yield recorded(
-            f"decode attention {how}",
-            CAPABILITIES,
-            decode_triton.attend_spans,
-            *(q, pages, pages, table, positions, window, C**-0.5),
-        )
-        part, scales = _new(16, 8, T, H, C, dtype=torch.float32), _new(16, 8, T, H, dtype=torch.float32)
-        yield recorded(
-            f"join of spans {how}",
-            CAPABILITIES,
-            decode_triton.join_spans,
-            *(part, scales, positions, window, decode_triton.SPAN, dtype),
-        )
+        attention = (q, pages, pages, table, positions, window, C**-0.5)
+        for number, name in enumerate(("decode attention", "join of spans")):
+            yield recorded(f"{name} {how}", CAPABILITIES, decode_triton.attend, *attention, number=number)
         norms = (_new(C, dtype=torch.float32),) * 2 if T == 1 else None
         angles = (_new(2048, C // 2, dtype=torch.float32),) * 2 if window is None else None
         layout, N = QkvLayout(H, K, C, 1e-6), 16 * T
-        places = [_new(N, dtype=torch.int64)] * 3
+        places = (_new(N, dtype=torch.int64),) * 3
         yield recorded(
             f"into the cache {how}",
             CAPABILITIES,
             decode_triton.into_cache,
-            *(_new(N, layout.width, dtype=dtype), norms, angles, layout, pages, pages, *places),
+            *(_new(N, layout.width, dtype=dtype), norms, angles, layout, (pages, pages), places),
         )
     row, strided = _new(16, dtype=torch.int64), _new(16, 2, dtype=torch.int64)[:, 1]
     for W in (64, 151936):
@@ -57,7 +47,7 @@ def _cases() -> Iterator[CompileCase]:
         yield recorded(
             f"exponentials of {W}",
             CAPABILITIES,
-            decode_rng_triton.exponentials,
+            decode_triton.exponentials,
             *(strided, row, 1, tokens),
         )
 

@@ -14,7 +14,7 @@ from deskside.engine import fused  # noqa: E402
 from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of  # noqa: E402
 from deskside.engine.engine import Engine  # noqa: E402
 from deskside.engine.requests import Request  # noqa: E402
-from deskside.kernels import decode, decode_rng_triton, decode_triton  # noqa: E402
+from deskside.kernels import decode, decode_triton  # noqa: E402
 from deskside.kernels.fused.reference import QkvLayout  # noqa: E402
 from tests.engine.test_generate import VARIANTS, make, plain  # noqa: E402
 
@@ -70,10 +70,10 @@ def into_cache(found: dict[str, float]) -> None:
     place = torch.randperm(pages * 16)[:N]
     for norm in (norms, None):
         for angle in (angles, None):
-            got, expected = ([torch.zeros(pages, 1, 16, 24) for _ in range(2)] for _ in range(2))
+            got, expected = (tuple(torch.zeros(pages, 1, 16, 24) for _ in range(2)) for _ in range(2))
             where = (position, place // 16, place % 16)
-            q = decode_triton.into_cache(qkv, norm, angle, layout, got[0], got[1], *where)
-            truth = decode.into_cache(qkv, norm, angle, layout, expected[0], expected[1], *where)
+            q = decode_triton.into_cache(qkv, norm, angle, layout, got, where)
+            truth = decode.into_cache(qkv, norm, angle, layout, expected, where)
             name = f"into cache, norm {norm is not None}, rope {angle is not None}"
             found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
 
@@ -88,7 +88,7 @@ def noise(found: dict[str, float]) -> None:
         ("some", torch.randint(0, 50_000, (4, 70))),
         ("all", torch.arange(40_000).expand(4, -1)),
     ):
-        ours = decode_rng_triton.exponentials(stream, count, PROPOSE, tokens)
+        ours = decode_triton.exponentials(stream, count, PROPOSE, tokens)
         truth = exponentials(stream, count, PROPOSE, tokens)
         assert truth.min() < 1e-4 or name == "some"
         found[f"noise of {name}"] = float(((ours - truth).abs() / truth).max())

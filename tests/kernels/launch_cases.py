@@ -116,23 +116,15 @@ def _losses() -> Iterator[CompileCase]:
 
 def _embeddings() -> Iterator[CompileCase]:
     tokens = _new(N, dtype=torch.int64)
-    for V, D, narrow in ((32768, 768, torch.int16), (151936, 5120, torch.int32)):
-        table, x, ids = _float(V, D), _new(N, D), _new(N, dtype=narrow)
-        shares = _float(N // embedding_triton.PIECE, D)
-        how = f"of {V}"
-        yield recorded(f"embedding {how}", CAPABILITIES, embedding_triton.rows, tokens, table, torch.bfloat16)
+    for V, D in ((32768, 768), (151936, 5120)):
         yield recorded(
-            f"embedding's gradient {how}", CAPABILITIES, embedding_triton.summed, x, ids, tokens, V
+            f"embedding of {V}", CAPABILITIES, embedding_triton.rows, tokens, _float(V, D), torch.bfloat16
         )
-        yield recorded(
-            f"embedding's gradient, joined {how}",
-            CAPABILITIES,
-            embedding_triton.joined,
-            table,
-            ids,
-            shares,
-            shares,
-        )
+        for number, name in enumerate(("embedding's gradient", "embedding's gradient, joined")):
+            arguments = (_new(N, D), tokens, V)
+            yield recorded(
+                f"{name} of {V}", CAPABILITIES, embedding_triton.gradient, *arguments, number=number
+            )
 
 
 def _optimizers() -> Iterator[CompileCase]:

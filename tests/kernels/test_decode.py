@@ -64,14 +64,13 @@ def test_the_form_for_a_card_equals_the_reference(
     heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two chunks of queries; its operators are torch's, so it runs here too."""
-    monkeypatch.setattr(decode, "QUERY_CHUNK", 3)
+    monkeypatch.setattr("deskside.kernels.attention.reference.QUERY_CHUNK", 3)
     pool_k, pool_v, table = cached(2, 12, 2)
     k, v = gather(pool_k, table, 11), gather(pool_v, table, 11)
     q, positions = torch.randn(2, 5, heads, 8), torch.tensor([[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]])
     expected = decode.decode_attention(q, k, v, positions, window, 0.3)
-    torch.testing.assert_close(
-        decode._masked(q, k, v, positions, window, 0.3), expected, atol=1e-6, rtol=1e-5
-    )
+    got = decode.decode_attention(q, k, v, positions, window, 0.3, decode._sdpa)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_keys_are_gathered_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

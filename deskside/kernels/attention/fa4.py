@@ -13,7 +13,7 @@ and kept in the user's cache directory (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -67,22 +67,18 @@ def _forward(
 
 def _backward(
     grad_o_BTHC: Tensor,
-    q_BTHC: Tensor,
-    k_BTKC: Tensor,
-    v_BTKC: Tensor,
-    o_BTHC: Tensor,
-    lse: Tensor,
+    kept: Sequence[Tensor],
     cu_seqlens: Tensor | None,
     longest: int,
     scale: float | None,
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_BTHC, dk_BTKC, dv_BTKC), contiguous. Raises RuntimeError where the package cannot run it."""
+    """(dq_BTHC, dk_BTKC, dv_BTKC), contiguous. kept: q, k, v and what the forward returned for them."""
     _, backward, refusals = _library()
-    q, k, v = _rows(q_BTHC, k_BTKC, v_BTKC, cu_seqlens=cu_seqlens)
-    o, grad_o = _rows(o_BTHC, grad_o_BTHC, cu_seqlens=cu_seqlens)
-    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHC, k_BTKC, v_BTKC)]
+    *qkvo, lse = kept
+    q, k, v, o, grad_o = _rows(*qkvo, grad_o_BTHC, cu_seqlens=cu_seqlens)
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkvo[:3]]
     dq, dk, dv = _rows(*gradients, cu_seqlens=cu_seqlens)
     options = _options(cu_seqlens, longest, scale, causal, window)
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -121,14 +117,7 @@ backward_op = torch.library.custom_op("deskside::fa4_backward", _backward, mutat
 
 @forward_op.register_fake
 def _forward_shapes(
-    q_BTHC: Tensor,
-    k_BTKC: Tensor,
-    v_BTKC: Tensor,
-    cu_seqlens: Tensor | None,
-    longest: int,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
+    q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, cu_seqlens: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q_BTHC.shape
     shape = (B, H, T) if cu_seqlens is None else (H, B * T)
@@ -137,9 +126,9 @@ def _forward_shapes(
 
 @backward_op.register_fake
 def _backward_shapes(
-    grad_o_BTHC: Tensor, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, *rest: Any
+    grad_o_BTHC: Tensor, kept: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q_BTHC, k_BTKC, v_BTKC))
+    dq, dk, dv = (x.new_empty(x.shape) for x in kept[:3])
     return dq, dk, dv
 
 
@@ -150,29 +139,22 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _derivative(ctx: Any, grad_o_BTHC: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     """The sums' gradient is never asked for: `fa4` hands out the output alone."""
-    gradients = backward_op(grad_o_BTHC, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None, None, None, None, None
+    *kept, cu_seqlens = ctx.saved_tensors
+    return *backward_op(grad_o_BTHC, kept, cu_seqlens, *ctx.options), None, None, None, None, None
 
 
 forward_op.register_autograd(_derivative, setup_context=_keep)
 
 
-def _longest(q_BTHC: Tensor, context: AttentionContext) -> int:
-    return q_BTHC.shape[1] if context.max_seqlen is None else context.max_seqlen
+def _mask(q_BTHC: Tensor, context: AttentionContext) -> tuple[Any, ...]:
+    """The context as the last arguments of the operators."""
+    longest = q_BTHC.shape[1] if context.max_seqlen is None else context.max_seqlen
+    return context.cu_seqlens, longest, context.scale, context.causal, context.window
 
 
 def fa4(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
     """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C)."""
-    o_BTHC, _ = forward_op(
-        q_BTHC,
-        k_BTKC,
-        v_BTKC,
-        context.cu_seqlens,
-        _longest(q_BTHC, context),
-        context.scale,
-        context.causal,
-        context.window,
-    )
+    o_BTHC, _ = forward_op(q_BTHC, k_BTKC, v_BTKC, *_mask(q_BTHC, context))
     assert isinstance(o_BTHC, Tensor)
     return o_BTHC
 
@@ -181,17 +163,14 @@ def _pair_forward(
     q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Kept]:
     q, k, v = (tensor.detach() for tensor in (q_BTHC, k_BTKC, v_BTKC))
-    longest = _longest(q, context)
-    o, lse = _forward(q, k, v, context.cu_seqlens, longest, context.scale, context.causal, context.window)
+    o, lse = _forward(q, k, v, *_mask(q, context))
     return o, (q, k, v, o, lse)
 
 
 def _pair_backward(
     kept: Kept, grad_o_BTHC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, o, lse = kept
-    cu_seqlens, longest, scale = context.cu_seqlens, _longest(q, context), context.scale
-    return _backward(grad_o_BTHC, q, k, v, o, lse, cu_seqlens, longest, scale, context.causal, context.window)
+    return _backward(grad_o_BTHC, kept, *_mask(grad_o_BTHC, context))
 
 
 register(

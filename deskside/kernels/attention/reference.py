@@ -5,6 +5,7 @@ a chunk can see are touched. Scores and softmax are float32 (float64 for float64
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,10 +43,10 @@ def visible_keys(start: int, stop: int, tokens: int, context: AttentionContext) 
 
 def allowed_keys(query_BT: Tensor, key_BL: Tensor, context: AttentionContext) -> Tensor | None:
     """(B, T, L) bool from positions, None where all is allowed."""
-    distance = query_BT[:, :, None] - key_BL[:, None, :]
-    allowed = distance >= 0 if context.causal else None
+    query_BT1, key_B1L = query_BT[:, :, None], key_BL[:, None]
+    allowed = key_B1L <= query_BT1 if context.causal else None
     if context.window is not None:
-        near = distance < context.window
+        near = key_B1L > query_BT1 - context.window
         allowed = near if allowed is None else allowed & near
     return allowed
 
@@ -74,11 +75,13 @@ def decode_attention(
     positions_BT: Tensor,
     window: int | None = None,
     scale: float | None = None,
+    attend: Callable[..., Tensor] = attend,
 ) -> Tensor:
     """Attention of new tokens over a key-value cache that already holds them. Returns (B, T, H, C).
 
     positions_BT: int64, the position of each query in its row; cache entry l is position l, and a query sees entries
-    0..position (the last `window` of them), so what lies beyond a row's length is never read.
+    0..position (the last `window` of them), so what lies beyond a row's length is never read. attend: what computes a
+    chunk of queries, of the arguments and result of `attend` above.
     """
     T, L = q_BTHC.shape[1], cache_k_BLKC.shape[1]
     context = AttentionContext(window=window)
