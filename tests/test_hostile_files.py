@@ -216,6 +216,7 @@ def test_no_command_executes_what_a_directory_holds(
         assert "unexpected" not in said and "Traceback" not in said, (argv, said)
         if argv[0] not in ("report", "data"):  # these two need no weights
             assert code in (1, 2), (argv, code, said)
+            # dpo and grpo refuse to resume a run of `train`; runs of their own kind are tested below
             if kind == "sharded" and argv[:2] not in (["dpo", "--resume"], ["grpo", "--resume"]):
                 assert "--init DIR" in said, (argv, said)
 
@@ -236,6 +237,52 @@ def road(run: Path) -> None:
     plan = {**skipped, "pretrain_seconds": 100.0, "config": {"data": {"path": config["data"]["path"]}}}
     results = {"doctor": skipped, "probe": skipped, "plan": plan}
     PipelineState.begin(RunDirectory(run), 1.0, options, "a test", phase="train", results=results)
+
+
+@pytest.fixture(scope="module")
+def aligned(good: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Unfinished runs of dpo and grpo."""
+    folder = tmp_path_factory.mktemp("aligned")
+    for name, rows in (
+        ("pair", [{"prompt": f"a {n}", "chosen": "b", "rejected": "c"} for n in range(40)]),
+        ("question", [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]),
+    ):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--runs", str(folder), "--steps", "2", "--compute.device", "cpu"]
+    short = ["--questions", "2", "--align.answer_tokens", "4"]
+    grpo = ["grpo", str(good), "--data", str(folder / "question.jsonl"), "--name", "grpo", *short, *common]
+    with contextlib.chdir(folder):
+        assert main(["dpo", str(good), "--data", str(folder / "pair.jsonl"), "--name", "dpo", *common]) == 0
+        assert main(grpo) == 0
+    for command in ("dpo", "grpo"):
+        file = folder / command / "run.json"
+        run = json.loads(file.read_text())
+        run["config"]["schedule"]["length"] = "4 steps"
+        file.write_text(json.dumps(run))
+        (folder / command / "summary.json").unlink()
+    return {command: folder / command for command in ("dpo", "grpo")}
+
+
+@pytest.mark.full  # two trainings
+@pytest.mark.parametrize("command", ["dpo", "grpo"])
+def test_an_alignment_run_executes_nothing_on_resume(
+    command: str, aligned: dict[str, Path], mark: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for kind in ("sharded", "tensors", "tokenizer", "configuration"):
+        run = tmp_path / kind / command
+        shutil.copytree(aligned[command], run)
+        for old in ("step-000000010", "step-000000020"):  # `tensors` replaces these two
+            (run / "checkpoints" / old).mkdir()
+        KINDS[kind](run, mark)
+        with watched():
+            code = main([command, "--resume", str(run)])
+        said = capsys.readouterr().err
+        assert not mark.exists() and not LOOKED_UP, (kind, LOOKED_UP)
+        assert "unexpected" not in said and "Traceback" not in said, (kind, said)
+        # Behind the damaged checkpoints is a good one.
+        assert code in ((0, 1, 2) if kind == "tensors" else (1, 2)), (kind, code, said)
+        if kind == "sharded":
+            assert "--init DIR" in said, said
 
 
 def test_a_trial_of_a_study_executes_nothing_on_resume(good: Path, mark: Path, tmp_path: Path) -> None:
