@@ -144,9 +144,16 @@ def test_chat_and_start_change_the_prompt(made: Made, data: Path, capsys: pytest
         (["--limit", "3"], "--limit: has no effect without --tasks"),
         (["--chat"], "--chat: has no effect without --tasks"),
         (["--tasks-dir", "x"], "--tasks-dir: has no effect without --tasks"),
+        (["--tasks", "arc_easy", "--tasks-dir", "no-such-folder"], "no such folder"),
     ],
 )
-def test_refused(made: Made, data: Path, arguments: list[str], message: str) -> None:
+def test_refused_before_the_model_is_loaded(
+    made: Made, data: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("deskside.cli.eval.load_model", loaded)
     given = [str(data) if argument == "DATA" else argument for argument in arguments]
     with pytest.raises(UsageError, match=message):
         run_eval([str(made.folder), *given])
