@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parity_jobs import Job
-from deskside.facts.cpu import cpu_cores
+from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
 
 END_SHARE = 0.1  # share of the steps, at the end, over which the training loss is averaged

@@ -22,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from deskside.evaluate import sandbox
-from deskside.facts.cpu import cpu_cores
+from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 
 Reward = Callable[[str, str, str], float]

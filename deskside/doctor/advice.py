@@ -6,7 +6,7 @@ Plain functions of plain data; nothing is run or asked here.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from deskside.budget.energy import CapPoint, cap_table
+from deskside.budget.running_costs import CapPoint, cap_table
 from deskside.facts.gpus import Gpu, of_device
 
 Facts = Mapping[str, Any]

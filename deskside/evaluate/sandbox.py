@@ -45,7 +45,7 @@ from pathlib import Path
 
 import deskside
 from deskside.evaluate.sandboxed.fork_server import START_SECONDS
-from deskside.facts.cpu import cpu_cores
+from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError
 
 SECONDS = 10.0

@@ -10,11 +10,10 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any, Literal, get_args
 
+from deskside.facts.tables import toml_file
 from deskside.utils.errors import UsageError
-from deskside.utils.parsing import toml_table
 
 Kind = Literal["measured", "arithmetic", "open"]
 Direction = Literal["lower", "higher", "none", "about", "at most", "at least"]
@@ -123,7 +122,7 @@ def _number(value: float) -> str:
 @cache
 def claims() -> tuple[Claim, ...]:
     """Return every claim, in the order of the file. Raises ValueError for an entry that cannot be judged."""
-    data = toml_table(resources.files("deskside.facts").joinpath("claims.toml").read_text("utf-8"))
+    data = toml_file("claims.toml")
     return tuple(claim(entry, data["sources"]) for entry in data["claim"])
 
 

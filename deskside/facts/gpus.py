@@ -11,13 +11,12 @@ A card is named by its model and, where several were sold under it, by the varia
 and SXM differ by a third. A card that is not in the table is never taken for its neighbour.
 """
 
-import csv
 import difflib
 import re
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+from functools import cache, cached_property
 
+from deskside.facts.tables import csv_rows
 from deskside.utils.errors import UsageError
 
 # How far the memory that a driver reports may be from the table: it keeps up to 3 % back, ECC is in the table.
@@ -26,23 +25,35 @@ REPORTED_SHARE = (0.93, 1.02)
 PCIE_TRANSFERS = {"4.0": 16e9, "5.0": 32e9}
 # Words that a person may write and that tell no card from another.
 NOISE = ("nvidia", "geforce", "amd", "instinct", "quadro", "rtx", "gpu", "graphics", "card")
+# Field -> (column, factor), where the table has another name or unit.
+COLUMNS = {
+    "boost_hz": ("boost_mhz", 1e6),
+    "bandwidth": ("bandwidth_gb_s", 1e9),
+    "bf16_flops": ("bf16_tflops", 1e12),
+    "fp16_accumulate_flops": ("fp16_accumulate_tflops", 1e12),
+    "fp8_flops": ("fp8_tflops", 1e12),
+    "fp4_flops": ("fp4_tflops", 1e12),
+    "measured_bf16_flops": ("measured_bf16_tflops", 1e12),
+    "flops_per_clock": ("bf16_flop_per_sm_clock", 1),
+    "fabric_bandwidth": ("fabric_gb_s", 1e9),
+}
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One card as its corrected data sheet has it. SI units: FLOP/s, bytes, bytes/s, watts, hertz.
 
-    memory_bytes: as sold, in GiB (24 GB is 24 x 2**30, as NVIDIA and AMD sell them), except where much less
-    can be seen: L4 and L40S lose 1/16 to ECC, and GB10's 128 GB are decimal. The driver keeps up to 3 % more
-    for itself. bf16_flops: dense, FP32 accumulation. fp16_accumulate_flops: FP16 inputs and FP16
+    memory_gb: as sold; visible_mib: what can be seen, where it is much less: L4 and L40S lose 1/16 to ECC, and
+    GB10's 128 GB are decimal. bf16_flops: dense, FP32 accumulation. fp16_accumulate_flops: FP16 inputs and FP16
     accumulation. fp8_flops: FP32 accumulation. None: the card has no such unit, or nothing is known
     (laptops). flops_per_clock: of one multiprocessor, BF16; bf16_flops is multiprocessors x boost_hz x
     flops_per_clock within 9 % (GeForce 3 %). half_rate_fp32_accumulate: FP32 accumulation runs at half of the
     FP16 rate; None where it is not known. measured_bf16_flops: a large matrix product as others timed it,
     measured_source says who. certainty: high, medium or low (laptops: their power limit decides, so only a
-    measurement is good). note: traps. pcie_bandwidth: to the host, each way, by generation and lanes;
-    fabric_bandwidth: to all other cards of a machine together, each way, over NVLink or Infinity Fabric, None
-    where cards exchange over PCIe. NVLink bridges between two cards are extras, left out.
+    measurement is good). note: traps. fabric_bandwidth: to all other cards of a machine together, each way, over
+    NVLink or Infinity Fabric, None where cards exchange over PCIe. NVLink bridges between two cards are extras, left
+    out. must, may: the words that a name must have, in one of several sets, and those that it may have; device_names:
+    what drivers call it.
     """
 
     name: str
@@ -50,7 +61,8 @@ class Gpu:
     compute_capability: str
     multiprocessors: int
     boost_hz: float
-    memory_bytes: int
+    memory_gb: str
+    visible_mib: float | None
     bandwidth: float
     bf16_flops: float
     fp16_accumulate_flops: float | None
@@ -66,9 +78,22 @@ class Gpu:
     note: str
     flops_per_clock: int | None
     pcie: str
-    pcie_bandwidth: float
     fabric_bandwidth: float | None
     link_source: str
+    must: str
+    may: str
+    device_names: str
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """Memory in bytes, GiB as NVIDIA and AMD sell it. The driver keeps up to 3 % more for itself."""
+        return int(self.visible_mib * 2**20 if self.visible_mib else float(self.memory_gb) * 2**30)
+
+    @property
+    def pcie_bandwidth(self) -> float:
+        """Bytes/s to the host, each way, of a link such as "4.0 x16", less the 128b/130b coding."""
+        generation, _, lanes = self.pcie.partition(" x")
+        return PCIE_TRANSFERS[generation] * int(lanes) * 128 / 130 / 8
 
     @property
     def geforce(self) -> bool:
@@ -84,16 +109,17 @@ class Gpu:
     def laptop(self) -> bool:
         return "Laptop" in self.name
 
+    def is_named(self, text: str) -> bool:
+        """Return whether `text` (letters and digits only) is made of this card's words, in any order, each at most
+        once."""
+        may = frozenset([*self.may.split(), *NOISE, f"{self.memory_gb}gb", f"{self.memory_gb}g"])
+        return any(_spells(text, frozenset(words.split()), may) for words in self.must.split("|"))
 
-def pcie_bandwidth(link: str) -> float:
-    """Return the bytes/s of a link such as "4.0 x16", each way: transfers per lane, less the 128b/130b coding."""
-    generation, _, lanes = link.partition(" x")
-    return PCIE_TRANSFERS[generation] * int(lanes) * 128 / 130 / 8
 
-
+@cache
 def gpus() -> tuple[Gpu, ...]:
     """Return every card of the table."""
-    return tuple(entry.gpu for entry in _table())
+    return csv_rows("gpus.csv", Gpu, COLUMNS)
 
 
 @cache
@@ -104,7 +130,7 @@ def find(name: str) -> Gpu:
     Raises UsageError with the nearest names when there is none, with all that it could be when there are several.
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower()).replace("mobile", "laptop").replace("notebook", "laptop")
-    found = [entry.gpu for entry in _table() if entry.is_named(text)]
+    found = [gpu for gpu in gpus() if gpu.is_named(text)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -125,26 +151,11 @@ def of_device(name: str, memory_bytes: int) -> Gpu | None:
     text = name.strip().casefold().removeprefix("nvidia ")
     low, high = REPORTED_SHARE
     found = [
-        entry.gpu
-        for entry in _table()
-        if text in entry.device_names and low <= memory_bytes / entry.gpu.memory_bytes <= high
+        gpu
+        for gpu in gpus()
+        if text in gpu.device_names.casefold().split("|") and low <= memory_bytes / gpu.memory_bytes <= high
     ]
     return found[0] if len(found) == 1 else None
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A row: the card, the words that a name must have, those that it may have, and what drivers call it."""
-
-    gpu: Gpu
-    must: tuple[frozenset[str], ...]  # any one of these sets
-    may: frozenset[str]
-    device_names: frozenset[str]
-
-    def is_named(self, text: str) -> bool:
-        """Return whether `text` (letters and digits only) is made of this card's words, in any order, each at most
-        once."""
-        return any(_spells(text, must, self.may) for must in self.must)
 
 
 def _spells(text: str, must: frozenset[str], may: frozenset[str]) -> bool:
@@ -153,50 +164,4 @@ def _spells(text: str, must: frozenset[str], may: frozenset[str]) -> bool:
     return any(
         text.startswith(word) and _spells(text[len(word) :], must - {word}, may - {word})
         for word in must | may
-    )
-
-
-@cache
-def _table() -> tuple[_Entry, ...]:
-    text = resources.files("deskside.facts").joinpath("gpus.csv").read_text("utf-8")
-    return tuple(_entry(row) for row in csv.DictReader(text.splitlines()))
-
-
-def _entry(row: dict[str, str]) -> _Entry:
-    def number(column: str, unit: float) -> float | None:
-        return float(row[column]) * unit if row[column] else None
-
-    visible = number("visible_mib", 2**20)
-    sold = float(row["memory_gb"]) * 2**30
-    gpu = Gpu(
-        name=row["name"],
-        architecture=row["architecture"],
-        compute_capability=row["compute_capability"],
-        multiprocessors=int(row["multiprocessors"]),
-        boost_hz=float(row["boost_mhz"]) * 1e6,
-        memory_bytes=int(visible or sold),
-        bandwidth=float(row["bandwidth_gb_s"]) * 1e9,
-        bf16_flops=float(row["bf16_tflops"]) * 1e12,
-        fp16_accumulate_flops=number("fp16_accumulate_tflops", 1e12),
-        fp8_flops=number("fp8_tflops", 1e12),
-        fp4_flops=number("fp4_tflops", 1e12),
-        half_rate_fp32_accumulate={"yes": True, "no": False, "": None}[row["half_rate_fp32_accumulate"]],
-        measured_bf16_flops=number("measured_bf16_tflops", 1e12),
-        measured_source=row["measured_source"],
-        watts=float(row["watts"]),
-        msrp_usd=number("msrp_usd", 1.0),
-        source=row["source"],
-        certainty=row["certainty"],
-        note=row["note"],
-        flops_per_clock=int(row["bf16_flop_per_sm_clock"]) if row["bf16_flop_per_sm_clock"] else None,
-        pcie=row["pcie"],
-        pcie_bandwidth=pcie_bandwidth(row["pcie"]),
-        fabric_bandwidth=number("fabric_gb_s", 1e9),
-        link_source=row["link_source"],
-    )
-    return _Entry(
-        gpu,
-        must=tuple(frozenset(words.split()) for words in row["must"].split("|")),
-        may=frozenset([*row["may"].split(), *NOISE, f"{row['memory_gb']}gb", f"{row['memory_gb']}g"]),
-        device_names=frozenset(name.casefold() for name in row["device_names"].split("|")),
     )

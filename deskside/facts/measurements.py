@@ -9,13 +9,12 @@ counted is complete for memory. Utilization as printed has many conventions; `fl
 (`budget/shape.py`). Multi-GPU rows include communication.
 """
 
-import csv
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Literal
 
 from deskside.facts.gpus import Gpu, find
+from deskside.facts.tables import csv_rows
 
 Precision = Literal["bf16", "fp8", "mxfp8", "int8", "nf4"]
 MemoryKind = Literal["allocated", "reserved", "process", "unclear", ""]
@@ -112,47 +111,5 @@ class Measurement:
 @cache
 def published() -> tuple[Measurement, ...]:
     """Return every row, the rejected ones included."""
-    text = resources.files("deskside.facts").joinpath("measurements.csv").read_text("utf-8")
-    return tuple(_measurement(row) for row in csv.DictReader(text.splitlines()))
-
-
-def _measurement(row: dict[str, str]) -> Measurement:
-    def whole(column: str) -> int | None:
-        return int(row[column]) if row[column] else None
-
-    def number(column: str, unit: float = 1.0) -> float | None:
-        return float(row[column]) * unit if row[column] else None
-
-    return Measurement(
-        gpu=row["gpu"],
-        card=row["card"],
-        gpus=int(row["gpus"]),
-        framework=row["framework"],
-        workload=row["workload"],
-        model=row["model"],
-        layers=whole("layers"),
-        hidden=whole("hidden"),
-        heads=whole("heads"),
-        kv_heads=whole("kv_heads"),
-        ffn=whole("ffn"),
-        mlp_matrices=whole("mlp_matrices"),
-        vocab=whole("vocab"),
-        params=number("params_millions", 1e6),
-        sequence_length=whole("sequence_length"),
-        rows=whole("rows"),
-        precision=row["precision"],  # type: ignore[arg-type]  # the tests hold the columns to these words
-        precision_as_published=row["precision_as_published"],
-        compiled={"yes": True, "no": False, "": None}[row["compiled"]],
-        attention=row["attention"],
-        saving=row["saving"],
-        optimizer=row["optimizer"],
-        tokens_per_second=number("tokens_per_second"),
-        mfu_reported=number("mfu_reported", 0.01),
-        mfu_convention=row["mfu_convention"],
-        peak_memory_bytes=whole("peak_memory_bytes"),
-        memory_kind=row["memory_kind"],  # type: ignore[arg-type]
-        complete=row["complete"],  # type: ignore[arg-type]
-        date=row["date"],
-        source=row["source"],
-        note=row["note"],
-    )
+    columns = {"params": ("params_millions", 1e6), "mfu_reported": ("mfu_reported", 0.01)}
+    return csv_rows("measurements.csv", Measurement, columns)

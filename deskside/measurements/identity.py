@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import deskside
-from deskside.facts.cpu import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 
 # The packages whose code an optimizer step runs. Their digest stands for the commit: editing a document or a command
@@ -75,6 +74,8 @@ def this_machine() -> Machine:
     if gpu is not None:
         card, (memory, free), driver, watts = gpu
         return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code(), free)
+    from deskside.utils.child_process import cpu_cores  # imports what a GPU's identity does not need
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(cpu_name(), "cpu", memory, cpu_cores(), None, None, torch, None, triton, code())
 

@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 from deskside.config.model import ModelConfig
-from deskside.facts.cpu import cpu_cores
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
+from deskside.utils.child_process import cpu_cores
 
 MOST_THREADS = 8  # that draw at once, each with memory for a tensor
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")

@@ -169,6 +169,10 @@ class StepEstimate:
         return self.setting.step_spec(self.setting.stages[-1])[1].accumulation
 
 
+def range_json(found: Range) -> dict[str, float]:
+    return dict(zip(("low", "expected", "high"), found, strict=True))
+
+
 def estimate(
     setting: Setting, calibration: Calibration, capacity: int, memory: Memory | None = None
 ) -> StepEstimate:

@@ -312,11 +312,11 @@ def _costs(plan: Plan, cost: Cost) -> dict[str, Explainer]:
     def add(item: str, what: str, value: float, unit: str, source: str) -> None:
         found[f"cost.{item}"] = lambda: (explained(what, value, unit), source)
 
-    if cost.energy is not None and cost.wall is not None:
+    if cost.wall is not None:
         kwh = leaf("watts at the wall", cost.wall.expected) * hours / 1000
         add("kwh", "kWh", kwh, "kWh", f"{cost.wall.source}: {cost.wall.basis}")
-    if cost.electricity is not None and cost.energy is not None:
-        price = leaf("kWh", cost.energy.expected) * leaf("price", cost.electricity.price)
+    if cost.electricity is not None and cost.kwh is not None:
+        price = leaf("kWh", cost.kwh[1]) * leaf("price", cost.electricity.price)
         add("electricity", "electricity", price, "USD", f"price {cost.electricity.source}")
     if cost.rent is not None:
         rent = hours * gpus * leaf("price", cost.rent.price)

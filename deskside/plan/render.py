@@ -127,7 +127,7 @@ def _bands(plan: Plan) -> Table:
         ("tokens/s", lambda b: f"{b.estimate.tokens_per_second[1]:,.0f}"),
         ("  range", lambda b: _range(b.estimate.tokens_per_second)),
         ("pretraining", lambda b: duration(b.candidate.seconds[1])),
-        ("energy", lambda b: "-" if b.cost.energy is None else f"{number(b.cost.energy.expected)} kWh"),
+        ("energy", lambda b: "-" if b.cost.kwh is None else f"{number(b.cost.kwh[1])} kWh"),
         ("electricity", lambda b: _money(b.cost)),
     ):
         table.add_row(what, *(of(band) for band in plan.bands))
@@ -199,14 +199,13 @@ def _speed(plan: Plan, found: StepEstimate, name: str) -> Table:
 
 
 def _cost(console: Console, cost: Cost) -> None:
-    if cost.energy is None and cost.rent is None:
+    if cost.kwh is None and cost.rent is None:
         return
     console.print(Text(f"\ncost of {cost.of} ({duration(cost.hours[1] * 3600)})", style="bold"))
-    if cost.energy is not None and cost.wall is not None:
-        energy = cost.energy
+    if cost.kwh is not None and cost.wall is not None:
+        low, expected, high = map(number, cost.kwh)
         _told(
-            f"{number(energy.expected)} kWh ({number(energy.low)} to {number(energy.high)}), "
-            f"{cost.wall.expected:.0f} W at the wall ({energy.source})",
+            f"{expected} kWh ({low} to {high}), {cost.wall.expected:.0f} W at the wall ({cost.wall.source})",
             2,
         )
     for what, money in (("electricity", cost.electricity), ("renting", cost.rent)):
@@ -253,5 +252,5 @@ def _sources(plan: Plan) -> list[str]:
     if request.pretrains:
         lines.append(f"loss: {LAW.source}")
     if plan.best is not None:
-        lines += list(plan.best.cost.notes)
+        lines += plan.best.cost.notes
     return [*lines, *plan.notes]

@@ -14,7 +14,7 @@ import torch
 
 import deskside
 from deskside.engine.kv_budget import allowed_bytes
-from deskside.facts.cpu import cpu_cores
+from deskside.utils.child_process import cpu_cores
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:

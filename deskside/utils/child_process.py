@@ -5,11 +5,12 @@ hang. Experiments on a device therefore run in a child process, where each of th
 
 The child gets the function as "module:function" and its arguments as JSON. The result comes back as JSON in a file,
 because libraries print to the standard streams. The child leads its own session, so that its compile workers can be
-killed with it.
+killed with it. `cpu_cores` says how many children can work at once.
 """
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from typing import Any, Literal
 from deskside.utils.parsing import Unreadable, json_value
 
 Status = Literal["ok", "oom", "failed", "timeout"]
+CGROUP = Path("/sys/fs/cgroup")
 STDERR_TAIL = 4000  # bytes of the child's standard error that are kept
 
 
@@ -130,6 +132,37 @@ def _write(answer: Path, result: dict[str, Any]) -> None:
     partial = answer.with_suffix(".tmp")
     partial.write_text(json.dumps(result), encoding="utf-8")
     partial.rename(answer)
+
+
+def cpu_cores(cgroup: Path = CGROUP) -> int:
+    """Return how many CPU cores this process may use: those of its affinity, limited by its container's quota.
+
+    cgroup: where control groups are mounted. In a container these are the container's own.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _quota(cgroup)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Return the CPU seconds per second (cgroup v2: "max 100000" or "150000 100000"; v1: two files). None: no limit."""
+    try:
+        limit, period = (cgroup / "cpu.max").read_text("ascii").split()
+    except (OSError, ValueError):
+        try:
+            limit, period = (
+                (cgroup / "cpu" / f"cpu.cfs_{what}_us").read_text("ascii") for what in ("quota", "period")
+            )
+        except OSError:
+            return None
+    try:
+        share = int(limit) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max"
+        return None
+    return share if share > 0 else None
 
 
 if __name__ == "__main__":

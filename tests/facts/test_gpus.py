@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.facts.gpus import NOISE, find, gpus, of_device, pcie_bandwidth
+from deskside.facts.gpus import NOISE, find, gpus, of_device
 from deskside.utils.errors import UsageError
 
 GIB = 2**30
@@ -225,7 +225,7 @@ def test_importing_and_looking_up_takes_no_torch() -> None:
     """They are what takes long to import: seconds, beside milliseconds for the tables."""
     code = (
         "import sys;"
-        "import deskside.facts.measurements, deskside.facts.prices, deskside.facts.power;"
+        "import deskside.facts.measurements, deskside.facts.power_and_prices;"
         "from deskside.facts.gpus import find;"
         "find('4090'); deskside.facts.measurements.published();"
         "assert not {'torch', 'numpy', 'pandas', 'pydantic'} & set(sys.modules), sys.modules.keys()"
@@ -235,8 +235,9 @@ def test_importing_and_looking_up_takes_no_torch() -> None:
 
 def test_links_follow_the_data_sheet() -> None:
     """PCIe 4.0 x16 is 31.5 GB/s each way (16 GT/s, 128b/130b), 5.0 twice that; a sheet adds up both ways."""
-    assert pcie_bandwidth("4.0 x16") == pytest.approx(31.5e9, rel=0.001)
-    assert pcie_bandwidth("5.0 x8") == pcie_bandwidth("4.0 x16")
+    by_link = {gpu.pcie: gpu.pcie_bandwidth for gpu in CARDS}
+    assert by_link["4.0 x16"] == pytest.approx(31.5e9, rel=0.001)
+    assert 2 * by_link["4.0 x16"] == by_link["5.0 x16"]
     for gpu in CARDS:
         assert gpu.pcie in ("4.0 x8", "4.0 x16", "5.0 x8", "5.0 x16") and gpu.link_source
         generation = (

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.facts import gpus, power
+from deskside.facts import gpus
+from deskside.facts import power_and_prices as facts
 from deskside.plan.costs import cost
 from deskside.plan.planner import make_plan
 from tests.plan import made
@@ -17,26 +18,25 @@ def test_kilowatt_hours_by_hand() -> None:
     found = cost(made.request(price_kwh=0.4), (DAY, DAY, DAY), "a day")
     card = gpus.find("rtx4090")
     watts = (
-        power.load(card).expected * card.watts + power.host().expected
-    ) / power.supply_efficiency().expected
-    assert found.energy is not None and found.electricity is not None
-    assert found.energy.expected == pytest.approx(watts * 24 / 1000)
+        facts.training_load(card).expected * card.watts + facts.host_watts().expected
+    ) / facts.supply_efficiency().expected
+    assert found.kwh is not None and found.electricity is not None
+    assert found.kwh[1] == pytest.approx(watts * 24 / 1000)
     assert found.electricity.amount[1] == pytest.approx(watts * 24 / 1000 * 0.4)
-    assert found.energy.low < found.energy.expected < found.energy.high
+    assert found.kwh[0] < found.kwh[1] < found.kwh[2]
     assert found.electricity.source == "given"
 
 
 def test_measured_watts_count_more_than_the_sheet() -> None:
     found = cost(made.request(measured_watts=300.0), (DAY, DAY, DAY), "a day")
-    assert found.card_watts is not None
-    assert (found.card_watts.expected, found.card_watts.source) == (300.0, "measured")
+    assert found.wall is not None and found.wall.basis.startswith("(1 x 300 W + ")
 
 
 def test_the_range_of_the_time_is_in_the_range_of_the_cost() -> None:
     found = cost(made.request(), (DAY / 2, DAY, 2 * DAY), "a day")
-    assert found.energy is not None
-    assert found.energy.low < found.energy.expected / 2 * 1.01
-    assert found.energy.high > found.energy.expected * 2 * 0.99
+    assert found.kwh is not None
+    assert found.kwh[0] < found.kwh[1] / 2 * 1.01
+    assert found.kwh[2] > found.kwh[1] * 2 * 0.99
     assert found.rent is not None and found.rent.amount[0] == pytest.approx(found.rent.amount[2] / 4)
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_card_has_no_cost_and_says_so() -> None:
     plan = make_plan(request)
     assert plan.best is not None
     found = plan.best.cost
-    assert found.energy is None and found.electricity is None and found.own is None
+    assert found.kwh is None and found.electricity is None and found.own is None
     assert any("Mystery 1000" in note for note in found.notes)
     assert plan.to_json()["cost"]["kwh"] is None
 

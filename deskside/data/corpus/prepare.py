@@ -50,7 +50,7 @@ from deskside.data.corpus.shard_worker import ShardCutter, ShardJob, make_shard,
 from deskside.data.corpus.sources import BadInputLog, OnBad, SizeLimits, Source
 from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
-from deskside.facts.cpu import cpu_cores
+from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint, write_error
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from deskside.facts.cpu import cpu_cores
+from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError
 
 FEW = 2048  # fewer items are processed faster without starting processes

@@ -7,14 +7,20 @@ whole runs are modelled by the planner and have a range, as plans have (planned_
 from collections.abc import Callable
 from functools import cache
 
-from deskside.budget.energy import energy, gpu_watts, wall_watts
 from deskside.budget.memory import training_memory
-from deskside.budget.money import Ownership, own_or_rent, per_billion_tokens
+from deskside.budget.running_costs import (
+    gpu_watts,
+    kilowatt_hours,
+    own_or_rent,
+    per_billion_tokens,
+    wall_watts,
+)
 from deskside.budget.shape import kv_bytes_per_token
 from deskside.budget.step_spec import Precision, StepSpec
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
-from deskside.facts import gpus, prices
+from deskside.facts import gpus
+from deskside.facts.power_and_prices import rents
 from deskside.study.claims.planned_formulas import PLANNED
 from deskside.study.claims.verdicts import Answer
 
@@ -90,8 +96,10 @@ def _cluster_kilowatts() -> Answer:
 def _dollars(hours: float, cards: int = 8, longest: float | None = None) -> Answer:
     """Cost of electricity for `hours` to `longest` hours, at the documents' price."""
     wall = wall_watts(gpu_watts(gpus.find("rtx5090")), cards)
-    used = energy(wall, hours), energy(wall, hours if longest is None else longest)
-    kwh = (used[0].low, (used[0].expected + used[1].expected) / 2, used[1].high)
+    longest = hours if longest is None else longest
+    low, shorter, _ = kilowatt_hours(wall, hours, hours, hours)
+    _, longer, high = kilowatt_hours(wall, longest, longest, longest)
+    kwh = (low, (shorter + longer) / 2, high)
     return Answer.modelled(kwh, CLAIMED_PRICE, f"{cards} x RTX 5090, $0.10 per kWh")
 
 
@@ -138,7 +146,7 @@ def _rent_against_own(
 
 def _break_even_hours() -> Answer:
     def hours(rent: float) -> float:
-        found = own_or_rent(8, Ownership(2000.0), 3600.0, CLAIMED_PRICE, rent / 8).break_even_hours
+        found = own_or_rent(8, 2000.0, 3600.0, CLAIMED_PRICE, rent / 8).break_even_hours
         assert found is not None  # such rents are far above electricity
         return found
 
@@ -148,8 +156,8 @@ def _break_even_hours() -> Answer:
 def _rent(card: str) -> Callable[[], Answer]:
     def formula() -> Answer:
         gpu = gpus.find(card)
-        offers, first = [price.usd for price in prices.rents(gpu)], prices.rent(gpu)
-        assert first is not None  # facts/prices.toml has this card
+        first, *others = rents(gpu)  # facts/prices.toml has this card
+        offers = [first.usd, *(price.usd for price in others)]
         return Answer(min(offers), first.usd, max(offers), "published prices", f"{gpu.name}, {first.date}")
 
     return formula

@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from deskside.facts.cpu import cpu_cores
 from deskside.measurements.identity import this_machine
+from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
 
 THREADS = "OMP_NUM_THREADS"

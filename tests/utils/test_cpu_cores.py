@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.facts.cpu import cpu_cores
+from deskside.utils.child_process import cpu_cores
 
 
 @pytest.fixture(autouse=True)
