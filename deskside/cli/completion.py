@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal
+from typing import Any, Literal
 
+from deskside.cli import main
 from deskside.cli.options import Command, option
 from deskside.utils.errors import UsageError
 
@@ -24,16 +25,18 @@ class CompletionOptions:
 
 
 COMMAND = Command("completion", CompletionOptions)
+PATHS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET")  # in a metavar: the value may be a path
 
 
-def all_commands() -> Iterator[tuple[Command[object], str]]:
+def all_commands() -> Iterator[tuple[Command[Any], str]]:
     """Yield every command with its line of help. Imports all of them."""
-    from deskside.cli.main import COMMANDS
-
-    for module, _, about in COMMANDS.values():
+    for module, _, about in main.COMMANDS.values():
         found = import_module(module)
-        for command in getattr(found, "COMMANDS", {"": getattr(found, "COMMAND", None)}).values():
-            yield command, about
+        if hasattr(found, "COMMANDS"):  # `data` has commands of its own
+            for command in found.COMMANDS.values():
+                yield command, command.options.__doc__.splitlines()[0]
+        else:
+            yield found.COMMAND, about
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,11 +50,17 @@ def run(argv: Sequence[str]) -> int:
     groups = {"": root.add_subparsers(metavar="COMMAND")}
     for command, about in all_commands():
         first, _, second = command.name.partition(" ")
-        if second and first not in groups:  # `data` has commands of its own
-            groups[first] = (
-                groups[""].add_parser(first, help=about, add_help=False).add_subparsers(metavar="COMMAND")
-            )
+        if second and first not in groups:
+            parent = groups[""].add_parser(first, help=main.COMMANDS[first][2], add_help=False)
+            groups[first] = parent.add_subparsers(metavar="COMMAND")
+        parser = command.parser()
+        for action in parser._actions:  # the parser itself takes any text; pydantic checks the values
+            metavar = str(action.metavar)
+            if "," in metavar and metavar[0] == "{" or metavar.islower():
+                action.choices = metavar.strip("{}").replace("|", ",").split(",")
+            elif any(word in metavar for word in PATHS):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
         group = groups[first if second else ""]
-        group.add_parser(second or first, help=about, parents=[command.parser()], add_help=False)
+        group.add_parser(second or first, help=about, parents=[parser], add_help=False)
     print(shtab.complete(root, shell=options.shell))
     return 0

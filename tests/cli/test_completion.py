@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,61 @@ def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert word in script, word
     if shutil.which(shell):
         assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).returncode == 0
+
+
+SUGGESTED = {
+    "deskside tr": ("train",),
+    "deskside data ": ("prepare", "verify", "show"),
+    "deskside train --optim.l": ("--optim.lr",),
+    "deskside chat --device ": ("auto", "cpu", "cuda"),
+    "deskside chat ./my-": ("my-run",),
+}
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The completion script of the shell that the test names, in a directory that also holds `my-run`."""
+    pytest.importorskip("shtab")
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    assert main(["completion", request.param]) == 0
+    file = tmp_path / "_deskside"
+    file.write_text(capsys.readouterr().out)
+    (tmp_path / "my-run").mkdir()
+    return file
+
+
+@pytest.mark.parametrize("script", ["fish"], indirect=True)
+@pytest.mark.parametrize("line", SUGGESTED)
+def test_fish_suggests(script: Path, line: str) -> None:
+    call = ["fish", "--no-config", "-c", f"source {script}; complete -C '{line}'"]
+    done = subprocess.run(call, cwd=script.parent, capture_output=True, text=True, timeout=60)
+    suggested = [row.split("\t")[0].rstrip("/").split("/")[-1] for row in done.stdout.splitlines()]
+    assert sorted(suggested) == sorted(SUGGESTED[line])
+
+
+# `zpty -r` waits until the pattern has been printed; -n writes without a newline. Control-U clears the line.
+ZSH = r"""
+zmodload zsh/zpty
+zpty shell "zsh -f -i"
+zpty -w shell "fpath=($PWD \$fpath); autoload -Uz compinit; compinit -u -D; bindkey '^I' list-choices; stty -echo"
+zpty -w shell "print REA''DY"
+zpty -r shell out '*READY*'
+zpty -n -w shell "$1"$'\t'
+for word in "${@:2}"; do  # in the order of the list
+    zpty -r shell out "*$word*" || exit 1
+done
+print suggested
+"""
+
+
+@pytest.mark.parametrize("script", ["zsh"], indirect=True)
+@pytest.mark.parametrize("line", SUGGESTED)
+def test_zsh_suggests(script: Path, line: str) -> None:
+    words = {"deskside data ": ("prepare", "show", "verify")}.get(line, SUGGESTED[line])
+    call = ["zsh", "-f", "-c", ZSH, "zsh", line, *words]
+    done = subprocess.run(call, cwd=script.parent, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "suggested"
 
 
 def test_every_command_parses_its_own_options() -> None:
