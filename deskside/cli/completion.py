@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         parser = command.parser()
         for action in parser._actions:  # the parser itself takes any text; pydantic checks the values
             metavar = str(action.metavar)
-            if "," in metavar and metavar[0] == "{" or metavar.islower():
+            if ("," in metavar and metavar[0] == "{") or metavar.islower():
                 action.choices = metavar.strip("{}").replace("|", ",").split(",")
             elif any(word in metavar for word in PATHS):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

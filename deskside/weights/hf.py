@@ -28,8 +28,8 @@ from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_object
-from deskside.weights.hf_config import from_hf_config
-from deskside.weights.hf_families import FAMILIES, Family, family_of, to_hf_config
+from deskside.weights.hf_config import from_hf_config, to_hf_config
+from deskside.weights.hf_families import FAMILIES, Family, family_of
 
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MARK = "deskside.json"  # the origin of an export, and its files

@@ -1,4 +1,4 @@
-"""Conversion of a Hugging Face config.json to ModelConfig. Unsupported options are refused by name."""
+"""Conversion between a Hugging Face config.json and ModelConfig. Unsupported options are refused by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf_families import FAMILIES
+from deskside.weights.hf_families import FAMILIES, family_of
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -17,6 +17,23 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_new",
     "gelu_pytorch_tanh": "gelu_new",
     "relu2": "relu2",
+}
+# Options that every config.json must have, and GPT-2's own names.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "norm_eps": "layer_norm_epsilon",
 }
 
 
@@ -43,23 +60,18 @@ def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
     if not isinstance(layers, int) or layers > 10_000:
         raise ValueError(f"num_hidden_layers: {layers!r}")
     default_head_dim = 128 if model_type == "qwen3" else source["hidden_size"] // heads
-    values: dict[str, Any] = {
-        "hidden_size": source["hidden_size"],
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+    values = {
+        **FAMILIES[model_type].fixed,
+        **{name: source[name] for name in (*_SIZES, "intermediate_size")},
         "num_key_value_heads": source.get("num_key_value_heads") or heads,
         "head_dim": source.get("head_dim") or default_head_dim,
-        "intermediate_size": source["intermediate_size"],
-        "max_position_embeddings": source["max_position_embeddings"],
         "rope_theta": _rope_theta(source),
         "hidden_act": _activation(source.get("hidden_act", "silu")),
         "norm_eps": source.get("rms_norm_eps", 1e-6),
         "attention_bias": source.get("attention_bias", False),
         "mlp_bias": source.get("mlp_bias", False),
-        "qk_norm": model_type != "llama",
         "tie_word_embeddings": source.get("tie_word_embeddings", False),
         "initializer_range": source.get("initializer_range", 0.02),
-        "vocab_size": source["vocab_size"],
     }
     windows = _windows(source, model_type, layers)
     if any(windows):
@@ -88,25 +100,14 @@ def _gpt2(source: Mapping[str, Any]) -> ModelConfig:
     ):
         if source.get(name, needed) != needed:
             raise UsageError(f"{name}: only {str(needed).lower()} is supported")
-    hidden, heads = source["n_embd"], source["n_head"]
     return ModelConfig(
-        vocab_size=source["vocab_size"],
-        hidden_size=hidden,
-        num_hidden_layers=source["n_layer"],
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden // heads,
-        intermediate_size=source.get("n_inner") or 4 * hidden,
-        max_position_embeddings=source["n_positions"],
-        position_embedding="learned",
+        **FAMILIES["gpt2"].fixed,
+        **{name: source[_GPT2_NAMES.get(name, name)] for name in _SIZES},
+        num_key_value_heads=source["n_head"],
+        head_dim=source["n_embd"] // source["n_head"],
+        intermediate_size=source.get("n_inner") or 4 * source["n_embd"],
         hidden_act=_activation(source.get("activation_function", "gelu_new")),
-        gated_mlp=False,
-        mlp_bias=True,
-        attention_bias=True,
-        norm="layernorm",
-        norm_bias=True,
         norm_eps=source.get("layer_norm_epsilon", 1e-5),
-        qk_norm=False,
         tie_word_embeddings=source.get("tie_word_embeddings", True),
         initializer_range=source.get("initializer_range", 0.02),
     )
@@ -145,3 +146,58 @@ def _activation(name: str) -> str:
     if name not in _ACTIVATIONS:
         raise UsageError(f"hidden_act '{name}' is not supported; use one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of a configuration, without tokenizer and dtype fields."""
+    family = family_of(config)
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if family.model_type == "llama" and hidden % heads:
+        raise UsageError(
+            f"no Hugging Face form: transformers loads no Llama whose hidden_size ({hidden}) is not a multiple of "
+            f"num_attention_heads ({heads}), whatever its head_dim; change one of them, or use qk_norm true (Qwen3)"
+        )
+
+    def fields(*names: str) -> dict[str, Any]:
+        return {name: getattr(config, name) for name in names}
+
+    result = {"architectures": [family.architecture], "model_type": family.model_type, "use_cache": True}
+    result |= fields("vocab_size", "tie_word_embeddings", "initializer_range")
+    if family.model_type == "gpt2":
+        return {
+            **result,
+            **{theirs: getattr(config, ours) for ours, theirs in _GPT2_NAMES.items()},
+            "n_ctx": config.max_position_embeddings,  # the older name, which llama.cpp's converter needs
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+    result |= fields(
+        *_SIZES, "intermediate_size", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias"
+    )
+    result |= {
+        "rms_norm_eps": config.norm_eps,
+        "attention_dropout": 0.0,
+        "rope_theta": config.rope_theta,  # for transformers before version 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+    if family.model_type == "llama":
+        return result | fields("mlp_bias")
+    windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
+    result |= {
+        "use_sliding_window": any(windows),
+        "sliding_window": config.sliding_window if any(windows) else None,
+    }
+    if family.model_type == "qwen3_moe":
+        result |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        return result | fields(
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "router_aux_loss_coef",
+        )
+    return result | {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "max_window_layers": windows.index(config.sliding_window) if any(windows) else len(windows),
+    }

@@ -1,4 +1,4 @@
-"""Hugging Face architectures: the family of a ModelConfig, its config.json, and the names of its tensors.
+"""Hugging Face architectures: the family of a ModelConfig, and the names of its tensors.
 
 One table of names per family serves export and import. It uses logical names (ops/logical.py), so fused and
 separate projections share it. An option that no family supports is refused by name, because an export that loads
@@ -6,45 +6,33 @@ but computes something else is worse than none.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from deskside.config.model import ModelConfig
 from deskside.utils.errors import UsageError
 
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _DECODER = {
     "embed": "model.embed_tokens",
     "layers.{}.attn.norm": "model.layers.{}.input_layernorm",
-    "layers.{}.attn.q_proj": "model.layers.{}.self_attn.q_proj",
-    "layers.{}.attn.k_proj": "model.layers.{}.self_attn.k_proj",
-    "layers.{}.attn.v_proj": "model.layers.{}.self_attn.v_proj",
-    "layers.{}.attn.o_proj": "model.layers.{}.self_attn.o_proj",
+    **{f"layers.{{}}.attn.{x}_proj": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
     "layers.{}.mlp.norm": "model.layers.{}.post_attention_layernorm",
     "norm": "model.norm",
     "lm_head": "lm_head",
 }
-_QK_NORM = {
-    "layers.{}.attn.q_norm": "model.layers.{}.self_attn.q_norm",
-    "layers.{}.attn.k_norm": "model.layers.{}.self_attn.k_norm",
-}
-_MLP = {
-    f"layers.{{}}.mlp.{name}": f"model.layers.{{}}.mlp.{name}"
-    for name in ("gate_proj", "up_proj", "down_proj")
-}
+_QK_NORM = {f"layers.{{}}.attn.{x}_norm": f"model.layers.{{}}.self_attn.{x}_norm" for x in "qk"}
+_MLP = {f"layers.{{}}.mlp.{name}": f"model.layers.{{}}.mlp.{name}" for name in _PROJECTIONS}
 _EXPERTS = {
     "layers.{}.mlp.router": "model.layers.{}.mlp.gate",
-    **{
-        f"layers.{{}}.mlp.experts.{{}}.{name}": f"model.layers.{{}}.mlp.experts.{{}}.{name}"
-        for name in ("gate_proj", "up_proj", "down_proj")
-    },
+    **{f"layers.{{}}.mlp.experts.{{}}.{x}": f"model.layers.{{}}.mlp.experts.{{}}.{x}" for x in _PROJECTIONS},
 }
 _GPT2 = {
     "embed": "transformer.wte",
     "position": "transformer.wpe",
     "layers.{}.attn.norm": "transformer.h.{}.ln_1",
-    "layers.{}.attn.q_proj": "transformer.h.{}.attn.c_attn",  # three of ours are stacked in this order
-    "layers.{}.attn.k_proj": "transformer.h.{}.attn.c_attn",
-    "layers.{}.attn.v_proj": "transformer.h.{}.attn.c_attn",
+    # Three of ours are stacked in this order.
+    **{f"layers.{{}}.attn.{x}_proj": "transformer.h.{}.attn.c_attn" for x in "qkv"},
     "layers.{}.attn.o_proj": "transformer.h.{}.attn.c_proj",
     "layers.{}.mlp.norm": "transformer.h.{}.ln_2",
     "layers.{}.mlp.up_proj": "transformer.h.{}.mlp.c_fc",
@@ -68,9 +56,7 @@ class Family:
     fixed: Mapping[str, Any]
     transposed: bool = False
     prefix: str = ""
-    buffers: tuple[str, ...] = field(
-        default=("rotary_emb.inv_freq",)
-    )  # stored by some checkpoints, not weights
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)  # stored by some checkpoints, not weights
 
 
 _ROPE_DECODER = {
@@ -153,77 +139,6 @@ def family_of(config: ModelConfig) -> Family:
             f"no Hugging Face form: {'; '.join(wrong)}; {family.architecture} is the nearest architecture"
         )
     return family
-
-
-def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of a configuration, without tokenizer and dtype fields."""
-    family = family_of(config)
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if family.model_type == "llama" and hidden % heads:
-        raise UsageError(
-            f"no Hugging Face form: transformers loads no Llama whose hidden_size ({hidden}) is not a multiple of "
-            f"num_attention_heads ({heads}), whatever its head_dim; change one of them, or use qk_norm true (Qwen3)"
-        )
-    result: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
-        "use_cache": True,
-    }
-    if family.model_type == "gpt2":
-        return result | {
-            "n_embd": config.hidden_size,
-            "n_layer": config.num_hidden_layers,
-            "n_head": config.num_attention_heads,
-            "n_inner": config.intermediate_size,
-            "n_positions": config.max_position_embeddings,
-            "n_ctx": config.max_position_embeddings,  # the older name, which llama.cpp's converter needs
-            "activation_function": config.hidden_act,
-            "layer_norm_epsilon": config.norm_eps,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
-    result |= {
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.norm_eps,
-        "attention_bias": config.attention_bias,
-        "attention_dropout": 0.0,
-        "rope_theta": config.rope_theta,  # for transformers before version 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-    if family.model_type == "llama":
-        return result | {"mlp_bias": config.mlp_bias}
-    windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
-    result |= {
-        "use_sliding_window": any(windows),
-        "sliding_window": config.sliding_window if any(windows) else None,
-    }
-    if family.model_type == "qwen3_moe":
-        return result | {
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "moe_intermediate_size": config.moe_intermediate_size,
-            "norm_topk_prob": config.norm_topk_prob,
-            "router_aux_loss_coef": config.router_aux_loss_coef,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return result | {
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-        "max_window_layers": windows.index(config.sliding_window)
-        if any(windows)
-        else config.num_hidden_layers,
-    }
 
 
 def _plain(value: object) -> str:

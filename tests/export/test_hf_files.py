@@ -16,8 +16,7 @@ from deskside.data.corpus import output_folder
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import load_hf, save_hf
-from deskside.weights.hf_config import from_hf_config
-from deskside.weights.hf_families import to_hf_config
+from deskside.weights.hf_config import from_hf_config, to_hf_config
 from tests.export.test_hf_parity import CASES, GPT2, MOE, TINY, batch, random_model
 
 transformers = pytest.importorskip("transformers")
