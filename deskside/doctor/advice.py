@@ -22,11 +22,8 @@ HOST_GIB = 8.0
 FOREIGN_SHARE = 0.05  # of a card's memory in use before we came
 HOT = 85  # degrees Celsius; cards slow down from 83 to 90
 LOW_PRODUCTS = ("fp8_tensor", "fp8_row", "mxfp8", "nvfp4")  # of torch
-FASTEST_FIRST = (
-    "fp8-delayed",
-    "fp8-tensorwise",
-    "fp8-rowwise",
-)  # NVFP4 is for comparing until it is seen to be faster
+# NVFP4 is for comparing until it is seen to be faster.
+FASTEST_FIRST = ("fp8-delayed", "fp8-tensorwise", "fp8-rowwise")
 SHEET_SHARE = 0.5  # data centre cards reach half of their sheet at worst, GeForce cards all of it
 
 
@@ -88,29 +85,23 @@ def _attention(results: Results) -> list[dict[str, str]]:
         details = known["attention"]["details"]
         why = f"the fastest that is right here: {_milliseconds(details['milliseconds'])}"
         return [_choice("attention", details["chosen"], why, "--compute.attention auto")]
-    for what, ending in (("attention", ""), ("attention, window", "_window")):
+    for what in ("attention", "attention, window"):
         # The reference is slow by design, and the presets need grouped heads.
         times = {
-            name: result["details"]["milliseconds"]
-            for name, result in _backends(results, ending)
-            if result["verdict"] == "works"
+            result["name"].removesuffix(", window"): result["details"]["milliseconds"]
+            for result in results
+            if result["group"] == "attention"
+            and result["name"].endswith(", window") == (what != "attention")
+            and result["verdict"] == "works"
             and result["details"].get("milliseconds")
             and result["details"]["heads"] != result["details"]["kv_heads"]
-            and name != "reference"
+            and not result["name"].startswith("reference")
         }
         if times:
             best = min(times, key=lambda name: times[name])
             why = f"the fastest that is right here: {_milliseconds(times)}"
             found.append(_choice(what, best, why, "--compute.attention auto"))
     return found
-
-
-def _backends(results: Results, ending: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for result in results:
-        if result["group"] == "attention" and result["id"].startswith("attention_"):
-            name = result["id"].removeprefix("attention_")
-            if name.endswith("_window") == bool(ending):
-                yield name.removesuffix("_window"), result
 
 
 def _milliseconds(times: Mapping[str, float]) -> str:
@@ -121,18 +112,15 @@ def _milliseconds(times: Mapping[str, float]) -> str:
 def _execution(facts: Facts, results: Results) -> dict[str, str]:
     """Recommend how to run the step: on a GPU the fused kernels are the default, on a CPU it is eager."""
     fused, block = (by_id(results)[id] for id in ("fused", "compile"))
-    times = [
-        f"{name} {found['details']['times_eager']:.2f}"
-        + f" (first step {found['details']['compile_seconds']:.0f} s)"
-        for name, found in (("hand-written", fused), ("torch.compile", block))
-        if found["verdict"] == "works"
-    ]
-    why = [f"times eager's speed on a small step (measured): {', '.join(times)}"] if times else []
-    why += [
-        f"{name}: {found['verdict']}" + (f", {found['reason']}" if found["reason"] else "")
-        for name, found in (("hand-written", fused), ("torch.compile", block))
-        if found["verdict"] != "works"
-    ]
+    times, why = [], []
+    for name, found in (("hand-written", fused), ("torch.compile", block)):
+        if found["verdict"] == "works":
+            first = f"first step {found['details']['compile_seconds']:.0f} s"
+            times.append(f"{name} {found['details']['times_eager']:.2f} ({first})")
+        else:
+            why.append(f"{name}: {found['verdict']}" + (f", {found['reason']}" if found["reason"] else ""))
+    if times:
+        why.insert(0, f"times eager's speed on a small step (measured): {', '.join(times)}")
     if facts["device"] == "cpu":
         why.insert(0, "training does not compile on a CPU unless told to")
         value, option = "eager", "auto"
@@ -205,9 +193,7 @@ def _training(facts: Facts, results: Results) -> Iterator[dict[str, Any]]:
             if r["id"] in ("step_fp32", "step_bf16")
         ]
         problem = "neither an FP32 nor a BF16 training step gives right numbers"
-        remedy = (
-            f"install a torch that supports this device (it is {facts['torch']} now), then run doctor again"
-        )
+        remedy = f"install a torch that supports this device (now {facts['torch']}), then run doctor again"
         if any(r["verdict"] == "out of memory" for r in results if r["group"] == "training"):
             remedy = "free memory: other programs hold what a small step needs"
         yield _mend("stops training", f"{problem}: {'; '.join(reasons) or 'none was run'}", remedy)
@@ -256,8 +242,8 @@ def _driver(facts: Facts) -> Iterator[dict[str, Any]]:
         )
         yield _mend("note", problem, "unset CUDA_VISIBLE_DEVICES to use all")
     built, loaded = facts.get("cudnn_package"), facts.get("cudnn")
-    if built and loaded and not _same_cudnn(built, loaded):
-        problem = f"cuDNN {_dotted(loaded)} is loaded instead of the {built} that came with torch"
+    if built and loaded and _version(built)[:2] != _version(cudnn_version(loaded))[:2]:
+        problem = f"cuDNN {cudnn_version(loaded)} is loaded instead of the {built} that came with torch"
         remedy = "take the other cuDNN out of LD_LIBRARY_PATH: attention may be half as fast with it"
         yield _mend("slow", problem, remedy)
 
@@ -268,23 +254,18 @@ def _compiling(facts: Facts, results: Results) -> Iterator[dict[str, Any]]:
     # deskside trains without torch.compile, so that nothing is lost there by default.
     severity: Severity = "may fail" if cuda else "note"
     if cuda and facts["triton"] is None:
-        yield _mend(
-            "stops training",
-            "Triton is missing: training's kernels are written in it",
-            f"pip install triton for {facts['torch']}",
-        )
-    compiler, variable, name = (
-        (facts["c_compiler"], "CC", "gcc") if cuda else (facts["cxx_compiler"], "CXX", "g++")
-    )
-    if compiler is None:
-        needs = "Triton needs one, for training's kernels too" if cuda else "torch.compile needs one"
-        problem = f"no {'C' if cuda else 'C++'} compiler: {needs}"
-        yield _mend(severity, problem, f"install {name} (apt install build-essential), or set {variable}")
+        problem = "Triton is missing: training's kernels are written in it"
+        yield _mend("stops training", problem, f"pip install triton for {facts['torch']}")
+    if cuda and facts["c_compiler"] is None:
+        problem = "no C compiler: Triton needs one, for training's kernels too"
+        yield _mend(severity, problem, "install gcc (apt install build-essential), or set CC")
+    if not cuda and facts["cxx_compiler"] is None:
+        problem = "no C++ compiler: torch.compile needs one"
+        yield _mend(severity, problem, "install g++ (apt install build-essential), or set CXX")
     if not facts["python_headers"]:
         problem = "Python.h is missing: torch.compile builds code against it"
-        yield _mend(
-            severity, problem, "install Python's headers (apt install python3-dev), or a Python that has them"
-        )
+        remedy = "install Python's headers (apt install python3-dev), or a Python that has them"
+        yield _mend(severity, problem, remedy)
     found = by_id(results).get("compile")
     if found is not None and found["verdict"] not in ("works", "unsupported", "timeout"):
         problem = f"torch.compile: {found['verdict']}: {found['reason']}"
@@ -372,11 +353,9 @@ def power(facts: Facts) -> dict[str, Any] | None:
     gpu = facts["gpus"][0]
     sheet: Gpu | None = of_device(gpu["name"], gpu["usable_bytes"])
     points = [] if sheet is None else [_cap(point) for point in cap_table(sheet)]
+    limits = ("limit_watts", "default_watts", "lowest_watts", "highest_watts")
     return {
-        **{
-            key: gpu["power"].get(key)
-            for key in ("limit_watts", "default_watts", "lowest_watts", "highest_watts")
-        },
+        **{key: gpu["power"].get(key) for key in limits},
         "lower_limits": points,
         "reason": "" if points else f"nobody published what a lower limit does to the {gpu['name']}",
     }
@@ -408,10 +387,6 @@ def _runs_on(architecture: str, capability: tuple[int, ...]) -> bool:
     return built[0] == capability[0] and built[1] <= capability[1]
 
 
-def _same_cudnn(package: str, loaded: int) -> bool:
-    return _version(package)[:2] == _version(_dotted(loaded))[:2]
-
-
-def _dotted(number: int) -> str:
-    """cuDNN's 91900 is 9.19.0."""
+def cudnn_version(number: int) -> str:
+    """Return cuDNN's version as text: 91900 is 9.19.0."""
     return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"

@@ -1,12 +1,12 @@
-"""Torch's own matrix products, and memory: right numbers first, then the rate that the device reaches.
+"""Matrix products of torch and of the precision recipes, and memory: numbers first, then the rate of the device.
 
 A linear layer has three products: the output x w^T, the input gradient g w, the weight gradient g^T x. Each is computed
 as training would and compared with float64. For the scaled formats two errors are told apart: against the values
 that codes and scales stand for, which only a wrong kernel can make large, and against the operands before rounding,
-which is what a training step on them would get. They tell what the platform can do; whether deskside's recipes work is
-asked of their own layers (`doctor_recipes`).
+which is what a training step on them would get. Recipes are checked by their own layers.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,8 @@ from deskside.doctor.check_tools import Result, compare, median_seconds, speed, 
 from deskside.doctor.nvml import NvmlDevice
 from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
-from deskside.precision.selfcheck import check_gemm
+from deskside.precision import CheckResult, check
+from deskside.precision.selfcheck import HEAD_TOLERANCE, check_gemm, check_head
 from deskside.train.environment_record import Sensors
 
 # A float16 product rounds both operands and the result to 11 bits: about 4e-4.
@@ -31,24 +32,57 @@ PLAIN = {
 # Rows, in and out features of the products that are judged. A CPU may compute FP8 at 20 MFLOP/s.
 CHECKED = {"cuda": (256, 512, 384), "cpu": (64, 128, 96)}
 SMALLEST_TIMED, SLOW_SECONDS = 128, 0.1
-KERNEL_TOLERANCE = (
-    1e-2  # the result's rounding to bfloat16 is 1.7e-3; a wrong scale or layout gives more than 1e-1
-)
+# The result's rounding to bfloat16 is 1.7e-3; a wrong scale or layout gives more than 1e-1.
+KERNEL_TOLERANCE = 1e-2
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 HOST_BYTES = 2**28
 WORK_SECONDS = 1.0
+CANNOT = "cannot run here: "
+
+
+def judged(found: CheckResult, tolerance: float) -> Result:
+    """Return a self-check as the doctor reports it. An error that is not finite becomes None for JSON."""
+    verdict, reason = "wrong numbers", found.reason
+    if found.ok:
+        verdict, reason = "works", ""
+    elif found.reason.startswith(CANNOT):
+        verdict, reason = "unsupported", found.reason.removeprefix(CANNOT)
+    errors = {
+        name: float(f"{error:.3e}") if math.isfinite(error) else None for name, error in found.errors.items()
+    }
+    why = found.reason if found.ok and not found.native else ""
+    details = {"native": found.native, "emulated_because": why.removeprefix("emulated: ")}
+    return {
+        "verdict": verdict,
+        "reason": reason,
+        "errors": errors,
+        "tolerance": tolerance,
+        "details": details,
+    }
+
+
+def recipe(name: str, device: str) -> Result:
+    """Check a recipe's linear layer with the check that a run makes before it starts.
+
+    torch's own products are checked apart: a GPU may support them while a recipe's kernels fail, and a recipe may be
+    emulated on a GPU without them.
+    """
+    return judged(check(name, torch.device(device)), recipe_named(name).tolerance)
+
+
+def head(device: str) -> Result:
+    """Check the output head in FP8 (`precision.head`): the loss and both gradients."""
+    return judged(check_head(torch.device(device)), HEAD_TOLERANCE)
 
 
 def plain(dtype: str, device: str) -> Result:
     """Check FP32, BF16 or FP16: errors of the three products, FLOP/s of a large one."""
     kind, tolerance = PLAIN[dtype]
-    found = check_gemm(lambda x, w: x.to(kind) @ w.to(kind).T, tolerance, device)
-    if not found.errors:
-        return {"verdict": "unsupported", "reason": found.reason.removeprefix("cannot run here: ")}
-    errors = {name: _finite(error) for name, error in found.errors.items()}
-    verdict = "works" if found.ok else "wrong numbers"
-    result = {"verdict": verdict, "reason": found.reason, "errors": errors, "tolerance": tolerance}
     where = torch.device(device)
+    result = judged(check_gemm(lambda x, w: x.to(kind) @ w.to(kind).T, tolerance, device), tolerance)
+    del result["details"]
+    if result["verdict"] == "unsupported":
+        return result
 
     def seconds(side: int) -> float:
         if where.type == "cuda":
@@ -75,12 +109,11 @@ def at_work(device: torch.device, rate: float) -> dict[str, Any]:
 
 
 def scaled(format_name: str, device: str) -> Result:
-    """Check a format of `FORMATS`: errors, and FLOP/s of a large product of quantized operands."""
+    """Check a format of `FORMATS`: errors of the three products, and FLOP/s of a large one."""
     return check_format(FORMATS[format_name], torch.device(device))
 
 
 def check_format(form: Format, device: torch.device) -> Result:
-    """Check and time the three products of one format."""
     x, w, g = _operands(device)
     products: dict[str, tuple[Tensor, Tensor, bool]] = {
         "output": (x, w, False),
@@ -115,8 +148,10 @@ def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _square_rate(seconds_of: Callable[[int], float], device: torch.device) -> float:
-    """FLOP/s of a large square product, from the seconds that one of a side takes. On a CPU the matrices grow until one
-    takes long: some formats, FP16 among them, are not optimised there."""
+    """Return FLOP/s of a large square product. `seconds_of` takes its side.
+
+    On a CPU the matrices grow until one takes long: some formats, FP16 among them, are not optimised there.
+    """
     side = SIZES[device.type] if device.type == "cuda" else SMALLEST_TIMED
     while True:
         seconds = seconds_of(side)
@@ -166,7 +201,3 @@ def link(device: torch.device) -> dict[str, Any]:
     state = card.pcie() if card else {}
     torch.cuda.synchronize(device)
     return {"host_to_device": speed(HOST_BYTES / seconds, "B/s"), **state}
-
-
-def _finite(value: float) -> float | None:
-    return float(f"{value:.3e}") if value == value and abs(value) != float("inf") else None

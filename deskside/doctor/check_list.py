@@ -96,7 +96,6 @@ LIBRARIES = (
 )
 GEMM, ATTENTION = "deskside.doctor.check_gemm", "deskside.doctor.check_attention"
 TRAIN, USE = "deskside.doctor.check_training", "deskside.doctor.check_libraries"
-PRECISION = "deskside.doctor.check_recipes"
 NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
 
 
@@ -135,18 +134,12 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
             )
         ] + _recipes(on)
         checks += _attention(facts)
-    checks += [
-        Check(
-            f"step_{name}",
-            "training",
-            f"{name.upper()} step",
-            f"{TRAIN}:step",
-            {"precision": name} | on,
-            shared,
+    shared = "quick" if quick else "step"
+    for name in ("fp32", "bf16"):
+        arguments = {"precision": name} | on
+        checks.append(
+            Check(f"step_{name}", "training", f"{name.upper()} step", f"{TRAIN}:step", arguments, shared)
         )
-        for name in ("fp32", "bf16")
-        for shared in ("quick" if quick else "step",)
-    ]
     if not quick:
         checks += [*_executions(facts), *_libraries(_device(facts))]
     return checks
@@ -159,14 +152,14 @@ def _recipes(on: Mapping[str, str]) -> list[Check]:
             f"recipe_{name}",
             "precision",
             name,
-            f"{PRECISION}:recipe",
+            f"{GEMM}:recipe",
             {"name": name, **on},
             "recipes nvfp4" if "nvfp4" in recipe.formats else "recipes fp8",
             5 * MINUTE,
         )
         for name, recipe in RECIPES.items()
         if recipe.quantized
-    ] + [Check("head_fp8", "precision", "FP8 head", f"{PRECISION}:head", on, "recipes fp8", 5 * MINUTE)]
+    ] + [Check("head_fp8", "precision", "FP8 head", f"{GEMM}:head", on, "recipes fp8", 5 * MINUTE)]
 
 
 def _device(facts: Mapping[str, Any]) -> str:
@@ -179,20 +172,21 @@ def _attention(facts: Mapping[str, Any]) -> list[Check]:
     checks = []
     for backend in facts["attention_backends"]:
         name = backend["name"]
-        for kind in ("full", "window"):
-            reason = backend[kind]
+        for kind, id, label in (("full", "", ""), ("window", "_window", ", window")):
+            declared = None
+            if backend[kind] is not None:
+                declared = {"verdict": "unsupported", "reason": backend[kind], "declared": True}
+            arguments = {"backend": name, "window": kind == "window", "device": _device(facts)}
             checks.append(
                 Check(
-                    f"attention_{name}" + ("_window" if kind == "window" else ""),
+                    f"attention_{name}{id}",
                     "attention",
-                    name + (", window" if kind == "window" else ""),
+                    f"{name}{label}",
                     f"{ATTENTION}:check",
-                    {"backend": name, "window": kind == "window", "device": _device(facts)},
+                    arguments,
                     f"attention {name}",
                     5 * MINUTE,
-                    None
-                    if reason is None
-                    else {"verdict": "unsupported", "reason": reason, "declared": True},
+                    declared,
                 )
             )
     return checks
@@ -307,11 +301,9 @@ def failure(outcome: child_process.Outcome) -> dict[str, Any]:
 
     The verdict is crashed if the process or its CUDA context died, and unsupported for any other exception.
     """
-    verdicts = {"timeout": "timeout", "oom": "out of memory", "failed": "unsupported"}
-    verdict = verdicts[outcome.status]
-    if outcome.status == "failed" and (
-        outcome.error.startswith("the process") or "CUDA error" in outcome.error
-    ):
+    verdict = {"timeout": "timeout", "oom": "out of memory", "failed": "unsupported"}[outcome.status]
+    died = outcome.error.startswith("the process") or "CUDA error" in outcome.error
+    if outcome.status == "failed" and died:
         verdict = "crashed"
     return {
         "verdict": verdict,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels.autograd_thread import give_context
+from deskside.train.loop.device_timer import DeviceEvent
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError
 
@@ -107,17 +108,9 @@ def median_seconds(call: Callable[[], object], device: torch.device, runs: int |
     warm_up(call, device)
     times = []
     for _ in range(runs or TIMED_RUNS[device.type]):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
+        begin = DeviceEvent(device)
+        call()
+        times.append(DeviceEvent(device).seconds_since(begin))
     return statistics.median(times)
 
 

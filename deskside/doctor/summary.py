@@ -9,6 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from deskside.doctor.advice import cudnn_version
+
 GIB = 2**30
 GROUPS = ("matmul", "precision", "memory", "attention", "training", "libraries")
 STYLES = {
@@ -27,7 +29,6 @@ SEVERITIES = {
     "slow": "yellow",
     "note": "dim",
 }
-UNITS = {"FLOP/s": "FLOP/s", "B/s": "B/s", "tokens/s": "tok/s"}
 LEGEND = (
     "error: relative, against float64, the largest of output and gradients\n"
     "matmul: torch's own products; precision: deskside's recipes, their own layers and gradients\n"
@@ -70,7 +71,15 @@ def rate(speed: Mapping[str, Any] | None) -> str:
     scale, letter = next(((s, name) for s, name in SCALES if value >= s), (1.0, ""))
     shown = value / scale
     digits = 0 if shown >= 100 else 1 if shown >= 10 else 2
-    return f"{shown:.{digits}f} {letter}{UNITS[speed['unit']]}"
+    return f"{shown:.{digits}f} {letter}{speed['unit'].replace('tokens', 'tok')}"
+
+
+def _pairs(indent: int) -> Table:
+    """Return an empty table of a label and a text."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, indent))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def _heading(title: str, console: Console) -> None:
@@ -79,9 +88,8 @@ def _heading(title: str, console: Console) -> None:
 
 
 def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _pairs(0)
+    table.columns[0].style = "bold"
     details: dict[str, dict[str, Any]] = {c["id"]: c.get("details") or {} for c in checks}
     for gpu in machine["gpus"]:
         link: dict[str, Any] = details["copy"].get("link", {}) if gpu["index"] == 0 else {}
@@ -97,8 +105,7 @@ def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> T
     software = f"deskside {machine['deskside']}, Python {machine['python']}, torch {machine['torch']}"
     if machine["cuda"]:
         cudnn = machine["cudnn"]
-        software += f", CUDA {machine['cuda']}"
-        software += "" if cudnn is None else f", cuDNN {cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
+        software += f", CUDA {machine['cuda']}" + ("" if cudnn is None else f", cuDNN {cudnn_version(cudnn)}")
     software += f", Triton {machine['triton'] or 'missing'}"
     table.add_row("software", escape(software))
     if machine["driver"]:
@@ -120,21 +127,14 @@ def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> T
 def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     free = gpu.get("free_bytes")
     memory = f"{gpu['usable_bytes'] / GIB:.1f} GiB" + ("" if free is None else f", {free / GIB:.1f} free")
-    name = f"{gpu['name']}, {memory}"
-    yield f"GPU {gpu['index']}", name
+    yield f"GPU {gpu['index']}", f"{gpu['name']}, {memory}"
     yield "", f"compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors"
     power, parts = gpu["power"], []
     if power.get("limit_watts"):
-        span = [power.get("lowest_watts"), power.get("highest_watts")]
-        parts.append(
-            f"power limit {power['limit_watts']:.0f} W"
-            + (
-                f" (default {power['default_watts']:.0f}"
-                if power.get("default_watts")
-                else " (default unknown"
-            )
-            + (f", {span[0]:.0f} to {span[1]:.0f} can be set)" if span[0] and span[1] else ")")
-        )
+        default, low, high = (power.get(f"{name}_watts") for name in ("default", "lowest", "highest"))
+        told = f"default {default:.0f}" if default else "default unknown"
+        told += f", {low:.0f} to {high:.0f} can be set" if low and high else ""
+        parts.append(f"power limit {power['limit_watts']:.0f} W ({told})")
     state = link or gpu["pcie"]
     if state.get("generation"):
         under = "under load" if link else "idle"
@@ -155,11 +155,8 @@ def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tupl
 def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
     """Return the rows of the table. Declared limitations are listed below it instead."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("check", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("x BF16", justify="right", no_wrap=True)
-    table.add_column("error", justify="right", no_wrap=True)
+    for name in ("check", "verdict", "measured", "x BF16", "error"):
+        table.add_column(name, justify="left" if name in ("check", "verdict") else "right", no_wrap=True)
     for group in GROUPS:
         rows = [check for check in checks if check["group"] == group and not check.get("declared")]
         if rows:
@@ -238,9 +235,7 @@ def _power(power: Mapping[str, Any] | None, console: Console) -> None:
 
 
 def _use(choices: Sequence[Mapping[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _pairs(1)
     for choice in choices:
         text = Text.assemble((choice["value"], "bold green"), f": {choice['why']}" if choice["why"] else "")
         if choice["option"]:
@@ -250,9 +245,8 @@ def _use(choices: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _fixes(fixes: Sequence[Mapping[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 1))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _pairs(1)
+    table.columns[0].justify = "right"
     for number, fix in enumerate(fixes, 1):
         text = Text.assemble((f"{fix['severity']}: ", SEVERITIES[fix["severity"]]), fix["problem"])
         text.append(f"\n{fix['remedy']}", "cyan")

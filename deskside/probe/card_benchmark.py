@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deskside.kernels.attention import Requirements, choose
 from deskside.kernels.matmul_peak import measure_matmul_peak
+from deskside.train.loop.device_timer import DeviceEvent
 from deskside.utils.errors import RunError
 
 TOKENS = {"cuda": 16384, "cpu": 512}  # rows of the products, as of a micro-batch
@@ -42,7 +43,9 @@ def measure_card(device: str = "auto") -> dict[str, Any]:
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     where = torch.device(chosen)
     dtype = torch.bfloat16 if chosen == "cuda" else torch.float32
-    _settle(where, dtype)
+    began = time.perf_counter()
+    while time.perf_counter() - began < SETTLE_SECONDS[chosen]:
+        measure_matmul_peak(where, dtype)
     return {
         "device": chosen,
         "dtype": str(dtype).removeprefix("torch."),
@@ -52,12 +55,6 @@ def measure_card(device: str = "auto") -> dict[str, Any]:
         "attention": _attention(where, dtype),
         "launch_seconds": _launch_seconds(where),
     }
-
-
-def _settle(device: torch.device, dtype: torch.dtype) -> None:
-    began = time.perf_counter()
-    while time.perf_counter() - began < SETTLE_SECONDS[device.type]:
-        measure_matmul_peak(device, dtype)
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -104,10 +101,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]
             }  # fmt: skip
             try:
                 choice = choose(need)
-            except (
-                RunError,
-                torch.OutOfMemoryError,
-            ) as error:  # a length that this card cannot do is a finding
+            except (RunError, torch.OutOfMemoryError) as error:  # this length is beyond the card
                 found.append({**row, "backend": None, "flops": None, "error": str(error)[:200]})
                 continue
             # Two products forward and four backward, over the half of the square below the diagonal.
@@ -119,14 +113,12 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]
 def _launch_seconds(device: torch.device) -> float:
     """Return the host seconds of a small operation, a lower bound for steps with shorter kernels."""
     x = torch.zeros(16, device=device)
-    x.add_(1)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(LAUNCHES):
-        x.add_(1)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    for runs in (1, LAUNCHES):  # the first one warms up
+        began = time.perf_counter()
+        for _ in range(runs):
+            x.add_(1)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     return (time.perf_counter() - began) / LAUNCHES
 
 
@@ -135,15 +127,7 @@ def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
     work()
     times = []
     for _ in range(RUNS):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
+        begin = DeviceEvent(device)
+        work()
+        times.append(DeviceEvent(device).seconds_since(begin))
     return statistics.median(times)

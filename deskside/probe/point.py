@@ -70,29 +70,26 @@ def configuration(spec: dict[str, Any]) -> RunConfig:
     ("auto"), `optimizer` ("muon"), `precision` ("auto"), `activation_checkpointing` ("none"), `compile` ("auto"),
     `attention` ("auto") and `device` ("auto").
     """
+    batch = {"sequence_length", "tokens", "micro_tokens"} & spec.keys()
     compute = {"activation_checkpointing", "compile", "attention", "device"} & spec.keys()
-    return merge.build(
-        [
-            {
-                "model": spec["model"],
-                "batch": {
-                    "sequence_length": spec["sequence_length"],
-                    "tokens": spec["tokens"],
-                    "micro_tokens": spec.get("micro_tokens", "auto"),
-                },
-                "optim": {"name": spec.get("optimizer", "muon")},
-                "precision": {"name": spec.get("precision", "auto")},
-                "compute": {key: spec[key] for key in sorted(compute)},
-                "schedule": {"length": "1000000 steps"},
-            }
-        ]
-    )
+    config = {
+        "model": spec["model"],
+        "batch": {key: spec[key] for key in sorted(batch)},
+        "optim": {"name": spec.get("optimizer", "muon")},
+        "precision": {"name": spec.get("precision", "auto")},
+        "compute": {key: spec[key] for key in sorted(compute)},
+        "schedule": {"length": "1000000 steps"},
+    }
+    return merge.build([config])
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A step that is ready to run. attention: what its backends were chosen by; native: in the formats of the hardware;
-    mode: of execution; peak_flops: of a matrix product here, FLOP/s; notes: what was said meanwhile."""
+    """A step that is ready to run.
+
+    attention: measurements by which its backends were chosen. native: whether the formats are the hardware's.
+    mode: how it is executed. peak_flops: FLOP/s of a matmul here. notes: messages of the set-up.
+    """
 
     config: RunConfig
     recipe: str
@@ -106,12 +103,10 @@ class Ready:
 
     @property
     def rows(self) -> RandomRows:
-        """Of the length and vocabulary of this run."""
         return RandomRows(self.config.batch.sequence_length, self.config.model.vocab_size)
 
     @property
     def rows_per_step(self) -> int:
-        """That this process works on."""
         batch = self.config.batch
         return rows_per_rank(batch.tokens, batch.sequence_length, self.stepper.world)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.doctor import check_attention, check_gemm, check_recipes
+from deskside.doctor import check_attention, check_gemm
 from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
 from deskside.kernels.attention import AttentionBackend, AttentionContext, backend_named
 from deskside.kernels.attention.context import register
@@ -43,7 +43,7 @@ def zero_gradient_product() -> dict[str, Any]:
 
 def zero_gradient_recipe() -> dict[str, Any]:
     """A recipe whose layer computes right outputs and input gradients, and weight gradients that are all zero."""
-    return check_recipes.judged(
+    return check_gemm.judged(
         selfcheck.check_gemm(lambda x, w: x @ w.detach().T + 0 * w.sum(), 0.12, "cpu"), 0.12
     )
 

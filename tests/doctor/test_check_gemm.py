@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deskside.config.recipes import RECIPES
-from deskside.doctor.check_recipes import head, judged, recipe
+from deskside.doctor.check_gemm import head, judged, recipe
 from deskside.precision import CheckResult
 
 QUANTIZED = [name for name, found in RECIPES.items() if found.quantized]
