@@ -135,7 +135,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for dtype in get_args(GgufType):
-            saved = save_gguf(loaded.model, loaded.config, tokenizer, Path(folder) / dtype, dtype)
+            saved = save_gguf(loaded.model, tokenizer, Path(folder) / dtype, dtype)
             print(f"| {dtype} | {row(loaded, prompts, told, InLlamaCpp(saved.file, context=context))} |")
             if dtype == "float32":
                 halves = InLlamaCpp(saved.file, context=context, cache=1)

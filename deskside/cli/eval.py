@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from deskside.cli.options import Command, option
@@ -85,7 +84,10 @@ def run(argv: Sequence[str]) -> int:
     tasks = [] if selection is None else _prepared(options, selection)
     loaded = load_model(options.model, device, dtype_of(device), say)
     config = run_config(loaded)
-    subject = _subject(options, loaded, device)
+    batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]
+    chat = _renderer(loaded) if options.chat else None
+    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=chat)
+    subject = Subject(loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat)
     measured = None
     if options.tasks is None or options.text or options.data or has_data(config):
         measured = measure(
@@ -95,23 +97,43 @@ def run(argv: Sequence[str]) -> int:
             text=options.text,
             data=options.data,
             sequence_length=options.sequence_length,
-            batch_tokens=options.batch_tokens or BATCH_TOKENS[device.type],
+            batch_tokens=batch_tokens,
         )
-    done = _evaluate_tasks(options, tasks, subject)
+    results, failed = _evaluate_tasks(options, tasks, subject)
     # CORE is a mean over tasks: without one that has data it would be a different metric.
-    incomplete = any(each.chosen.core and each.chosen.name in done.failed for each in tasks)
-    whole = None if incomplete else core(done.results)
+    incomplete = any(each.chosen.core and each.chosen.name in failed for each in tasks)
+    whole = None if incomplete else core(results)
     if options.json:
-        found = _as_json(options, loaded, measured)
+        found: dict[str, Any] = {"bpb": None, "tasks": {}, "model": options.model, "step": loaded.step}
+        if measured is not None:
+            found |= {
+                "bpb": measured.result.bpb,
+                "loss": measured.result.loss,
+                "tokens": measured.result.tokens,
+                "bytes": measured.result.bytes,
+                "source": measured.source,
+                "sequence_length": measured.length,
+                **measured.baselines,
+            }
         if selection is not None:
-            found |= _tasks_as_json(options, selection, done, whole)
+            found |= {
+                "tasks": {result.chosen.name: result.as_dict() for result in results},
+                "core": whole and whole.value,
+                "core_interval": whole and [whole.low, whole.high],
+                "core_tasks": list(whole.tasks) if whole else [],
+                "left_out": list(selection.left_out),
+                "failed": failed,
+                "limit": options.limit,
+                "chat": options.chat,
+                "start": options.start,
+            }
         print_json(found)
     else:
         if measured is not None:
             _print_measured(measured)
-        if done.results:
-            _print_tasks(done.results, whole)
-    return 1 if done.failed else 0
+        if results:
+            _print_tasks(results, whole)
+    return 1 if failed else 0
 
 
 def _checked(options: EvalOptions) -> TaskSelection | None:
@@ -144,29 +166,12 @@ def _checked(options: EvalOptions) -> TaskSelection | None:
 # Tasks
 
 
-def _subject(options: EvalOptions, loaded: Loaded, device: torch.device) -> Subject:
-    chat = _renderer(loaded) if options.chat else None
-    return Subject(
-        loaded.model,
-        loaded.tokenizer,
-        Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=chat),
-        loaded.eos_tokens,
-        options.batch_tokens or BATCH_TOKENS[device.type],
-        options.chat,
-    )
-
-
-@dataclass(frozen=True)
-class _Done:
-    """Results by task, and the errors of tasks that failed."""
-
-    results: list[TaskResult]
-    failed: dict[str, str]
-
-
-def _evaluate_tasks(options: EvalOptions, tasks: Sequence[Prepared], subject: Subject) -> _Done:
-    """Evaluate all tasks. A task that fails is reported beside the results of the others, unless it is the only one."""
-    results, failed = [], {}
+def _evaluate_tasks(
+    options: EvalOptions, tasks: Sequence[Prepared], subject: Subject
+) -> tuple[list[TaskResult], dict[str, str]]:
+    """Return the results of all tasks, and the errors of those that failed. The error of an only task is raised."""
+    results: list[TaskResult] = []
+    failed: dict[str, str] = {}
     for prepared in tasks:
         name = prepared.chosen.name
         try:
@@ -181,7 +186,7 @@ def _evaluate_tasks(options: EvalOptions, tasks: Sequence[Prepared], subject: Su
         results.append(result)
         if options.items is not None:
             _append(Path(options.items), result.records)
-    return _Done(results, failed)
+    return results, failed
 
 
 def _prepared(options: EvalOptions, selection: TaskSelection) -> list[Prepared]:
@@ -222,41 +227,6 @@ def _renderer(loaded: Loaded) -> Renderer:
 
 
 # Output
-
-
-def _as_json(options: EvalOptions, loaded: Loaded, measured: TextBpb | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "bpb": measured and measured.result.bpb,
-        "tasks": {},
-        "model": options.model,
-        "step": loaded.step,
-    }
-    if measured is not None:
-        found |= {
-            "loss": measured.result.loss,
-            "tokens": measured.result.tokens,
-            "bytes": measured.result.bytes,
-            "source": measured.source,
-            "sequence_length": measured.length,
-            **measured.baselines,
-        }
-    return found
-
-
-def _tasks_as_json(
-    options: EvalOptions, selection: TaskSelection, done: _Done, whole: Core | None
-) -> dict[str, Any]:
-    return {
-        "tasks": {result.chosen.name: result.as_dict() for result in done.results},
-        "core": whole and whole.value,
-        "core_interval": whole and [whole.low, whole.high],
-        "core_tasks": list(whole.tasks) if whole else [],
-        "left_out": list(selection.left_out),
-        "failed": done.failed,
-        "limit": options.limit,
-        "chat": options.chat,
-        "start": options.start,
-    }
 
 
 def _print_measured(measured: TextBpb) -> None:

@@ -131,9 +131,7 @@ def _gguf(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, An
         def tick(weights: int) -> None:
             bar.advance(weights / 1e6)
 
-        saved = save_gguf(
-            loaded.model, loaded.config, tokenizer, out, options.dtype, loaded.name, about, card, tick
-        )
+        saved = save_gguf(loaded.model, tokenizer, out, options.dtype, loaded.name, about, card, tick)
     if saved.fallback:
         say(
             f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: their rows are not "

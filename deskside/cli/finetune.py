@@ -21,6 +21,7 @@ from deskside.config import merge
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import limited
+from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.train.prepare.time_budget import too_short
 from deskside.utils.errors import UsageError
@@ -101,8 +102,6 @@ class FinetuneRun:
         self.align = objective_config(self.name, options, given)
         self.check()
         if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
-            from deskside.run.directory import RunDirectory
-
             RunDirectory.check_name(Path(options.runs), options.name)
         source = str(options.source)
         from deskside.weights.load import load_model
@@ -181,8 +180,6 @@ class FinetuneRun:
         other = ("source", "sources", "val", "name", "hours", "steps", "tokens", "epochs", "questions")
         if self.given or any(getattr(options, name, None) for name in other):
             raise UsageError("--resume uses the run's own configuration; give no other options with it")
-        from deskside.run.directory import RunDirectory
-
         config = RunDirectory.open(Path(options.resume)).config()
         made_by = config.align.name if config.align is not None else "train"
         if self.name not in ("sft", made_by):

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json, print_next
-from deskside.cli.shared_options import JsonOption
+from deskside.cli.shared_options import JsonOption, name_of_preset
 from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
@@ -43,10 +43,17 @@ class GoOptions(JsonOption):
       deskside go --hours 24 --data data/english
       deskside go --hours 90m --preset 124m --data data/english --yes
       deskside go --hours 8 --data data/english --target-loss 1.05
+      deskside go --hours 8 --preset 124m --data data/english --tokens 500M
       deskside go --resume runs/go
     """
 
     hours: Annotated[float | None, HOURS] = option("time budget, such as 8, 8h or 90m", None, metavar="H")
+    steps: str | None = option(
+        "train the preset for this many steps; --hours limits the plan", None, metavar="N"
+    )
+    tokens: str | None = option(
+        "train the preset for this many tokens, such as 10M; --hours limits the plan", None, metavar="N"
+    )
     preset: str | None = option("the model; default: chosen by the plan", None, metavar="PRESET")
     # The field is not named `data` because the configuration has a part `data`.
     corpus: str | None = option("prepared data", None, name="data", metavar="DIR")
@@ -104,6 +111,7 @@ class Pipeline:
 
     def __init__(self, state: PipelineState, yes: bool, as_json: bool):
         self.state, self.yes, self.as_json = state, yes, as_json
+        self.run, self.options = state.run, state.data["options"]
         self.stopped: str | None = None  # the signal that stopped the training
 
     def run_phases(self) -> PipelineState | None:
@@ -121,15 +129,6 @@ class Pipeline:
                 return None
         self.report()
         return None
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        options: Mapping[str, Any] = self.state.data["options"]
-        return options
-
-    @property
-    def run(self) -> RunDirectory:
-        return self.state.run
 
     def say(self, text: str) -> None:
         """Print a line on standard error and add it to the run's events."""
@@ -224,7 +223,8 @@ class Pipeline:
         if (self.run.path / "summary.json").exists():
             return None
         plan, target = self.state.result("plan"), self.options["target_loss"]
-        config = reached_by(phases.final_config(plan["config"], self.state.hours * 3600), self.options)
+        config = phases.final_config(plan["config"], self.state.hours * 3600, self.options.get("length"))
+        config = reached_by(config, self.options)
         set_cublas_workspace(config)
         from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot
         from deskside.train import training_run
@@ -292,19 +292,18 @@ class Pipeline:
         from deskside.pipeline.phases import PipelineRequest
 
         options = self.options
-        preset = options["preset"]
+        preset, data, begun_in = options["preset"], options["data"], options.get("directory")
+        if preset is not None and preset.endswith(".toml"):
+            preset = reached(preset, begun_in)
         return PipelineRequest(
             hours=self.state.hours,
-            preset=self._reached(preset) if preset is not None and preset.endswith(".toml") else preset,
-            data=self._reached(options["data"]),
+            preset=preset,
+            data=None if data is None else reached(data, begun_in),
             given=options["given"],
             memory_gib=options["gpu_budget"],
-            probes=reached(options["probes"], options.get("directory")),
+            probes=reached(options["probes"], begun_in),
+            length=options.get("length"),
         )
-
-    def _reached(self, path: str | None) -> str | None:
-        """Resolve a path that was given in another working directory."""
-        return None if path is None else reached(path, self.options.get("directory"))
 
     def _limit_memory(self, device: str) -> None:
         limit = self.options["gpu_budget"]
@@ -326,10 +325,9 @@ class Pipeline:
         assert old.continued_in is not None
         run = RunDirectory(old.continued_in)  # may exist already if an earlier process was killed
         run.checkpoints.mkdir(parents=True, exist_ok=True)
-        options = dict(self.options)
         results = {**old.data["results"], "plan": {**plan, **band, "bands": []}}
         new = PipelineState.begin(
-            run, old.hours, options, str(old.data["command"]), old.before, "train", results
+            run, old.hours, dict(self.options), str(old.data["command"]), old.before, "train", results
         )
         self.say(f"the run continues as {run.path}")
         return new
@@ -345,22 +343,25 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
     """Create a new pipeline. Everything is validated before anything is written."""
     if options.hours is None:
         raise UsageError("--hours is required, such as --hours 24, or --resume RUN")
-    for name, value in (
-        ("hours", options.hours),
-        ("gpu_budget", options.gpu_budget),
-        ("target_loss", options.target_loss),
-    ):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name.replace('_', '-')}: must be a number above zero, not {value:g}")
     for name, value, most in (
-        ("hours", options.hours, MAX_HOURS),
-        ("gpu_budget", options.gpu_budget, MAX_GIB),
+        ("--hours", options.hours, MAX_HOURS),
+        ("--gpu-budget", options.gpu_budget, MAX_GIB),
+        ("--target-loss", options.target_loss, math.inf),
     ):
+        if value is not None and not value > 0:
+            raise UsageError(f"{name}: must be a number above zero, not {value:g}")
         if value is not None and value > most:
-            raise UsageError(f"--{name.replace('_', '-')}: must be at most {most:,.0f}, not {value:g}")
+            raise UsageError(f"{name}: must be at most {most:,.0f}, not {value:g}")
     length = [key for key in LENGTHS if key in given.get("schedule", {})]
     if length:
-        raise UsageError(f"--schedule.{length[0]}: the length of the run is --hours; leave it out")
+        raise UsageError(
+            f"--schedule.{length[0]}: the length of the run is --hours, --steps or --tokens; leave it out"
+        )
+    lengths = {name: getattr(options, name) for name in ("steps", "tokens") if getattr(options, name)}
+    if len(lengths) > 1:
+        raise UsageError("--steps and --tokens: the run can have one length only; give one of them")
+    if lengths and options.preset is None:
+        raise UsageError(f"--{next(iter(lengths))}: needs a model; add --preset, or leave it out")
     if "path" in given.get("data", {}) or "sources" in given.get("data", {}):
         raise UsageError("--data.path, --data.sources: give prepared data with --data DIR")
     begun, tail = time.perf_counter() - deskside.STARTED, tail_seconds(options.hours)
@@ -372,14 +373,21 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
     from deskside.pipeline import phases
 
     request = phases.PipelineRequest(
-        options.hours, options.preset, options.corpus, given, options.gpu_budget, options.probes
+        options.hours,
+        options.preset,
+        options.corpus,
+        given,
+        options.gpu_budget,
+        options.probes,
+        # "5 steps", from {"steps": "5"}
+        merge.merge([{"schedule": lengths}])[0]["schedule"]["length"] if lengths else None,
     )
     if options.corpus is not None:
         phases.vocabulary(options.corpus)  # raises if it is not prepared data
     if options.preset is None and options.corpus is None:
         raise UsageError("--data DIR is required; prepare it with: deskside data prepare SOURCE --out DIR")
     if options.preset is not None:
-        config = phases.final_config(phases.preset_config(request), options.hours * 3600)
+        config = phases.final_config(phases.preset_config(request), options.hours * 3600, request.length)
         from deskside.train.prepare.preflight import check_start
 
         check_start(config)
@@ -394,18 +402,14 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
         if this_machine().device == "cpu":
             raise UsageError("--gpu-budget: this machine has no GPU; leave it out")
     _check_can_confirm(options)
-    default = (
-        Path(options.preset or "go").stem
-        if (options.preset or "").endswith(".toml")
-        else options.preset or "go"
-    )
-    if options.name is not None and (Path(options.runs) / options.name).exists():
-        path = Path(options.runs) / options.name
+    path = Path(options.runs) / (options.name or "")
+    if options.name is not None and path.exists():
         on = f", or continue with: deskside go --resume {path}" if (path / FILE).exists() else ""
         raise UsageError(f"{path} exists; choose another --name{on}")
-    run = RunDirectory.create(Path(options.runs), options.name, default)
+    run = RunDirectory.create(Path(options.runs), options.name, name_of_preset(options.preset or "go"))
     kept = {
         "preset": options.preset,
+        "length": request.length,
         "data": options.corpus,
         "given": given,
         "gpu_budget": options.gpu_budget,
@@ -417,12 +421,8 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
 
 
 def _resumed(options: GoOptions, given: dict[str, Any]) -> PipelineState:
-    extra = [
-        name
-        for name in ("hours", "preset", "corpus", "gpu_budget", "target_loss", "name")
-        if getattr(options, name) is not None
-    ]
-    if given or extra:
+    others = ("hours", "steps", "tokens", "preset", "corpus", "gpu_budget", "target_loss", "name")
+    if given or any(getattr(options, name) is not None for name in others):
         raise UsageError("--resume uses the options of the stopped pipeline; give no other options with it")
     state = PipelineState.open(Path(str(options.resume)))
     # If the other run has no state yet, this one has to create it.

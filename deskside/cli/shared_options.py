@@ -2,6 +2,7 @@
 
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BeforeValidator
@@ -75,6 +76,11 @@ def set_length(given: dict[str, Any], options: RunOptions, default: str | None =
         given["schedule"] = {**schedule, **length}
     if not lengths and default is not None:
         given["schedule"] = {**schedule, "length": default}
+
+
+def name_of_preset(preset: str) -> str:
+    """Return the name of a preset, or of its .toml file, for a run directory."""
+    return Path(preset).stem if preset.endswith(".toml") else preset
 
 
 def is_loopback(host: str) -> bool:

@@ -248,9 +248,27 @@ def _run(
         except RunError as error:
             raise RunError(f"{error}; then continue with: deskside study {folder.path} --resume") from None
         results = runner.publish()
-    page = None if stopped is not None else _report(folder)
+    page = None
+    if stopped is None:
+        from deskside.report.write import write_report
+
+        page = write_report(folder.path)
     if options.json:
-        print_json(_summary(folder, results, stopped, page))
+        print_json(
+            {
+                "status": "complete" if stopped is None else "stopped",
+                "signal": stopped,
+                "study": results.name,
+                "out": str(folder.path),
+                "results": str(folder.path / "results.json"),  # holds the numbers
+                "report": None if page is None else str(page),
+                "trials": _counts(results),
+                "arms": [
+                    {"id": arm.id, "label": arm.label, "group": arm.group, "status": arm.status}
+                    for arm in results.arms
+                ],
+            }
+        )
     elif page is not None:
         _print(folder, results, page)
     if stopped is not None:
@@ -260,29 +278,6 @@ def _run(
         reason = next((trial.reason for arm in results.arms for trial in arm.trials if trial.reason), "")
         raise RunError(f"{folder.path}: no trial finished; the first one: {reason}")
     return 0
-
-
-def _report(folder: StudyFolder) -> Path:
-    from deskside.report.write import write_report
-
-    return write_report(folder.path)
-
-
-def _summary(folder: StudyFolder, results: Results, stopped: str | None, page: Path | None) -> dict[str, Any]:
-    """Return the JSON printed at the end; the numbers are in results.json."""
-    arms = [
-        {"id": arm.id, "label": arm.label, "group": arm.group, "status": arm.status} for arm in results.arms
-    ]
-    return {
-        "status": "stopped" if stopped is not None else "complete",
-        "signal": stopped,
-        "study": results.name,
-        "out": str(folder.path),
-        "results": str(folder.path / "results.json"),
-        "report": None if page is None else str(page),
-        "trials": _counts(results),
-        "arms": arms,
-    }
 
 
 def _counts(results: Results) -> dict[str, int]:

@@ -10,10 +10,11 @@ from typing import Any
 
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json, print_next, speed, stopped_summary
-from deskside.cli.shared_options import RunOptions, set_length
+from deskside.cli.shared_options import RunOptions, name_of_preset, set_length
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
+from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
 from deskside.utils.errors import UsageError
 
@@ -60,19 +61,21 @@ COMMAND = Command(
 def run(argv: Sequence[str]) -> int:
     """Run `deskside train` and return the exit code. Raises UsageError and RunError."""
     options, given = COMMAND.parse_config(argv)
-    source = _load(options.init) if options.init is not None else None
+    source = None
+    if options.init is not None:
+        from deskside.weights.load import load_model
+
+        source = load_model(options.init)
     if options.resume is not None:
         other = ("preset", "name", "hours", "steps", "tokens", "depth", "init")
         if given or any(getattr(options, name) is not None for name in other):
             raise UsageError("--resume uses the run's own configuration; give no other options with it")
-        config = _recorded(Path(options.resume))
+        config = RunDirectory.open(Path(options.resume)).config()
     else:
         config = _configure(options, given, source)
     if options.dry_run:
         return _show(config, options.json)
     if options.resume is None:
-        from deskside.run.directory import RunDirectory
-
         check_start(config)
         if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
             RunDirectory.check_name(Path(options.runs), options.name)
@@ -132,20 +135,8 @@ def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> Run
 
 def _default_name(options: TrainOptions) -> str:
     if options.preset is not None:
-        return Path(options.preset).stem if options.preset.endswith(".toml") else options.preset
+        return name_of_preset(options.preset)
     return f"d{options.depth}" if options.depth is not None else Path(str(options.init)).name
-
-
-def _load(source: str) -> Any:
-    from deskside.weights.load import load_model
-
-    return load_model(source)
-
-
-def _recorded(path: Path) -> RunConfig:
-    from deskside.run.directory import RunDirectory
-
-    return RunDirectory.open(path).config()
 
 
 # The dry run

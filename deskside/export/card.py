@@ -4,111 +4,65 @@ It states only facts from run directories (run/lineage.py), and writes "not reco
 every number in it was measured.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deskside import __version__
 from deskside.data.chat.renderer import own_template
 from deskside.run.lineage import RunStage, Warn, stages
 from deskside.run.record import mapping, number
 from deskside.utils.errors import UsageError
+from deskside.utils.format import count, duration
 from deskside.weights.hf_families import family_of
 from deskside.weights.load import Loaded
 
 UNKNOWN = "not recorded"
 MOST_SOURCES = 30
+MOST_UNTAGGED = 0.1  # share of tokens; above it the tagged languages would not represent the data
 
 
 def model_card(
     loaded: Loaded, form: str, dtype: str, warn: Warn, file: str | None = None, needs: str | None = None
 ) -> str:
-    """Return the card. form: hf, gguf or peft. file: the name of a single-file model. needs: a sentence on what can
-    load it.
+    """Return the card.
+
+    form: hf, gguf or peft. file: the name of a single-file model. needs: a sentence on what can load it.
     """
     history = stages(loaded.run_dir, warn) if loaded.run_dir is not None else []
-    chats = own_template(loaded.tokenizer_dir) is not None
-    parts = [
-        _front(history, form),
-        f"# {loaded.name}\n",
-        _what(loaded, history, form, dtype, chats),
-        "## Use\n",
-        _use(form, chats, file),
-        *([f"{needs}\n"] if needs else []),
-        "## Model\n",
-        _table(("property", "value"), _shape(loaded, dtype)),
-        "## Data\n",
-        *_data(history),
-        "## Training\n",
-        *_training(history),
-        "## Evaluation\n",
-        _evaluation(loaded, history),
-        "## Licence\n",
-        "Of the weights: not recorded. Whoever publishes them chooses it, within what the licences of the data "
-        "allow.\n",
-        "## Limits\n",
-        _limits(loaded, history, chats),
-    ]
-    return "\n".join(parts)
-
-
-MOST_UNTAGGED = 0.1  # share of tokens; above it the tagged languages would not represent the data
-
-
-def _front(history: Sequence[RunStage], form: str) -> str:
-    """Return the metadata header that model hubs read."""
-    languages = _languages(history) if _untagged(history) <= MOST_UNTAGGED else []
-    lines = ["---", f"library_name: {'transformers' if form == 'hf' else form}"]
-    lines += ["pipeline_tag: text-generation", "license: unknown", "tags:", "- deskside"]
-    # Quoted, because YAML reads the language `no` as false.
-    lines += ["language:", *(f"- {json.dumps(name)}" for name in languages)] if languages else []
-    return "\n".join([*lines, "---", ""])
-
-
-def _what(loaded: Loaded, history: Sequence[RunStage], form: str, dtype: str, chats: bool) -> str:
-    count = sum(loaded.model.num_params().values())
-    kind = "answers in conversations" if chats else "continues text"
-    origin = (
-        f"It is the model of the run `{history[-1].name}`"
-        + (f" at step {loaded.step:,}" if loaded.step is not None else "")
-        if history
-        else f"It was a Hugging Face directory (`{loaded.name}`), and nothing on its training came with it"
+    tags = [(source.lang, source.tokens) for stage in history for source in stage.sources]
+    last = number(history[-1].summary.get("steps")) if history else None
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    what = {"hf": "Hugging Face", "gguf": "GGUF", "peft": "PEFT"}[form]
-    return (
-        f"A decoder-only language model of {_count(count)} parameters that {kind}. {origin}, written in {what} form "
-        f"with {dtype} weights by deskside {__version__}.\n"
+    environment.filters |= {"count": count, "upper_first": lambda text: text[0].upper() + text[1:]}
+    return environment.get_template("card.md.jinja").render(
+        loaded=loaded,
+        form=form,
+        dtype=dtype,
+        file=file,
+        needs=needs,
+        version=__version__,
+        parameters=sum(loaded.model.num_params().values()),
+        chats=own_template(loaded.tokenizer_dir) is not None,
+        history=history,
+        languages=sorted({lang for lang, _ in tags if lang}),
+        untagged=sum(tokens for lang, tokens in tags if not lang) / max(1, sum(tokens for _, tokens in tags)),
+        MOST_UNTAGGED=MOST_UNTAGGED,
+        shape=_shape(loaded, dtype),
+        source_rows=_source_rows,
+        weights=_weights,
+        facts=_facts,
+        measures=_measures(history[-1]) if history else [],
+        measured_at=int(last) if last is not None and loaded.step not in (None, int(last)) else None,
+        table=_table,
     )
-
-
-def _use(form: str, chats: bool, file: str | None) -> str:
-    if form == "gguf":
-        return f"```\nllama-server -m {file}\n```\n"
-    if form == "peft":
-        return (
-            "```python\nfrom peft import PeftModel\n\n"
-            'model = PeftModel.from_pretrained(base, "DIR")  # base: the model that the adapters were trained on\n```\n'
-        )
-    lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'tokenizer = AutoTokenizer.from_pretrained("DIR")',
-        'model = AutoModelForCausalLM.from_pretrained("DIR")',
-    ]
-    if chats:
-        lines += [
-            'messages = [{"role": "user", "content": "Hello!"}]',
-            "inputs = tokenizer.apply_chat_template(",
-            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
-            ")",
-        ]
-    else:
-        # Every training document begins with this token.
-        lines += [
-            'inputs = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")',
-        ]
-    lines += ["print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))"]
-    return "\n".join(["```python", *lines, "```", ""])
 
 
 def _shape(loaded: Loaded, dtype: str) -> list[tuple[str, str]]:
@@ -135,91 +89,62 @@ def _shape(loaded: Loaded, dtype: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _data(history: Sequence[RunStage]) -> list[str]:
-    if not history:
-        return [f"{_upper(UNKNOWN)}.\n"]
-    parts = []
-    for stage in history:
-        parts.append(f"### {_upper(stage.objective)}: `{stage.name}`\n")
-        if stage.specs:
-            parts.append("Named as " + ", ".join(f"`{spec}`" for spec in stage.specs) + ".\n")
-        if not stage.sources:
-            why = "what it was made of" if stage.specs else "what it was trained on"
-            parts.append(f"{_upper(why)} is {UNKNOWN}.\n")
-            continue
-        shown, rest = stage.sources[:MOST_SOURCES], stage.sources[MOST_SOURCES:]
-        rows = [
-            (s.name or "(no tag)", s.lang or "-", f"{s.documents:,}", f"{s.tokens:,}", s.licence or UNKNOWN)
-            for s in shown
-        ]
-        if rest:
-            total = f"{sum(s.tokens for s in rest):,}"
-            rows.append((f"{len(rest)} more", "-", f"{sum(s.documents for s in rest):,}", total, UNKNOWN))
-        parts.append(_table(("source", "language", "documents", "tokens", "licence"), rows))
-        weights = mapping(mapping(stage.config.get("data")).get("weights"))
-        if weights:
-            mix = ", ".join(f"{name} {value:g}" for name, value in weights.items())
-            parts.append(f"They were mixed with the weights {mix}.\n")
-    return parts
+def _source_rows(stage: RunStage) -> list[tuple[str, ...]]:
+    shown, rest = stage.sources[:MOST_SOURCES], stage.sources[MOST_SOURCES:]
+    rows: list[tuple[str, ...]] = [
+        (s.name or "(no tag)", s.lang or "-", f"{s.documents:,}", f"{s.tokens:,}", s.licence or UNKNOWN)
+        for s in shown
+    ]
+    if rest:
+        total = f"{sum(s.tokens for s in rest):,}"
+        rows.append((f"{len(rest)} more", "-", f"{sum(s.documents for s in rest):,}", total, UNKNOWN))
+    return rows
 
 
-def _training(history: Sequence[RunStage]) -> list[str]:
-    if not history:
-        return [f"{_upper(UNKNOWN)}.\n"]
-    parts = []
-    for stage in history:
-        parts.append(f"### {_upper(stage.objective)}: `{stage.name}`\n")
-        parts.append(_table(("fact", "value"), _facts(stage)))
-    return parts
+def _weights(stage: RunStage) -> str:
+    weights = mapping(mapping(stage.config.get("data")).get("weights"))
+    return ", ".join(f"{name} {value:g}" for name, value in weights.items())
 
 
 def _facts(stage: RunStage) -> list[tuple[str, str]]:
     summary, config = stage.summary, stage.config
-    seconds, tokens, steps = (number(summary.get(key)) for key in ("seconds", "tokens", "steps"))
     optim, batch = mapping(config.get("optim")), mapping(config.get("batch"))
     schedule, adapter = mapping(config.get("schedule")), mapping(config.get("adapter"))
-    gpu = mapping(stage.environment.get("gpu"))
+    status, rate = summary.get("status"), number(optim.get("lr"))
     precision = summary.get("precision") or mapping(stage.plan.get("precision")).get("chosen")
     emulated = " (emulated: its numbers, not its speed)" if summary.get("emulated") is True else ""
     clock = {"wall": "wall clock, set-up included", "training": "training steps alone"}.get(
         str(summary.get("clock")), f"clock: {summary.get('clock')}"
     )
-    mfu, memory = number(summary.get("mfu")), number(summary.get("peak_memory_gib"))
+    software = [(name, stage.environment.get(name)) for name in ("deskside", "torch", "python")]
+
+    def shown(value: object, form: Callable[[float], str]) -> str:
+        known = number(value)
+        return UNKNOWN if known is None else form(known)
+
     rows = [
-        ("state", _state(stage)),
+        ("state", status if isinstance(status, str) else "not finished: there is no summary of it"),
         ("begun", stage.created or UNKNOWN),
         ("started from", stage.began_from or UNKNOWN),
-        ("tokens seen", UNKNOWN if tokens is None else f"{tokens:,.0f}"),
-        ("steps", UNKNOWN if steps is None else f"{steps:,.0f}"),
-        ("time", UNKNOWN if seconds is None else f"{_hours(seconds)} ({clock})"),
+        ("tokens seen", shown(summary.get("tokens"), "{:,.0f}".format)),
+        ("steps", shown(summary.get("steps"), "{:,.0f}".format)),
+        ("time", shown(summary.get("seconds"), lambda seconds: f"{duration(seconds)} ({clock})")),
         ("energy", _energy(stage)),
-        ("hardware", _hardware(gpu, stage.environment)),
+        ("hardware", _hardware(mapping(stage.environment.get("gpu")), stage.environment)),
         ("precision of the matrix products", f"{precision}{emulated}" if precision else UNKNOWN),
-        ("share of the measured matmul peak", UNKNOWN if mfu is None else f"{mfu:.1%}"),
-        ("peak memory", UNKNOWN if memory is None else f"{memory:.2f} GiB"),
-        ("optimiser", _optimiser(optim)),
+        ("share of the measured matmul peak", shown(summary.get("mfu"), "{:.1%}".format)),
+        ("peak memory", shown(summary.get("peak_memory_gib"), "{:.2f} GiB".format)),
+        ("optimiser", f"{optim.get('name', UNKNOWN)}" + ("" if rate is None else f", lr {rate:g}")),
         ("schedule", str(schedule.get("name") or UNKNOWN)),
-        ("sequence length", _number_of(batch, "sequence_length", " tokens")),
-        ("batch", _number_of(batch, "tokens", " tokens a step")),
+        ("sequence length", shown(batch.get("sequence_length"), "{:,.0f} tokens".format)),
+        ("batch", shown(batch.get("tokens"), "{:,.0f} tokens a step".format)),
         ("seed", str(config.get("seed", UNKNOWN))),
-        ("software", _software(stage)),
+        ("software", ", ".join(f"{name} {version}" for name, version in software if version) or UNKNOWN),
     ]
     if adapter:
-        base = f"on {adapter.get('base')} weights, merged here"
-        rows.insert(
-            3, ("adapters", f"LoRA of rank {adapter.get('rank')}, alpha {adapter.get('alpha')}, {base}")
-        )
+        shape = f"LoRA of rank {adapter.get('rank')}, alpha {adapter.get('alpha')}"
+        rows.insert(3, ("adapters", f"{shape}, on {adapter.get('base')} weights, merged here"))
     return rows
-
-
-def _optimiser(optim: dict[str, Any]) -> str:
-    rate = number(optim.get("lr"))
-    return f"{optim.get('name', UNKNOWN)}" + ("" if rate is None else f", lr {rate:g}")
-
-
-def _state(stage: RunStage) -> str:
-    status = stage.summary.get("status")
-    return str(status) if isinstance(status, str) else "not finished: there is no summary of it"
 
 
 def _energy(stage: RunStage) -> str:
@@ -248,11 +173,9 @@ def _software(stage: RunStage) -> str:
     return ", ".join(f"{name} {version}" for name, version in named if version) or UNKNOWN
 
 
-def _evaluation(loaded: Loaded, history: Sequence[RunStage]) -> str:
-    """Return the final measurements of the last stage."""
-    if not history or not history[-1].summary:
-        return f"{_upper(UNKNOWN)}. Measure it with: `deskside eval`\n"
-    summary = history[-1].summary
+def _measures(stage: RunStage) -> list[tuple[str, str]]:
+    """Return the final measurements of a stage."""
+    summary = stage.summary
     labels = {
         "val_bpb": "bits per byte",
         "val_loss": "loss, nats per token",
@@ -271,74 +194,10 @@ def _evaluation(loaded: Loaded, history: Sequence[RunStage]) -> str:
     for name, value in mapping(summary.get("tasks")).items():
         score = number(value.get("score") if isinstance(value, dict) else value)
         rows.append((f"task {name}", UNKNOWN if score is None else f"{score:.4f}"))
-    if not rows:
-        return f"{_upper(UNKNOWN)}. Measure it with: `deskside eval`\n"
-    last = number(summary.get("steps"))
-    other = loaded.step is not None and last is not None and int(last) != loaded.step
-    note = (
-        f"Measured at step {int(last or 0):,}, these weights are of step {loaded.step:,}.\n" if other else ""
-    )
-    return "On what the last stage held out, at the end of training.\n\n" + (
-        _table(("measure", "value"), rows) + (f"\n{note}" if note else "")
-    )
-
-
-def _languages(history: Sequence[RunStage]) -> list[str]:
-    return sorted({s.lang for stage in history for s in stage.sources if s.lang})
-
-
-def _untagged(history: Sequence[RunStage]) -> float:
-    """Return the share of the training tokens whose language is not known."""
-    tokens = [(s.lang, s.tokens) for stage in history for s in stage.sources]
-    return sum(count for lang, count in tokens if not lang) / max(1, sum(count for _, count in tokens))
-
-
-def _limits(loaded: Loaded, history: Sequence[RunStage], chats: bool) -> str:
-    languages = _languages(history)
-    lines = [
-        f"It reads at most {loaded.config.max_position_embeddings:,} tokens at once.",
-        "It states false things fluently; nothing here checks what it says.",
-        "It was not examined for bias, safety or memorised text: no such evaluation is recorded.",
-    ]
-    if not chats:
-        lines.append("It continues text and was not taught to follow instructions.")
-    if languages:
-        untagged = _untagged(history)
-        rest = (
-            "expect little of others"
-            if untagged <= MOST_UNTAGGED
-            else f"{untagged:.0%} of it has no language tag"
-        )
-        lines.append(f"Languages of its data that were tagged: {', '.join(languages)}; {rest}.")
-    return "\n".join(f"- {line}" for line in lines) + "\n"
+    return rows
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def _number_of(values: dict[str, Any], key: str, unit: str) -> str:
-    value = number(values.get(key))
-    return UNKNOWN if value is None else f"{value:,.0f}{unit}"
-
-
-def _hours(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
-
-
-def _count(number_: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number_ >= size:
-            return f"{number_ / size:.3g}{unit}"
-    return str(number_)
-
-
-def _upper(text: str) -> str:
-    return text[0].upper() + text[1:]
+    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"

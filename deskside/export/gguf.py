@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,9 +80,9 @@ def check_gguf(config: ModelConfig) -> str:
     return name
 
 
-def gguf_tensors(model: Transformer, config: ModelConfig) -> list[GgufTensor]:
+def gguf_tensors(model: Transformer) -> list[GgufTensor]:
     """Return every tensor of the file, in order. Raises UsageError as `check_gguf` does."""
-    gguf = _package()
+    gguf, config = _package(), model.config
     name = check_gguf(config)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -101,13 +102,13 @@ def gguf_tensors(model: Transformer, config: ModelConfig) -> list[GgufTensor]:
         flip = name == "gpt2" and parts[0].ndim == 2 and ".h." in hf_name
         shape = tuple(reversed(parts[0].shape)) if flip else tuple(parts[0].shape)
         shape = (len(parts), *shape) if stacked else shape
-        result.append(GgufTensor(own, shape, _maker(parts, stacked, heads, flip)))
+        make = partial(_values, parts, stacked, heads, flip)
+        result.append(GgufTensor(own, shape, make))
     return result
 
 
 def save_gguf(
     model: Transformer,
-    config: ModelConfig,
     tokenizer: GgufTokenizer,
     out_dir: Path,
     dtype: GgufType = "float32",
@@ -123,14 +124,14 @@ def save_gguf(
     reads back differently.
     """
     gguf = _package()
-    tensors = gguf_tensors(model, config)
+    tensors = gguf_tensors(model)
     types = {tensor.name: _type_of(tensor, dtype) for tensor in tensors}
     sizes = {t.name: math.prod(gguf.quant_shape_to_byte_shape(t.shape, types[t.name])) for t in tensors}
     file = gguf_name(name, dtype)
     with replaced_when_complete(out_dir, sum(sizes.values())) as folder:
-        writer = gguf.GGUFWriter(folder / file, check_gguf(config))
+        writer = gguf.GGUFWriter(folder / file, check_gguf(model.config))
         try:
-            _describe(writer, config, tokenizer, name, dtype)
+            _describe(writer, model.config, tokenizer, name, dtype)
             for t in tensors:
                 # Given as float32: with raw bytes the writer would take the shape for one of bytes.
                 writer.add_tensor_info(
@@ -146,9 +147,7 @@ def save_gguf(
         finally:
             writer.close()
         _compare(folder / file, tensors, types, tick)
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        seal(folder, about)
+        seal(folder, about, card)
     fallback = tuple(t.name for t in tensors if dtype == "q8_0" and types[t.name].name == "F16")
     return Saved(out_dir / file, fallback)
 
@@ -163,9 +162,7 @@ def _package() -> Any:
     try:
         import gguf
     except ModuleNotFoundError:
-        raise UsageError(
-            "--to gguf: needs the gguf package; install it with: pip install 'deskside[gguf]'"
-        ) from None
+        raise UsageError("--to gguf: needs the gguf package: pip install 'deskside[gguf]'") from None
     return gguf
 
 
@@ -177,26 +174,17 @@ def _type_of(tensor: GgufTensor, dtype: GgufType) -> "gguf.GGMLQuantizationType"
     return kinds.F16 if wanted == kinds.Q8_0 and tensor.shape[-1] % 32 else wanted
 
 
-def _maker(
-    parts: list[Tensor], stacked: bool, heads: int | None, flip: bool
-) -> Callable[[], NDArray[np.float32]]:
-    def make() -> NDArray[np.float32]:
-        tensor = torch.stack(parts) if stacked else parts[0]
-        tensor = tensor.detach().to("cpu", torch.float32)
-        if heads is not None:
-            tensor = _interleaved(tensor, heads)
-        if flip:
-            tensor = tensor.T
-        values: NDArray[np.float32] = tensor.contiguous().numpy()
-        return values
-
-    return make
+def _values(parts: list[Tensor], stacked: bool, heads: int | None, flip: bool) -> NDArray[np.float32]:
+    tensor = torch.stack(parts) if stacked else parts[0]
+    tensor = tensor.detach().to("cpu", torch.float32)
+    if heads is not None:
+        tensor = _interleaved(tensor, heads)
+    values: NDArray[np.float32] = (tensor.T if flip else tensor).contiguous().numpy()
+    return values
 
 
 def _interleaved(tensor: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from (first halves, second halves) to pairs, as interleaved rotation needs
-    them.
-    """
+    """Reorder the rows of each head from (first halves, second halves) to pairs, for interleaved rotation."""
     rest = tensor.shape[1:]
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *rest)
     return halves.transpose(1, 2).reshape(tensor.shape)

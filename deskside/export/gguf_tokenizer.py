@@ -15,7 +15,7 @@ from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_te
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import json_object
-from deskside.weights.load import named_token
+from deskside.weights.load import generation_ends, named_token
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -85,7 +85,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
         )
     end = end_of_text(coder, folder)[1]
     template = own_template(folder)
-    ends = _ends(folder, end)
+    ends = tuple(dict.fromkeys([*generation_ends(folder), end]))
     named = (
         named_token(coder, folder, "eos_token") if template is not None and "eos_token" in template else None
     )
@@ -111,13 +111,6 @@ def _filler(number: int, vocabulary: Mapping[str, int]) -> str:
     while name in vocabulary:
         name += "]"
     return name
-
-
-def _ends(folder: Path, end: int) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    named = json_object(path).get("eos_token_id") if path.is_file() else None
-    ids = [n for n in (named if isinstance(named, list) else [named]) if isinstance(n, int)]
-    return tuple(dict.fromkeys([*ids, end]))
 
 
 def _pre_tokenizer(spec: dict[str, Any], file: Path) -> str:

@@ -61,15 +61,11 @@ def to_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    rows = {
-        "embed_tokens": trained_rows_of(model.embed),
-        "lm_head": trained_rows_of(model.head),
-    }
-    ids = {name: trained.ids.tolist() for name, trained in rows.items() if trained is not None}
-    for name, trained in rows.items():
-        if trained is not None:
-            owner = hf_name({"embed_tokens": "embed", "lm_head": "lm_head"}[name] + ".weight", family)
-            owner = owner.removesuffix(".weight")
+    ids: dict[str, list[int]] = {}
+    for ours, theirs, module in (("embed", "embed_tokens", model.embed), ("lm_head", "lm_head", model.head)):
+        if (trained := trained_rows_of(module)) is not None:
+            ids[theirs] = trained.ids.tolist()
+            owner = hf_name(f"{ours}.weight", family).removesuffix(".weight")
             tensors[f"{PREFIX}{owner}.token_adapter.trainable_tokens_delta"] = trained.rows.detach()
     if ids:
         # With a plain list, PEFT applies the embedding's rows to a tied head as well.
@@ -93,7 +89,5 @@ def save_peft(
     with replaced_when_complete(out_dir) as folder:
         (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        seal(folder, about)
+        seal(folder, about, card)
     return out_dir

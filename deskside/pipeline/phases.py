@@ -23,7 +23,7 @@ from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import ProbeResult, Sweep
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count, gib
+from deskside.utils.format import count, duration, gib
 from deskside.utils.signals import Interrupted
 
 SHARE = 0.1  # of the time budget, for doctor and probe together
@@ -122,9 +122,8 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     if seconds < needed:
         return skipped(f"it needs {needed:.0f} s, and {_allowed(seconds)}")
     try:
-        survey = Sweep(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds).measure(
-            points
-        )
+        sweep = Sweep(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds)
+        survey = sweep.measure(points)
     except Busy:
         return skipped("another probe is measuring")
     if survey.interrupted:
@@ -146,7 +145,10 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What `deskside go` was asked for. `given` are configuration options, `memory_gib` is a limit."""
+    """The options of `deskside go`.
+
+    given: configuration options. memory_gib: a limit. length: of the pretraining; None fills the hours.
+    """
 
     hours: float
     preset: str | None
@@ -154,12 +156,14 @@ class PipelineRequest:
     given: Mapping[str, Any]
     memory_gib: float | None
     probes: str
+    length: str | None = None
 
 
 def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Plan | None]:
     """Return the plan of a training run of `pretrain_seconds`, as go.json keeps it and in full.
 
-    Raises RunError when the planner says no, UsageError without a preset if no plan can be made.
+    Raises RunError when the planner says no or a given length takes more time, UsageError without a preset if no plan
+    can be made.
     """
     try:
         made = make_plan(_plan_request(request, pretrain_seconds))
@@ -170,21 +174,23 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
     best = made.best
     if made.verdict == "no" or best is None:
         raise RunError(f"the plan says no: {'; '.join(made.reasons)}")
-    for_gpu = not made.request.card.is_cpu
+    if request.length is not None and best.candidate.seconds[1] > pretrain_seconds:
+        needed = duration(best.candidate.seconds[1])
+        raise RunError(
+            f"{request.length} take about {needed}, and {duration(pretrain_seconds)} of the time are left; "
+            "start again with more --hours, or with a shorter length"
+        )
     unigram = unigram_bpb(prepared_data(request))
-    # A preset that needs no change is trained unchanged; the predictions are still the planner's.
-    own = request.preset is not None and made.verdict == "yes"
     result = {
         "status": "made",
         "verdict": made.verdict,
         "reasons": list(made.reasons),
         "source": f"modelled from what was {made.request.calibration.source}: {made.request.calibration.basis}",
-        "bands": [_slim(band, made, for_gpu, unigram) for band in made.bands]
-        if request.preset is None
-        else [],
-        **_slim(best, made, for_gpu, unigram),
+        "bands": [_slim(band, made, unigram) for band in made.bands] if request.preset is None else [],
+        **_slim(best, made, unigram),
     }
-    if own:
+    # A preset that needs no change is trained unchanged; the predictions are still the planner's.
+    if request.preset is not None and made.verdict == "yes":
         result["config"] = preset_config(request)
     return result, made
 
@@ -198,13 +204,14 @@ def preset_config(request: PipelineRequest) -> dict[str, Any]:
 
 def given_layer(request: PipelineRequest) -> dict[str, Any]:
     """Return the configuration layer of the given options and of the data's vocabulary size."""
-    layer: dict[str, Any] = {
-        part: dict(v) if isinstance(v, Mapping) else v for part, v in request.given.items()
-    }
+    layer: dict[str, Any] = dict(request.given)
     if request.data is not None:
         layer["data"] = {**layer.get("data", {}), "path": request.data, "sources": []}
         needed = vocabulary(request.data)
-        if "vocab_size" not in layer.get("model", {}) and _smaller_vocabulary(request, needed):
+        own = 0  # of the preset
+        if request.preset is not None:
+            own = merge.build(presets.layers(request.preset)).model.vocab_size
+        if "vocab_size" not in layer.get("model", {}) and own < needed:
             layer["model"] = {**layer.get("model", {}), "vocab_size": needed}
     return layer
 
@@ -234,17 +241,17 @@ def unigram_bpb(data: str | None) -> float | None:
     return None if split is None else split.unigram_bpb
 
 
-def final_config(config: Mapping[str, Any], seconds: float) -> RunConfig:
-    """Return the configuration of a run that ends after `seconds` of wall-clock time.
+def final_config(config: Mapping[str, Any], seconds: float, length: str | None = None) -> RunConfig:
+    """Return the configuration of a run that ends after `seconds` of wall-clock time, or after a given length.
 
     A run too short for the usual ten minutes between evaluations is evaluated `EVALUATIONS` times, unless the
     configuration says otherwise.
     """
-    short = seconds < 600 * EVALUATIONS
-    often = (
-        [{"evaluate": {"every": f"{seconds / (EVALUATIONS + 1):.0f}s"}}] if short and seconds >= 60 else []
-    )
-    return merge.build([*often, config, {"schedule": {"length": f"{seconds!r}s", "clock": "wall"}}])
+    schedule = {"length": f"{seconds!r}s", "clock": "wall"} if length is None else {"length": length}
+    layers = [config, {"schedule": schedule}]
+    if 60 <= seconds < 600 * EVALUATIONS:
+        layers.insert(0, {"evaluate": {"every": f"{seconds / (EVALUATIONS + 1):.0f}s"}})
+    return merge.build(layers)
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -271,14 +278,22 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> PlanRequest:
     data = prepared_data(wanted)
+    tokens = None
+    if wanted.length is not None:
+        config = final_config(preset_config(wanted), pretrain_seconds, wanted.length)
+        assert config.schedule.length is not None
+        value, unit = config.schedule.length.value, config.schedule.length.unit
+        tokens = value * config.mean_step_tokens() if unit == "steps" else value
     question = PlanQuestion(
         here=True,
-        hours=wanted.hours,
+        hours=wanted.hours if tokens is None else None,
+        tokens=tokens,
         preset=wanted.preset,
         probes=wanted.probes,
         unique_tokens=None if data is None else unique_tokens(data),
     )
-    request = ask(question, given_layer(wanted) if wanted.preset is not None else None, pretrain_seconds)
+    overrides = given_layer(wanted) if wanted.preset is not None else None
+    request = ask(question, overrides, pretrain_seconds if tokens is None else None)
     if wanted.preset is None:
         request = replace(request, overrides=given_layer(wanted))
     if wanted.memory_gib is not None:
@@ -301,10 +316,9 @@ def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
     return [low, expected if expected < unigram else math.sqrt(low * unigram), unigram]
 
 
-def _slim(band: PlannedBand, made: Plan, for_gpu: bool, unigram: float | None) -> Result:
+def _slim(band: PlannedBand, made: Plan, unigram: float | None) -> Result:
     """Return the part of a band that is compared later: predictions with ranges, and the configuration."""
     found = band.candidate
-    bpb = bounded_loss(found.loss, unigram)
     slim: Result = {
         "name": band.name,
         "preset": band.preset,
@@ -312,20 +326,14 @@ def _slim(band: PlannedBand, made: Plan, for_gpu: bool, unigram: float | None) -
         "weights": found.weights,
         "tokens": [float(x) for x in found.tokens],
         "tokens_per_second": [float(x) for x in found.estimate.tokens_per_second],
-        "bpb": bpb,
+        "bpb": bounded_loss(found.loss, unigram),
         "fits": found.estimate.fits,
         "config": band.config,
     }
-    if for_gpu:  # CPU memory is not modelled
+    if not made.request.card.is_cpu:  # CPU memory is not modelled
         peak, spread = found.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
         slim["memory_gib"] = [max(0.0, peak * (1 - spread)), peak, peak * (1 + spread)]
     return slim
-
-
-def _smaller_vocabulary(request: PipelineRequest, needed: int) -> bool:
-    if request.preset is None:
-        return True
-    return merge.build(presets.layers(request.preset)).model.vocab_size < needed
 
 
 def _index(data: str) -> Any:

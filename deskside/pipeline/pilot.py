@@ -147,11 +147,8 @@ class Pilot(Callback):
 
     def planned(self) -> dict[str, Any]:
         """Return the plan's predictions; empty without a plan."""
-        return {
-            name: self.plan[name]
-            for name in ("tokens", "tokens_per_second", "memory_gib", "bpb")
-            if name in self.plan
-        }
+        names = ("tokens", "tokens_per_second", "memory_gib", "bpb")
+        return {name: self.plan[name] for name in names if name in self.plan}
 
     def decide(self, tokens: float) -> None:
         assert self.found is not None
@@ -189,16 +186,13 @@ class Pilot(Callback):
             value = found[name]
             if value is None:
                 continue
-            told = (
-                f"{value[1] if isinstance(value, list) else value:{form}}"
-                if not isinstance(value, dict)
-                else (f"{value['expected']:{form}} ({value['low']:{form}} to {value['high']:{form}})")
-            )
+            if isinstance(value, dict):
+                told = f"{value['expected']:{form}} ({value['low']:{form}} to {value['high']:{form}}) {unit}"
+            else:
+                told = f"{value:{form}} {unit}"
             if planned.get(name):
                 low, expected, high = planned[name]
-                told += f" {unit} (planned {expected:{form}}, {low:{form}} to {high:{form}})"
-            else:
-                told += f" {unit}"
+                told += f" (planned {expected:{form}}, {low:{form}} to {high:{form}})"
             parts.append(told)
         lines = [f"pilot, {found['share']:.0%} of the run: {'; '.join(parts)}"]
         if found["decision"] == TARGET:
@@ -223,22 +217,18 @@ class Pilot(Callback):
     def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Return predicted and measured values, for summary.json and the report."""
         planned, pilot = self.planned(), self.found or {}
-        rows = {
-            "tokens_per_second": (
-                planned.get("tokens_per_second"),
-                pilot.get("tokens_per_second"),
-                "tokens_per_second",
-            ),
-            "memory_gib": (planned.get("memory_gib"), pilot.get("memory_gib"), "peak_memory_gib"),
-            "bpb": (planned.get("bpb"), pilot.get("bpb"), "val_bpb"),
-            "tokens": (planned.get("tokens"), pilot.get("end_tokens"), "tokens"),
-        }
-        predicted = {
-            name: {"plan": plan, "pilot": shown, "measured": summary.get(key)}
-            for name, (plan, shown, key) in rows.items()
+        # name in the plan -> name in pilot.json, name in summary.json
+        names = {
+            "tokens_per_second": ("tokens_per_second", "tokens_per_second"),
+            "memory_gib": ("memory_gib", "peak_memory_gib"),
+            "bpb": ("bpb", "val_bpb"),
+            "tokens": ("end_tokens", "tokens"),
         }
         return {
-            "predicted": predicted,
+            "predicted": {
+                name: {"plan": planned.get(name), "pilot": pilot.get(ours), "measured": summary.get(key)}
+                for name, (ours, key) in names.items()
+            },
             "plan_source": self.plan.get("source"),
             "budget_hours": self.state.hours,
         }
@@ -273,13 +263,10 @@ def better_band(
     if 1 / CLEARLY_OFF < faster < CLEARLY_OFF:
         return None
     here = fitted(law, plan["weights"], tokens, unique_tokens, bpb)
-    others = [
-        Projection(
-            band,
-            expected_bpb(here, band["weights"], band["tokens"][1] * faster * left, unique_tokens)[1],
-        )
-        for band in bands
-        if band["name"] != plan["name"] and band.get("fits") == "fits"
-    ]
+    others = []
+    for band in bands:
+        if band["name"] != plan["name"] and band.get("fits") == "fits":
+            reached = band["tokens"][1] * faster * left
+            others.append(Projection(band, expected_bpb(here, band["weights"], reached, unique_tokens)[1]))
     best = min(others, key=lambda projection: projection.bpb, default=None)
     return best if best is not None and best.bpb < CLEARLY_BETTER * bpb else None

@@ -66,19 +66,17 @@ class PipelineState:
 
         A pipeline that continues in another run passes the seconds it has `spent`, its phase and its results.
         """
-        state = cls(
-            run,
-            {
-                "schema_version": SCHEMA,
-                "hours": hours,
-                "spent_seconds": spent,
-                "phase": phase,
-                "command": command,
-                "options": options,
-                "results": dict(results or {}),
-                "continued_in": None,
-            },
-        )
+        data = {
+            "schema_version": SCHEMA,
+            "hours": hours,
+            "spent_seconds": spent,
+            "phase": phase,
+            "command": command,
+            "options": options,
+            "results": dict(results or {}),
+            "continued_in": None,
+        }
+        state = cls(run, data)
         state.note()
         return state
 

@@ -4,7 +4,8 @@ The file may have been edited, truncated or written by another version. It is va
 and numbers, the results that the current phase needs, the planned configuration, and the files of the run.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,16 +45,14 @@ class GoOptionsRecord(Strict):
     gpu_budget: Annotated[float, Field(gt=0, le=MAX_GIB)] | None
     target_loss: Annotated[float, Field(gt=0)] | None
     probes: str
+    length: str | None = None  # such as "10M tokens"; None fills the hours. Not in older files
     directory: str | None = None  # the working directory; not in older files
 
     @model_validator(mode="after")
     def _something_to_train(self) -> "GoOptionsRecord":
         if self.preset is None and self.data is None:
             raise ValueError("names neither a preset nor data")
-        try:
-            merge.merge([self.given])
-        except UsageError as error:
-            raise ValueError(f"given: {str(error).partition('; ')[0]}") from None
+        _accepted(merge.merge, "given", self.given)
         return self
 
 
@@ -83,16 +82,15 @@ class BandRecord(PhaseResult):
     bpb: Annotated[list[Bits], Three]
     fits: Fits
     config: Configuration
-    memory_gib: Annotated[list[Gib], Three] = Field(
-        default_factory=lambda: [0.0] * 3
-    )  # a CPU's is not modelled
+    # A CPU's memory is not modelled.
+    memory_gib: Annotated[list[Gib], Three] = Field(default_factory=lambda: [0.0] * 3)
 
     @model_validator(mode="after")
     def _in_order(self) -> "BandRecord":
         for name in ("tokens", "tokens_per_second", "bpb", "memory_gib"):
             if getattr(self, name) != sorted(getattr(self, name)):
                 raise ValueError(f"{name}: low, expected and high are not in order")
-        _buildable(self.config)
+        _accepted(merge.build, "config", self.config)
         return self
 
 
@@ -119,7 +117,7 @@ class SkippedPlan(PhaseResult):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "SkippedPlan":
-        _buildable(self.config)
+        _accepted(merge.build, "config", self.config)
         return self
 
 
@@ -173,11 +171,7 @@ def problem(state: Mapping[str, Any], run: Path) -> str | None:
         _finite(state)
         checked = GoFile.model_validate(state)
     except ValidationError as error:
-        return (
-            first_problem(error)
-            .replace("results.plan.made", "results.plan", 1)
-            .replace("results.plan.skipped", "results.plan", 1)
-        )
+        return re.sub(r"results\.plan\.(made|skipped)", "results.plan", first_problem(error), count=1)
     except (ValueError, RecursionError) as error:
         return str(error)
     for needed in ("run.json", "summary.json") if checked.phase in ("report", "done") else ():
@@ -192,12 +186,13 @@ def problem(state: Mapping[str, Any], run: Path) -> str | None:
     return None
 
 
-def _buildable(config: Configuration) -> None:
+def _accepted(check: Callable[[list[Configuration]], object], key: str, config: Configuration) -> None:
+    """Raise ValueError if `check` refuses a configuration."""
     try:
-        merge.build([config])
+        check([config])
     except UsageError as error:
         # The part after the semicolon is a remedy for the command line.
-        raise ValueError(f"config: {str(error).partition('; ')[0]}") from None
+        raise ValueError(f"{key}: {str(error).partition('; ')[0]}") from None
 
 
 def _finite(value: Any) -> None:

@@ -39,6 +39,7 @@ from deskside.weights.checkpoint_files import (
     files_of,
     find,
     folder_name,
+    newest_readable,
     verify,
 )
 
@@ -82,20 +83,13 @@ def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
     Raises RunError if all checkpoints are damaged.
     """
-    found = find(folder)
-    for checkpoint in found:
-        try:
-            verify(checkpoint)
-        except Damaged as damage:
-            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
-            continue
-        return checkpoint
-    if found:
+    newest = newest_readable(folder, verify, warn)
+    if newest is None and (found := find(folder)):
         raise RunError(
             f"no checkpoint in {folder} can be used: {', '.join(c.path.name for c in found)} are damaged; restore one "
             f"of them, or start a new run"
         )
-    return None
+    return newest and newest[0]
 
 
 def set_aside(folder: Path, newer_than: int) -> list[Path]:

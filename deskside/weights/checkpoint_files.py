@@ -5,10 +5,14 @@ other file. `deskside/weights/checkpoint.py` writes them and explains the design
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deskside.utils.errors import RunError
@@ -20,6 +24,9 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 SHARDED, MANIFEST = "sharded", "manifest.json"
 PICKLED = ".metadata"  # written by versions before 2026-11-22, in torch.distributed.checkpoint's own format
 SCHEMA_VERSION = 1
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,18 @@ def find(folder: Path) -> list[Checkpoint]:
         if match and entry.is_dir():
             found.append(Checkpoint(entry, int(match[1])))
     return sorted(found, key=lambda c: c.step, reverse=True)
+
+
+def newest_readable(
+    folder: Path, read: Callable[[Checkpoint], T], warn: Callable[[str], None]
+) -> tuple[Checkpoint, T] | None:
+    """Return the newest checkpoint that `read` does not find Damaged, and its result. Damaged ones go to `warn`."""
+    for checkpoint in find(folder):
+        try:
+            return checkpoint, read(checkpoint)
+        except Damaged as damage:
+            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
+    return None
 
 
 def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
@@ -101,6 +120,21 @@ def refuse_pickle(checkpoint: Checkpoint) -> None:
 def files_of(folder: Path) -> list[Path]:
     """Return every file of a checkpoint, sorted by name."""
     return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def load_file_into(
+    model: nn.Module, checkpoint: Checkpoint, device: torch.device | str, trained_only: bool = False
+) -> None:
+    """Load the weights of an unsharded checkpoint. Raises Damaged, or RunError if they do not fit the model."""
+    file = checkpoint.path / WEIGHTS
+    try:
+        tensors = load_file(file, device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"{file} cannot be read ({error})") from None
+    try:
+        load_weights(model, tensors, trained_only)
+    except RunError as error:
+        raise RunError(f"{checkpoint.path}: {error}") from None
 
 
 @torch.no_grad()

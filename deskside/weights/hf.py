@@ -92,14 +92,14 @@ def save_hf(
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:  # safetensors reports a full disk so
             raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        seal(folder, about)
+        seal(folder, about, card)
     return out_dir
 
 
-def seal(folder: Path, about: Mapping[str, Any] | None) -> None:
-    """Write deskside.json, the last file of an export: `about`, and size and checksum of every other file."""
+def seal(folder: Path, about: Mapping[str, Any] | None, card: str | None) -> None:
+    """Write README.md, then deskside.json: `about`, and size and checksum of every other file."""
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
     listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
     _write_json(folder / MARK, {**(about or {}), "files": listing})
     # safetensors files and temporary folders are readable by their owner only; give them the default permissions.

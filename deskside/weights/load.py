@@ -12,14 +12,12 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
-from deskside.config.run import SCHEMA_VERSION, RunConfig
+from deskside.config.run import SCHEMA_VERSION
 from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
@@ -29,15 +27,16 @@ from deskside.utils.parsing import json_object
 from deskside.weights.checkpoint_files import (
     MANIFEST,
     NAME,
-    WEIGHTS,
     Checkpoint,
     Damaged,
     find,
+    load_file_into,
     load_weights,
+    newest_readable,
     verify,
 )
 from deskside.weights.hf import load_hf
-from deskside.weights.merge_adapters import merged, read_adapted
+from deskside.weights.merge_adapters import merged, read_adapted, run_config
 
 Kind = Literal["run", "checkpoint", "hf"]
 
@@ -116,19 +115,18 @@ def _from_run(
     run_dir: Path, device: torch.device | str, dtype: torch.dtype, warn: Callable[[str], None]
 ) -> Loaded:
     run, config = _read_run(run_dir)
-    found = find(run_dir / "checkpoints")
-    for checkpoint in found:
-        try:
-            model = _read_weights(checkpoint, config, device, dtype, run_dir, run)
-        except Damaged as damage:
-            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
-            continue
+    checkpoints = run_dir / "checkpoints"
+    newest = newest_readable(
+        checkpoints, lambda checkpoint: _read_weights(checkpoint, config, device, dtype, run_dir, run), warn
+    )
+    if newest is not None:
+        checkpoint, model = newest
         return _complete(model, config, "run", run_dir, run_dir, run, checkpoint.step)
     exported = run_dir / "model"
     if (exported / "config.json").is_file():
         config, model = load_hf(exported, device, dtype)
         return _complete(model, config, "run", exported, run_dir, run, None)
-    if found:
+    if found := find(checkpoints):
         raise RunError(
             f"{run_dir}: all {len(found)} checkpoints are damaged; train again, or restore one of them"
         )
@@ -170,7 +168,7 @@ def _complete(
             f"{config.vocab_size}; put the model's own tokenizer there"
         )
     end = end_of_text(tokenizer, tokenizer_dir)[1]
-    eos = {end, *_eos_of_generation_config(tokenizer_dir)}
+    eos = {end, *generation_ends(tokenizer_dir)}
     turn = tokenizer.token_to_id(CHAT_TOKENS[1])
     eos |= {turn} if turn is not None else set()
     begin = named_token(tokenizer, tokenizer_dir, "bos_token")
@@ -219,7 +217,7 @@ def _read_weights(
     RunError if they do not fit the architecture.
     """
     if run["config"].get("adapter") is not None:
-        return merged(read_adapted(run_dir, checkpoint, _whole_config(run_dir, run), "cpu"), device, dtype)
+        return merged(read_adapted(run_dir, checkpoint, run_config(run_dir, run), "cpu"), device, dtype)
     verify(checkpoint, weights_only=True)
     model = allocate(config, device, dtype)
     if checkpoint.sharded:
@@ -230,22 +228,8 @@ def _read_weights(
         sharded_files.read(checkpoint, {"model": own}, no_dist=True)
         load_weights(model, own)
         return model
-    try:
-        stored = load_file(checkpoint.path / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise Damaged(f"{checkpoint.path / WEIGHTS} cannot be read ({error})") from None
-    try:
-        load_weights(model, stored)
-    except RunError as error:
-        raise RunError(f"{checkpoint.path}: {error}") from None
+    load_file_into(model, checkpoint, "cpu")
     return model
-
-
-def _whole_config(run_dir: Path, run: dict[str, Any]) -> RunConfig:
-    try:
-        return RunConfig.model_validate(run["config"])
-    except ValidationError as error:
-        raise RunError(f"{run_dir / 'run.json'}: config.{first_problem(error)}; restore the file") from None
 
 
 @torch.no_grad()
@@ -257,10 +241,11 @@ def _cast(model: Transformer, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _eos_of_generation_config(folder: Path) -> set[int]:
+def generation_ends(folder: Path) -> list[int]:
+    """Return the tokens that generation_config.json names as ends of a text."""
     path = folder / "generation_config.json"
     ids = json_object(path).get("eos_token_id") if path.is_file() else None
-    return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
 
 
 def named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:

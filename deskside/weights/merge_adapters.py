@@ -7,11 +7,10 @@ it, and `load_model` returns it for a run with adapters.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from deskside.config.base import first_problem
@@ -24,7 +23,7 @@ from deskside.precision.lora import adapter_of, trained_rows_of
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import json_object
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint_files import WEIGHTS, Checkpoint, Damaged, find, load_weights, verify
+from deskside.weights.checkpoint_files import Checkpoint, find, load_file_into, newest_readable, verify
 
 
 @torch.no_grad()
@@ -87,28 +86,31 @@ def open_adapted(
     Raises UsageError for a run without adapters or checkpoints, RunError if run.json or all checkpoints are
     damaged.
     """
-    path = run_dir / "run.json"
-    run = json_object(path)
-    try:
-        config = RunConfig.model_validate(run.get("config"))
-    except ValidationError as error:
-        raise RunError(f"{path}: config.{first_problem(error)}; restore the file") from None
+    run = json_object(run_dir / "run.json")
+    config = run_config(run_dir, run)
     if config.adapter is None:
         raise UsageError(f"{run_dir}: was trained without adapters; they are made with: --adapter.rank 16")
-    found = find(run_dir / "checkpoints")
-    for checkpoint in found:
-        try:
-            model = read_adapted(run_dir, checkpoint, config, device)
-        except Damaged as damage:
-            warn(f"checkpoint of step {checkpoint.step} is not used: {damage}")
-            continue
-        init = run.get("init")
-        if init is not None and (Path(init) / "run.json").is_file():
-            init = str(Path(init) / "model")
-        return AdaptedRun(model, config, config.adapter, checkpoint.step, init)
-    if found:
-        raise RunError(f"{run_dir}: all {len(found)} checkpoints are damaged; restore one of them")
-    raise UsageError(f"{run_dir}: has no checkpoint yet; resume it first")
+    checkpoints = run_dir / "checkpoints"
+    newest = newest_readable(
+        checkpoints, lambda checkpoint: read_adapted(run_dir, checkpoint, config, device), warn
+    )
+    if newest is None:
+        if found := find(checkpoints):
+            raise RunError(f"{run_dir}: all {len(found)} checkpoints are damaged; restore one of them")
+        raise UsageError(f"{run_dir}: has no checkpoint yet; resume it first")
+    checkpoint, model = newest
+    init = run.get("init")
+    if init is not None and (Path(init) / "run.json").is_file():
+        init = str(Path(init) / "model")
+    return AdaptedRun(model, config, config.adapter, checkpoint.step, init)
+
+
+def run_config(run_dir: Path, run: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration in the content of run.json. Raises RunError if it is not valid."""
+    try:
+        return RunConfig.model_validate(run.get("config"))
+    except ValidationError as error:
+        raise RunError(f"{run_dir / 'run.json'}: config.{first_problem(error)}; restore the file") from None
 
 
 def read_adapted(
@@ -117,15 +119,8 @@ def read_adapted(
     """Load one checkpoint. Raises Damaged for a bad checkpoint, RunError for a bad base."""
     assert config.adapter is not None
     verify(checkpoint, weights_only=True)
-    try:
-        trained = load_file(checkpoint.path / WEIGHTS, device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise Damaged(f"{checkpoint.path / WEIGHTS} cannot be read ({error})") from None
     model = frozen_base.reopen(run_dir, config.model, config.adapter, config.seed, device)
-    try:
-        load_weights(model, trained, trained_only=True)
-    except RunError as error:
-        raise RunError(f"{checkpoint.path}: {error}") from None
+    load_file_into(model, checkpoint, device, trained_only=True)
     return model
 
 

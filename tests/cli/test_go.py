@@ -123,6 +123,16 @@ def state(run: Path) -> dict[str, Any]:
             "--schedule.steps: the length of the run is",
         ),
         (
+            ["--hours", "1", "--preset", "demo", "--steps", "5", "--tokens", "5"],
+            "--steps and --tokens: the run can have one length only",
+        ),
+        (["--hours", "1", "--data", "x", "--steps", "5"], "--steps: needs a model"),
+        (
+            ["--hours", "1", "--preset", "demo", "--steps", "few"],
+            "schedule.length: 'few steps' is not a duration",
+        ),
+        (["--resume", "x", "--tokens", "5M"], "--resume uses the options"),
+        (
             ["--hours", "1", "--preset", "demo", "--data.path", "x"],
             "--data.path, --data.sources: give prepared data",
         ),
@@ -290,6 +300,16 @@ def test_to_the_end(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) 
         refused(["go", "--resume", "runs/tiny"], capsys)
         == "runs/tiny is done; its report is runs/tiny/report.html"
     )
+
+
+def test_a_length_in_steps(here: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual(monkeypatch)
+    assert main(argv(data, "--steps", "40")) == 0
+    run = here / "runs/tiny"
+    assert json.loads((run / "summary.json").read_text("utf-8"))["steps"] == 40
+    lrs = [row["lr"] for row in rows(run)]
+    assert lrs[-1] <= 0.1 * max(lrs)
+    assert state(run)["options"]["length"] == "40 steps" and (run / "pilot.json").exists()
 
 
 @pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.full), 2.0])

@@ -81,7 +81,7 @@ def test_what_a_run_holds_is_in_it(made: MadeRun, tmp_path: Path) -> None:
     text = card(run)
     found = rows(text)
     assert found["tokens seen"] == "5,120,000"
-    assert found["time"] == "2.5 hours (wall clock, set-up included)"
+    assert found["time"] == "2.5 h (wall clock, set-up included)"
     assert found["hardware"] == "NVIDIA GeForce RTX 4090 (2 in the machine)"
     assert found["precision of the matrix products"] == "fp8-delayed (emulated: its numbers, not its speed)"
     assert found["share of the measured matmul peak"] == "41.7%"

@@ -84,7 +84,7 @@ def fields(file: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_computes_the_same(case: str, tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     model = random_model(**{**BLOCKS, **CASES[case]}, vocab_size=VOCAB)
-    saved = save_gguf(model, model.config, tokenizer, tmp_path / "out")
+    saved = save_gguf(model, tokenizer, tmp_path / "out")
     theirs = their_model(saved.file, model)
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens()).logits, model(tokens()), atol=1e-4, rtol=1e-4)
@@ -98,7 +98,7 @@ def test_smaller_types_are_read_as_they_round(
 ) -> None:
     """transformers' weights are the source's, rounded as torch rounds, or within the bound of q8_0."""
     model = random_model(**{**BLOCKS, **CASES[case]}, vocab_size=VOCAB)
-    saved = save_gguf(model, model.config, tokenizer, tmp_path / "out", dtype)
+    saved = save_gguf(model, tokenizer, tmp_path / "out", dtype)
     theirs = their_model(saved.file, model).state_dict()
     lossy = 0
     for name, tensor in to_hf(model, model.config)[1].items():
@@ -122,7 +122,7 @@ def test_smaller_types_are_read_as_they_round(
 def test_what_llama_cpp_asks_for(folder: Path, tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     """Keys and tensors as llama.cpp's loader (src/llama-model.cpp, src/models/qwen3moe.cpp) names them."""
     model = random_model(**{**MOE, "head_dim": 16, "rope_theta": 5e5}, vocab_size=VOCAB)
-    saved = save_gguf(model, model.config, tokenizer, tmp_path / "out", "bfloat16", "my model/1")
+    saved = save_gguf(model, tokenizer, tmp_path / "out", "bfloat16", "my model/1")
     assert saved.file.name == "my-model-1-BF16.gguf"
     found = fields(saved.file)
     config = model.config
@@ -185,7 +185,7 @@ def test_a_chat_models_template_and_ends(tmp_path: Path) -> None:
     folder = make_chat(tmp_path)
     coder = bpe.load(folder)
     model = random_model(vocab_size=512)
-    saved = save_gguf(model, model.config, gguf_tokenizer(folder, 512, 0), tmp_path / "out")
+    saved = save_gguf(model, gguf_tokenizer(folder, 512, 0), tmp_path / "out")
     found = fields(saved.file)
     turn, end = coder.token_to_id("<|im_end|>"), coder.token_to_id("<|endoftext|>")
     assert found["tokenizer.chat_template"] == (folder / "chat_template.jinja").read_text("utf-8")
@@ -196,7 +196,7 @@ def test_a_chat_models_template_and_ends(tmp_path: Path) -> None:
 
 def test_transformers_reads_the_tokenizer(folder: Path, tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     model = random_model(vocab_size=VOCAB)
-    saved = save_gguf(model, model.config, tokenizer, tmp_path / "out")
+    saved = save_gguf(model, tokenizer, tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(saved.file.parent, gguf_file=saved.file.name)
     text = "one two, don't stop the naïve 東京 1234\n\nthree <|endoftext|>"
     ours = bpe.load(folder)
@@ -206,7 +206,7 @@ def test_transformers_reads_the_tokenizer(folder: Path, tokenizer: GgufTokenizer
 
 def test_rows_that_are_no_whole_blocks_are_said(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     model = random_model(vocab_size=VOCAB)  # its MLP is 48 wide
-    saved = save_gguf(model, model.config, tokenizer, tmp_path / "out", "q8_0")
+    saved = save_gguf(model, tokenizer, tmp_path / "out", "q8_0")
     assert saved.fallback == ("blk.0.ffn_down.weight", "blk.1.ffn_down.weight")
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(saved.file).tensors}
     assert kinds["blk.0.ffn_down.weight"] == "F16" and kinds["blk.0.ffn_up.weight"] == "Q8_0"
@@ -250,7 +250,7 @@ def test_what_llama_cpp_does_not_compute_is_named(
 ) -> None:
     model = random_model(**change, vocab_size=VOCAB)
     with pytest.raises(UsageError, match=named):
-        save_gguf(model, model.config, tokenizer, tmp_path / "out")
+        save_gguf(model, tokenizer, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -266,7 +266,7 @@ def test_weights_that_do_not_fit_leave_nothing(
     with torch.no_grad():
         next(model.head.parameters())[3, 5] = value
     with pytest.raises(RunError, match=message):
-        save_gguf(model, model.config, tokenizer, tmp_path / "out", dtype)
+        save_gguf(model, tokenizer, tmp_path / "out", dtype)
     assert not list(tmp_path.iterdir())
 
 
@@ -276,7 +276,7 @@ def test_a_disk_that_changes_bytes_is_found(
     """Over an earlier export, which stays as it was."""
     model = random_model(vocab_size=VOCAB)
     out = tmp_path / "out"
-    before = save_gguf(model, model.config, tokenizer, out, "q8_0").file.read_bytes()
+    before = save_gguf(model, tokenizer, out, "q8_0").file.read_bytes()
     close = gguf.GGUFWriter.close
 
     def flip(writer: Any) -> None:
@@ -289,7 +289,7 @@ def test_a_disk_that_changes_bytes_is_found(
 
     monkeypatch.setattr(gguf.GGUFWriter, "close", flip)
     with pytest.raises(RunError, match="reads back differently"):
-        save_gguf(model, model.config, tokenizer, out, "q8_0")
+        save_gguf(model, tokenizer, out, "q8_0")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (out / "model-Q8_0.gguf").read_bytes() == before
 
@@ -301,7 +301,7 @@ def test_a_disk_that_is_too_small(
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr("deskside.weights.hf.shutil.disk_usage", lambda path: usage)
     with pytest.raises(RunError, match=r"needs 0\.1 MiB, and 0\.0 MiB are free there"):
-        save_gguf(model, model.config, tokenizer, tmp_path / "a" / "out")
+        save_gguf(model, tokenizer, tmp_path / "a" / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -311,7 +311,7 @@ def test_without_the_package(
     monkeypatch.setitem(sys.modules, "gguf", None)
     model = random_model(vocab_size=VOCAB)
     with pytest.raises(UsageError, match=re.escape("pip install 'deskside[gguf]'")):
-        save_gguf(model, model.config, tokenizer, tmp_path / "out")
+        save_gguf(model, tokenizer, tmp_path / "out")
 
 
 def test_names_of_files() -> None:

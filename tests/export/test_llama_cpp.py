@@ -190,7 +190,7 @@ def prompt() -> list[int]:
 def test_llama_cpp_computes_the_same(case: str, tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     """Of GPT-2 less exactly: ggml's GELU reads a table of float16 numbers."""
     model = random_model(**{**BLOCKS, **CASES[case]}, vocab_size=VOCAB).eval()
-    theirs = InLlamaCpp(save_gguf(model, model.config, tokenizer, tmp_path / "out").file)
+    theirs = InLlamaCpp(save_gguf(model, tokenizer, tmp_path / "out").file)
     ids = prompt()
     with torch.no_grad():
         ours = model(torch.tensor([ids]))[0]
@@ -208,7 +208,7 @@ def test_smaller_types_are_near(
 ) -> None:
     """llama.cpp rounds activations to the weights' type too, so the bounds are twice what was measured."""
     model = random_model(**{**BLOCKS, **CASES[case]}, vocab_size=VOCAB).eval()
-    theirs = InLlamaCpp(save_gguf(model, model.config, tokenizer, tmp_path / "out", dtype).file)
+    theirs = InLlamaCpp(save_gguf(model, tokenizer, tmp_path / "out", dtype).file)
     with torch.no_grad():
         error = relative_errors(model(torch.tensor([prompt()]))[0], theirs.logits(prompt())).max()
     assert most / 20 < error < most
@@ -216,7 +216,7 @@ def test_smaller_types_are_near(
 
 def test_rows_that_are_no_whole_blocks_are_read(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     model = random_model(vocab_size=VOCAB).eval()  # its MLP is 48 wide
-    saved = save_gguf(model, model.config, tokenizer, tmp_path / "out", "q8_0")
+    saved = save_gguf(model, tokenizer, tmp_path / "out", "q8_0")
     assert saved.fallback
     with torch.no_grad():
         ours = model(torch.tensor([prompt()]))[0]
@@ -230,8 +230,8 @@ def test_smaller_types_are_llama_cpps_own_to_the_byte(
 ) -> None:
     """Its quantiser, given our float32 file."""
     model = random_model(**{**BLOCKS, **CASES[case], "moe_intermediate_size": 64}, vocab_size=VOCAB)
-    whole = save_gguf(model, model.config, tokenizer, tmp_path / "whole").file
-    ours = save_gguf(model, model.config, tokenizer, tmp_path / "small", dtype).file
+    whole = save_gguf(model, tokenizer, tmp_path / "whole").file
+    ours = save_gguf(model, tokenizer, tmp_path / "small", dtype).file
     options = llama_cpp.llama_model_quantize_default_params()
     name = TYPE_NAMES[dtype]
     options.ftype, options.nthread = gguf.LlamaFileType[f"MOSTLY_{name}"], 1
@@ -266,9 +266,7 @@ def test_every_split_gives_our_tokens(name: str, texts: Callable[[], list[str]],
     model = random_model(vocab_size=size)
     made = gguf_tokenizer(folder, size, 0)
     assert made.pre == name
-    theirs = InLlamaCpp(
-        save_gguf(model, model.config, made, tmp_path / "out", "float16").file, vocab_only=True
-    )
+    theirs = InLlamaCpp(save_gguf(model, made, tmp_path / "out", "float16").file, vocab_only=True)
     wrong = [text for text in texts() if theirs.ids(text) != coder.encode(text, add_special_tokens=False).ids]
     assert wrong == []
 
@@ -285,7 +283,7 @@ def test_special_tokens_where_they_are_meant(special: bool, tmp_path: Path) -> N
 
 def test_a_text_begins_as_in_training(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     model = random_model(vocab_size=VOCAB)
-    theirs = InLlamaCpp(save_gguf(model, model.config, tokenizer, tmp_path / "out").file, vocab_only=True)
+    theirs = InLlamaCpp(save_gguf(model, tokenizer, tmp_path / "out").file, vocab_only=True)
     assert theirs.ids("one", start=True) == [0, *theirs.ids("one")]
     chat = InLlamaCpp(_saved(make_chat(tmp_path), tmp_path / "chat-out"), vocab_only=True)
     assert chat.ids("one", start=True) == chat.ids("one")
@@ -298,7 +296,7 @@ def test_rows_without_a_token_have_a_name_of_their_own(tmp_path: Path) -> None:
     coder.add_tokens([AddedToken("[PAD299]", normalized=False)])
     coder.save(str(tmp_path / "tokenizer.json"))
     model = random_model(vocab_size=300)
-    file = save_gguf(model, model.config, gguf_tokenizer(tmp_path, 300, 0), tmp_path / "out").file
+    file = save_gguf(model, gguf_tokenizer(tmp_path, 300, 0), tmp_path / "out").file
     text = "one [PAD299] [PAD298] two"
     assert InLlamaCpp(file, vocab_only=True).ids(text) == coder.encode(text, add_special_tokens=False).ids
 
@@ -335,7 +333,7 @@ def test_a_chat_ends_with_its_end(token: str, reason: str, tmp_path: Path) -> No
     model = random_model(vocab_size=512)
     ids = ChatTemplate(folder).prompt(messages)
     _answers(model, ids, bpe.load(folder).token_to_id(token))
-    file = save_gguf(model, model.config, gguf_tokenizer(folder, 512, 0), tmp_path / "out").file
+    file = save_gguf(model, gguf_tokenizer(folder, 512, 0), tmp_path / "out").file
     answer = InLlamaCpp(file).whole.create_chat_completion(messages, max_tokens=1, temperature=0.0)
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert answer["choices"][0]["finish_reason"] == reason
@@ -356,7 +354,7 @@ def test_ends_that_llama_cpp_does_not_know_by_name(tmp_path: Path) -> None:
 def _saved(folder: Path, out: Path) -> Path:
     """A tiny model's file with this tokenizer."""
     model = random_model(vocab_size=512)
-    return save_gguf(model, model.config, gguf_tokenizer(folder, 512, 0), out).file
+    return save_gguf(model, gguf_tokenizer(folder, 512, 0), out).file
 
 
 @torch.no_grad()

@@ -200,6 +200,23 @@ def test_a_preset_that_fits_is_trained_as_it_is(card: Machine, data: Path, tmp_p
     assert built == own and built.model.vocab_size == 32768
 
 
+@pytest.mark.parametrize("length", ["100M tokens", "200 steps"])
+def test_a_length_is_planned_within_the_hours(length: str, card: Machine, data: Path, tmp_path: Path) -> None:
+    request = make_request(data, tmp_path, preset="124m", length=length)
+    result, _ = phases.plan(request, 6900.0)
+    config = phases.final_config(result["config"], 7200.0, length)
+    assert config.schedule.length is not None
+    tokens = 1e8 if "tokens" in length else 200 * config.mean_step_tokens()
+    assert (config.schedule.length.value, config.schedule.length.unit) == tuple(
+        [1e8, "tokens"] if "tokens" in length else [200, "steps"]
+    )
+    assert result["tokens"] == [tokens] * 3
+    full, _ = phases.plan(make_request(data, tmp_path, preset="124m"), 6900.0)
+    assert result["bpb"][1] > full["bpb"][1]
+    with pytest.raises(RunError, match=f"{length} take about .* and 60 s of the time are left"):
+        phases.plan(request, 60.0)
+
+
 def test_less_memory_than_the_card_has(card: Machine, data: Path, tmp_path: Path) -> None:
     whole, _ = phases.plan(make_request(data, tmp_path), 6900.0)
     part, _ = phases.plan(make_request(data, tmp_path, memory_gib=2.0), 6900.0)
