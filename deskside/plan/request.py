@@ -24,6 +24,7 @@ from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
 from deskside.plan.calibrate import Calibration, calibrate, measured_fp8_gain
 from deskside.plan.published import Gain
+from deskside.utils import format
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
 
@@ -418,8 +419,8 @@ def _nearest_depth(wanted: float, written: str) -> int:
     nearest = min(sizes, key=lambda d: abs(math.log(sizes[d] / wanted)))
     if not 0.5 <= sizes[nearest] / wanted <= 2:
         raise UsageError(
-            f"--params: no depth has {written} parameters; sizes go from {sizes[2] / 1e6:.1f}M (d2) "
-            f"to {sizes[DEEPEST] / 1e9:.0f}B (d{DEEPEST})"
+            f"--params: no depth has {written} parameters; sizes go from {format.count(sizes[2])} (d2) "
+            f"to {format.count(sizes[DEEPEST])} (d{DEEPEST})"
         )
     return nearest
 

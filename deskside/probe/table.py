@@ -104,7 +104,7 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
     speed = result["tokens_per_second"]
     return (
         f"{result['micro_tokens']}x{result['accumulation']}",
-        f"{speed:,.0f}" if speed < 999_999.5 else f"{speed / 1e6:.3f}M",
+        count(speed),
         f"{100 * spread(result):.0f}",
         f"{1e3 * result['step_seconds']['median']:.0f}",
         f"{100 * result['mfu']:.0f}%",

@@ -1,11 +1,13 @@
 """Formatted numbers: no exponent, never 1000 of a unit where the next one begins, at most half a percent off."""
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import deskside
 from deskside.utils.format import (
     UNKNOWN,
     count,
@@ -121,3 +123,11 @@ def test_plurals() -> None:
 def test_json_values_are_short_text() -> None:
     assert value_text({"a": [1, 2.5], "b": None, "c": True}) == "a: 1, 2.5; b: none; c: true"
     assert value_text(12345) == "12,345" and value_text([]) == "(empty)" and value_text(3e-4) == "0.0003"
+
+
+def test_numbers_are_scaled_here_and_nowhere_else() -> None:
+    """`f"{n / 1e6:.3g}M"` writes 1.29 billion as 1.29e+03M."""
+    package = Path(deskside.__file__).parent
+    scaled_by_hand = re.compile(r"/ ?1e(6|9|12):[^}]*g\}\s?[MBT]\b")
+    found = {path.name for path in package.rglob("*.py") if scaled_by_hand.search(path.read_text("utf-8"))}
+    assert found <= {"format.py"}

@@ -24,6 +24,7 @@ from deskside.study.claims.verdicts import (
 from deskside.study.results import OPEN, Arm, ClaimResult, Results
 from deskside.study.stats.metrics import BY_KEY
 from deskside.study.stats.statistics import is_exact, log_ratio, pairs, significant
+from deskside.utils.format import count
 
 # Metrics that emulation changes: they say nothing about hardware with native support.
 OF_SPEED = ("tokens_per_second", "mfu", "watts", "joules_per_token", "tokens", "seconds", "total_seconds")
@@ -334,7 +335,7 @@ def scale_of(results: Results, arm: Arm) -> str:
     base = group.base if group else ""
     if sizes:
         tiny = "tiny, " if sizes[0] < TINY else ""
-        base = f"{base} ({tiny}{sizes[0] / 1e6:.3g}M parameters)"
+        base = f"{base} ({tiny}{count(sizes[0])} parameters)"
     gpu = results.machine.get("gpu") or {}
     parts = [base, group.budget if group else "", str(gpu.get("name", "CPU"))]
     return ", ".join(part for part in parts if part)

@@ -282,7 +282,7 @@ def test_the_sentence_has_the_numbers_in_the_claims_unit() -> None:
     )
     told = judged(study({"b": 4.0}, noise=0.3), claim()).explanation
     assert told.startswith("Measured +6,270 % (") and "e+" not in told
-    scale = "tiny, 0.5M parameters"
+    scale = "tiny, 500,000 parameters"
     small = replace(
         exact, arms=[replace(a, trials=[replace(t, metrics={**t.metrics, "parameters": 5e5}) for t in a.trials])
                      for a in exact.arms], machine=CPU,
