@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.autograd_thread import give_context
+from deskside.kernels.functional import give_context
 from deskside.train.loop.device_timer import DeviceEvent
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError

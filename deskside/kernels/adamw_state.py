@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 BLOCK = 256  # values that share a scale
 DECADES = 7
 SMALLEST_MAX = 2.0**-126  # a block whose largest value is below float32's normal range counts as zero
@@ -46,7 +47,7 @@ def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(x.float(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     largest = padded.abs().amax(dim=1)
     scaled = padded * torch.where(largest >= SMALLEST_MAX, 1 / largest, 0.0)[:, None]
-    values = dynamic_map(signed).to(x.device)
+    values = dynamic_map(signed, x.device)
     codes = torch.bucketize(scaled.flatten()[: x.numel()], (values[1:] + values[:-1]) / 2)
     if not signed:
         codes = torch.where((codes == 0) & (x > 0), 1, codes)
@@ -55,13 +56,13 @@ def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, largest: Tensor, signed: bool) -> Tensor:
     """Return the float32 values (n,) of codes (n,), given the largest magnitude of each block (blocks,)."""
-    values = dynamic_map(signed).to(codes.device)[codes.int()]
+    values = dynamic_map(signed, codes.device)[codes.int()]
     return values * largest.repeat_interleave(BLOCK)[: codes.numel()]
 
 
 @cache
-def dynamic_map(signed: bool) -> Tensor:
-    """The 256 values, ascending, float32 on the CPU: zero, one, and the middles of every decade's cells.
+def dynamic_map(signed: bool, device: torch.device = CPU) -> Tensor:
+    """The 256 values, ascending, float32: zero, one, and the middles of every decade's cells.
 
     Decade i, from 10^(i-7) to 10^(i-6), has 2^i cells for each sign, or 2^(i+1) where there is no sign.
     """
@@ -72,4 +73,4 @@ def dynamic_map(signed: bool) -> Tensor:
         positive.append(middles * 10.0 ** (i - DECADES + 1))
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     values = torch.cat([*positive, *((-p for p in positive) if signed else ()), ends])
-    return values.sort().values.float()
+    return values.sort().values.float().to(device)

@@ -7,7 +7,6 @@ the border of two cells may take either.
 """
 
 import math
-from functools import cache
 
 import torch
 import triton
@@ -120,9 +119,10 @@ def launch(
     """See `kernels.adamw.adamw_update`."""
     eight = state[FIRST].dtype == torch.uint8
     scales = (state[FIRST_MAX], state[SECOND_MAX]) if eight else (step, step)
+    maps = (dynamic_map(signed, p.device) for signed in (True, False))
     n = p.numel()
     _adamw[(triton.cdiv(n, PROGRAM * BLOCK),)](
-        p, g, state[FIRST], state[SECOND], *scales, *_maps(p.device), step, skip, factor,
+        p, g, state[FIRST], state[SECOND], *scales, *maps, step, skip, factor,
         rule.lr, rule.lr * rule.weight_decay, *(1 - beta for beta in rule.betas), *(_log2(beta) for beta in rule.betas),
         rule.eps, n,
         EIGHT_BIT=eight, ROWS=PROGRAM, WIDTH=BLOCK,
@@ -131,8 +131,3 @@ def launch(
 
 def _log2(beta: float) -> float:
     return math.log2(beta) if beta > 0 else -math.inf  # 2 ** -inf is the zero that 0 ** step is
-
-
-@cache
-def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
-    return dynamic_map(True).to(device), dynamic_map(False).to(device)

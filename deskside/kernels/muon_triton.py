@@ -65,11 +65,10 @@ def look_ahead(
     g_ERC: Tensor, m_ERC: Tensor, out_ERC: Tensor, momentum: float, nesterov: bool, skip: Tensor
 ) -> None:
     """See `kernels.muon.look_ahead`."""
-    strides = (*g_ERC.stride(), *m_ERC.stride(), *out_ERC.stride())
-    rows, columns = g_ERC.shape[1:]
     _look_ahead[_grid(g_ERC)](
-        g_ERC, m_ERC, out_ERC, skip, momentum, rows, columns, *strides, NESTEROV=nesterov, SIDE=TILE
-    )
+        g_ERC, m_ERC, out_ERC, skip, momentum, *g_ERC.shape[1:], *g_ERC.stride(), *m_ERC.stride(), *out_ERC.stride(),
+        NESTEROV=nesterov, SIDE=TILE,
+    )  # fmt: skip
 
 
 def apply(
@@ -82,21 +81,11 @@ def apply(
     skip: Tensor,
 ) -> None:
     """See `kernels.muon.apply`."""
-    strides = (*p_ERC.stride(), *u_ERC.stride(), *factors_ERC.stride())
-    rows, columns = p_ERC.shape[1:]
     _apply[_grid(p_ERC)](
-        p_ERC,
-        u_ERC,
-        factors_ERC,
-        skip,
-        lr,
-        weight_decay,
-        rows,
-        columns,
-        *strides,
-        CAUTIOUS=cautious,
-        SIDE=TILE,
-    )
+        p_ERC, u_ERC, factors_ERC, skip, lr, weight_decay, *p_ERC.shape[1:],
+        *p_ERC.stride(), *u_ERC.stride(), *factors_ERC.stride(),
+        CAUTIOUS=cautious, SIDE=TILE,
+    )  # fmt: skip
 
 
 def _grid(x_ERC: Tensor) -> tuple[int, int, int]:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
-from deskside.kernels.autograd_thread import give_context
-from deskside.kernels.functional import gradients
+from deskside.kernels.functional import give_context, gradients
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.convert import convert, refused
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps

@@ -11,7 +11,7 @@ mend()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from deskside.kernels import cross_entropy, cross_entropy_triton, embedding_triton  # noqa: E402
+from deskside.kernels import cross_entropy, cross_entropy_triton, weights_triton  # noqa: E402
 from deskside.kernels.fused import launch, reference  # noqa: E402
 from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout  # noqa: E402
 
@@ -154,7 +154,7 @@ def losses(found: dict[str, float]) -> None:
 
 def embeddings(found: dict[str, float]) -> None:
     """Runs of equal tokens within a piece, over its end, over many pieces, and one for each token."""
-    piece = embedding_triton.PIECE
+    piece = weights_triton.PIECE
     for name, tokens in (
         ("uneven", (torch.rand(11 * piece - 4) ** 4 * 50).long()),
         ("few", torch.randint(3, (2 * piece + 1,))),
@@ -164,13 +164,13 @@ def embeddings(found: dict[str, float]) -> None:
     ):
         weight, grad = torch.randn(100, 136), torch.randn(len(tokens), 136)
         found[f"embedding, {name}"] = error(
-            embedding_triton.rows(tokens, weight, torch.float32), weight[tokens]
+            weights_triton.embedding(tokens, weight, torch.float32), weight[tokens]
         )
-        ours = embedding_triton.gradient(grad, tokens, 100)
+        ours = weights_triton.embedding_gradient(grad, tokens, 100)
         truth = torch.zeros(100, 136, dtype=torch.float64).index_add_(0, tokens, grad.double())
         found[f"embedding's gradient, {name}"] = error(ours, truth)
     unknown = torch.tensor([3, -1, 100])
-    rows = embedding_triton.rows(unknown, weight, torch.float32)
+    rows = weights_triton.embedding(unknown, weight, torch.float32)
     found["tokens that are no rows are NaN"] = float((rows.isnan().all(1) != (unknown != 3)).sum())
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
-    dequantize_triton,
-    embedding_triton,
     muon_triton,
+    weights_triton,
 )
 from deskside.kernels.adamw_state import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks
 from deskside.kernels.fused import launch
@@ -118,12 +117,12 @@ def _embeddings() -> Iterator[CompileCase]:
     tokens = _new(N, dtype=torch.int64)
     for V, D in ((32768, 768), (151936, 5120)):
         yield recorded(
-            f"embedding of {V}", CAPABILITIES, embedding_triton.rows, tokens, _float(V, D), torch.bfloat16
+            f"embedding of {V}", CAPABILITIES, weights_triton.embedding, tokens, _float(V, D), torch.bfloat16
         )
         for number, name in enumerate(("embedding's gradient", "embedding's gradient, joined")):
             arguments = (_new(N, D), tokens, V)
             yield recorded(
-                f"{name} of {V}", CAPABILITIES, embedding_triton.gradient, *arguments, number=number
+                f"{name} of {V}", CAPABILITIES, weights_triton.embedding_gradient, *arguments, number=number
             )
 
 
@@ -157,7 +156,7 @@ def _frozen() -> Iterator[CompileCase]:
             yield recorded(
                 f"{rows} x {columns} from INT8 to {str(dtype).removeprefix('torch.')}",
                 CAPABILITIES,
-                dequantize_triton.dequantize_int8,
+                weights_triton.dequantize_int8,
                 *(_new(rows, columns, dtype=torch.int8), _float(rows), dtype),
             )
 

@@ -13,12 +13,7 @@ from deskside.kernels.attention.context import (
     document_positions,
     prepare,
 )
-from deskside.kernels.attention.manual_backward import (
-    SavedAttention,
-    attention_backward,
-    attention_forward,
-    pair_of,
-)
+from deskside.kernels.attention.manual_backward import SavedAttention, attention_backward, attention_forward
 from deskside.kernels.attention.reference import decode_attention
 
 __all__ = [
@@ -34,7 +29,6 @@ __all__ = [
     "decode_attention",
     "attention_forward",
     "attention_backward",
-    "pair_of",
     "SavedAttention",
     "document_ids",
     "document_positions",

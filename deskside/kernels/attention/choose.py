@@ -25,8 +25,7 @@ from deskside.kernels.attention.context import (
     backend_named,
     prepare,
 )
-from deskside.kernels.autograd_thread import give_context
-from deskside.kernels.functional import gradients
+from deskside.kernels.functional import give_context, gradients
 from deskside.utils.errors import RunError
 
 # Relative Frobenius error against float32. Rounding q, k, v, p and o alone gives about 3e-3 in bfloat16 and 2e-3 for

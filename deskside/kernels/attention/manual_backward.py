@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Kept, backend_named
+from deskside.kernels.attention.context import AttentionContext, FwdBwd, Kept, backend_named
 from deskside.utils.errors import RunError
 
 
@@ -32,7 +32,7 @@ def attention_forward(
     The inputs may be strided views, of one fused projection for example. They are kept, not copied: the caller must
     not write into them before the backward. `o_BTHC` carries no gradient.
     """
-    pair = pair_of(backend_named(context.backend))
+    pair = backend_named(context.backend).pair or AUTOGRAD
     o_BTHC, kept = pair.forward(q_BTHC, k_BTKC, v_BTKC, context)
     return o_BTHC, SavedAttention(pair, context, kept)
 
@@ -43,11 +43,6 @@ def attention_backward(saved: SavedAttention, grad_o_BTHC: Tensor) -> tuple[Tens
     if kept is None:
         raise RunError("the backward of this attention has been computed before, and freed what it needs")
     return saved.pair.backward(kept, grad_o_BTHC, saved.context)
-
-
-def pair_of(backend: AttentionBackend) -> FwdBwd:
-    """The backend's own pair of functions, or one by way of autograd."""
-    return backend.pair or FwdBwd(_forward_by_autograd, _backward_by_autograd)
 
 
 def _forward_by_autograd(
@@ -65,3 +60,6 @@ def _backward_by_autograd(
     o_BTHC, *leaves = kept
     dq_BTHC, dk_BTKC, dv_BTKC = torch.autograd.grad(o_BTHC, leaves, grad_o_BTHC)
     return dq_BTHC, dk_BTKC, dv_BTKC
+
+
+AUTOGRAD = FwdBwd(_forward_by_autograd, _backward_by_autograd)  # for backends without a pair of their own

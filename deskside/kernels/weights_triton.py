@@ -1,9 +1,9 @@
-"""Rows of a float32 table in 16 bits, and the table's gradient, in three kernels.
+"""The kernels of `weights.py` in Triton: rows of a float32 table in 16 bits, the table's gradient, INT8 codes.
 
 The gradient's row of an entry is the sum over all tokens that are it, and tokens are distributed as unevenly as words:
 one entry may have a tenth of them, and half of the entries none. So tokens are sorted, and cut into pieces of PIECE. A
 piece adds up its runs of equal tokens by a product with a matrix of zeros and ones, on tensor cores with float32 sums.
-A run that lies within a piece is written where it belongs; the shares of one that goes on are left for the last
+A run that lies within a piece is written where it belongs; the shares of one that goes on are left for a second
 kernel, which adds them in order. Nothing is atomic, so the same tokens give the same bits.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 PIECE = 64  # sorted tokens of a program
 COLUMNS = 128  # channels of a program
 SHARES = 32  # pieces whose shares of a run are read at a time
+TILE_ROWS, TILE_COLUMNS = 8, 512  # of INT8 codes: 32 codes a thread, read 16 bytes at a time
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def join_runs(  # type: ignore[no-untyped-def]
         tl.store(OUT + entry.to(tl.int64) * D + columns, total, mask=columns < D)
 
 
-def rows(tokens_N: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
+def embedding(tokens_N: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
     """(N, D): the rows of the table in `dtype`."""
     (N,), (V, D) = tokens_N.shape, weight_VD.shape
     out = torch.empty(N, D, dtype=dtype, device=weight_VD.device)
@@ -107,7 +108,7 @@ def rows(tokens_N: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def gradient(grad_ND: Tensor, tokens_N: Tensor, entries: int) -> Tensor:
+def embedding_gradient(grad_ND: Tensor, tokens_N: Tensor, entries: int) -> Tensor:
     """(entries, D) float32, of a table whose rows `tokens_N` were taken."""
     # A radix sort takes a pass for each 8 bits of the key.
     narrow = torch.int16 if entries <= 2**15 else torch.int32
@@ -119,4 +120,27 @@ def gradient(grad_ND: Tensor, tokens_N: Tensor, entries: int) -> Tensor:
     grid = (pieces, triton.cdiv(D, COLUMNS))
     add_runs[grid](grad_ND, ids_N, order_N, out, first, last, N, entries, D, PIECE, COLUMNS, num_warps=4)
     join_runs[grid](ids_N, out, first, last, N, entries, D, PIECE, SHARES, COLUMNS, num_warps=4)
+    return out
+
+
+@triton.jit
+def _dequantize_int8(  # type: ignore[no-untyped-def]
+    codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None] * columns + column[None, :]
+    scale = tl.load(scale_ptr + row, row < rows, 0.0)
+    weight = tl.load(codes_ptr + at, inside, 0).to(tl.float32) * scale[:, None]
+    tl.store(out_ptr + at, weight.to(out_ptr.dtype.element_ty), inside)
+
+
+def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `kernels.weights.dequantize_int8`."""
+    codes_RC, scale_R = codes_RC.contiguous(), scale_R.contiguous()
+    rows, columns = codes_RC.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=codes_RC.device)
+    grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS))
+    _dequantize_int8[grid](codes_RC, scale_R, out, rows, columns, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS)
     return out
