@@ -1,6 +1,7 @@
 """Answers that the planner models for claims about whole runs: speed, memory, hours, loss."""
 
 from collections.abc import Callable
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -58,14 +59,11 @@ def _batch(rows: int, passes: int = 1, gpus_count: int = 1, fitted: bool = False
     }
 
 
-def _speed(preset: str, fitted: bool = False, cards: int = 1) -> Callable[[], Answer]:
-    def formula() -> Answer:
-        setting = _batch(12, gpus_count=cards, fitted=fitted)
-        found = _estimate("rtx5090", preset, setting, precision="fp8", gpus=cards)
-        on = "RTX 5090" if cards == 1 else f"{cards} x RTX 5090"
-        return Answer.modelled(found.tokens_per_second, 1.0, f"{preset}, FP8, {on}")
-
-    return formula
+def _speed(preset: str, fitted: bool = False, cards: int = 1) -> Answer:
+    setting = _batch(12, gpus_count=cards, fitted=fitted)
+    found = _estimate("rtx5090", preset, setting, precision="fp8", gpus=cards)
+    on = "RTX 5090" if cards == 1 else f"{cards} x RTX 5090"
+    return Answer.modelled(found.tokens_per_second, 1.0, f"{preset}, FP8, {on}")
 
 
 def _rows_estimate(card: str, rows: int, precision: Precision) -> StepEstimate:
@@ -73,53 +71,39 @@ def _rows_estimate(card: str, rows: int, precision: Precision) -> StepEstimate:
     return _estimate(card, "124m", {**_batch(rows, 16), "model": FP8_MODEL}, precision=precision)
 
 
-def _card_speed(card: str, rows: int, precision: Precision) -> Callable[[], Answer]:
-    def formula() -> Answer:
-        found = _rows_estimate(card, rows, precision)
-        on = f"112M parameters, {rows} x 2048 tokens, {precision.upper()}, {gpus.find(card).name}"
-        return Answer.modelled(found.tokens_per_second, 1.0, on)
-
-    return formula
+def _card_speed(card: str, rows: int, precision: Precision) -> Answer:
+    found = _rows_estimate(card, rows, precision)
+    on = f"112M parameters, {rows} x 2048 tokens, {precision.upper()}, {gpus.find(card).name}"
+    return Answer.modelled(found.tokens_per_second, 1.0, on)
 
 
-def _speed_ratio(ours: StepEstimate, theirs: StepEstimate, on: str) -> Answer:
-    """Return the ratio of two modelled speeds, whose errors are taken as independent."""
+def _rows_memory(rows: int) -> Answer:
+    found = _rows_estimate("rtx5090", rows, "fp8")
+    return Answer.modelled(found.memory_bytes, 1 / 2**30, f"124m, {rows} x 2048 tokens, FP8")
+
+
+def _speed_ratio(
+    ours: StepEstimate, theirs: StepEstimate, on: str, unit: Callable[[float], float] = float
+) -> Answer:
+    """Return the ratio of two modelled speeds, whose errors are taken as independent, in a unit."""
     (low, value, high), (slow, other, fast) = ours.tokens_per_second, theirs.tokens_per_second
-    return Answer(low / fast, value / other, high / slow, "modelled", on)
+    return Answer(unit(low / fast), unit(value / other), unit(high / slow), "modelled", on)
 
 
-def _rtx5090_against_a100() -> Answer:
-    ours = _estimate("rtx5090", "124m", _batch(18, 16), precision="fp8")
-    theirs = _estimate("a100 40gb", "124m", _batch(16, 16), precision="bf16")
-    ratio = _speed_ratio(ours, theirs, "124m, RTX 5090 and A100 40GB")
-    return Answer(ratio.low - 1, ratio.value - 1, ratio.high - 1, ratio.source, ratio.on)
+def _against_a100(rows: tuple[int, int], passes: int, on: str, unit: Callable[[float], float]) -> Answer:
+    """Speed of an RTX 5090 in FP8 over that of an A100 in BF16, each with its rows in a pass."""
+    ours = _estimate("rtx5090", "124m", _batch(rows[0], passes), precision="fp8")
+    theirs = _estimate("a100 40gb", "124m", _batch(rows[1], passes), precision="bf16")
+    return _speed_ratio(ours, theirs, on, unit)
 
 
-def _a100_share() -> Answer:
-    ours = _estimate("rtx5090", "124m", _batch(12), precision="fp8")
-    theirs = _estimate("a100 40gb", "124m", _batch(12), precision="bf16")
-    ratio = _speed_ratio(ours, theirs, "124m, RTX 5090 in FP8 and A100 40GB in BF16")
-    return Answer(100 * ratio.low, 100 * ratio.value, 100 * ratio.high, ratio.source, ratio.on)
-
-
-def _against_4090(card: str, precision: Precision) -> Callable[[], Answer]:
+def _against_4090(card: str, precision: Precision) -> Answer:
     """Speed of a card as a multiple of an RTX 4090 in BF16. A 3B model fits neither, so 355m is used instead."""
-
-    def formula() -> Answer:
-        ours = _estimate(card, "340m", _batch(8, 4), precision=precision)
-        theirs = _estimate("rtx4090", "340m", _batch(8, 4), precision="bf16")
-        on = f"340m, {gpus.find(card).name} in {precision.upper()}, RTX 4090 in BF16"
-        return _speed_ratio(ours, theirs, on)
-
-    return formula
-
-
-def _rows_memory(rows: int) -> Callable[[], Answer]:
-    def formula() -> Answer:
-        found = _rows_estimate("rtx5090", rows, "fp8")
-        return Answer.modelled(found.memory_bytes, 1 / 2**30, f"124m, {rows} x 2048 tokens, FP8")
-
-    return formula
+    ours = _estimate(card, "340m", _batch(8, 4), precision=precision)
+    theirs = _estimate("rtx4090", "340m", _batch(8, 4), precision="bf16")
+    return _speed_ratio(
+        ours, theirs, f"340m, {gpus.find(card).name} in {precision.upper()}, RTX 4090 in BF16"
+    )
 
 
 def _parameters_112m() -> Answer:
@@ -143,33 +127,22 @@ def _tokens_over_parameters() -> Answer:
 
 
 def _moe() -> StepEstimate:
-    overrides = {
-        "model": MOE,
-        "batch": {
-            "sequence_length": MOE_ROW,
-            "tokens": MOE_STEP_ROWS * MOE_ROW,
-            "micro_tokens": MOE_PASS_ROWS * MOE_ROW,
-        },
-        "optim": {"name": "adamw"},
-        "compute": {"activation_checkpointing": "block"},
+    batch = {
+        "sequence_length": MOE_ROW,
+        "tokens": MOE_STEP_ROWS * MOE_ROW,
+        "micro_tokens": MOE_PASS_ROWS * MOE_ROW,
     }
+    compute = {"activation_checkpointing": "block"}
+    overrides = {"model": MOE, "batch": batch, "optim": {"name": "adamw"}, "compute": compute}
     return _estimate("rtx5090", "124m", overrides)
 
 
-def _moe_memory() -> Answer:
-    return Answer.modelled(_moe().memory_bytes, 1 / 2**30, "the 3B mixture, blocks recomputed")
-
-
-def _moe_item(*items: str) -> Callable[[], Answer]:
+def _moe_item(*items: str) -> Answer:
     """Gigabytes of these items at the peak."""
-
-    def formula() -> Answer:
-        found = _moe()
-        size = sum(found.memory.items[item] for item in items) / 1e9
-        low, value, high = (size * end / found.memory_bytes[1] for end in found.memory_bytes)
-        return Answer(low, value, high, "modelled", "the 3B mixture, blocks recomputed")
-
-    return formula
+    found = _moe()
+    size = sum(found.memory.items[item] for item in items) / 1e9
+    low, value, high = (size * end / found.memory_bytes[1] for end in found.memory_bytes)
+    return Answer(low, value, high, "modelled", "the 3B mixture, blocks recomputed")
 
 
 def _moe_hadamard() -> Answer:
@@ -205,25 +178,12 @@ def _speedrun_hours() -> Answer:
     return Answer(hours / high, hours / value, hours / low, "modelled", "d20, BF16, 8 x H100 SXM")
 
 
-def _moe_speed() -> Answer:
-    return Answer.modelled(_moe().tokens_per_second, 1.0, "the 3B mixture, BF16, RTX 5090")
-
-
-def _moe_step_seconds() -> Answer:
+def _moe_ideal(unit: Callable[[float], float] = float) -> Answer:
+    """Seconds of a step at the card's full FP4 rate, in a unit."""
     gpu = gpus.find("rtx5090")
     assert gpu.fp4_flops is not None  # of the data sheet
     flops = flops_per_token(ModelConfig(**MOE), MOE_ROW) * MOE_STEP_ROWS * MOE_ROW
-    return Answer.exact(flops / gpu.fp4_flops, on="RTX 5090, all at its FP4 rate")
-
-
-def _moe_hours() -> Answer:
-    step = _moe_step_seconds()
-    return Answer.exact(step.value * MOE_STEPS / 3600, step.source, step.on)
-
-
-def _moe_days() -> Answer:
-    hours = _moe_hours()
-    return Answer.exact(hours.value / 24, hours.source, hours.on)
+    return Answer.exact(unit(flops / gpu.fp4_flops), on="RTX 5090, all at its FP4 rate")
 
 
 def _day_on_4090() -> Answer:
@@ -234,38 +194,44 @@ def _day_on_4090() -> Answer:
 
 PLANNED: dict[str, Callable[[], Answer]] = {
     "parameters_112m": _parameters_112m,
-    "speed_124m": _speed("124m"),
-    "speed_355m": _speed("340m"),
-    "speed_774m": _speed("710m", fitted=True),
-    "speed_1_5b": _speed("1.3b", fitted=True),
-    "cluster_speed": _speed("124m", cards=8),
-    "cluster_speed_355m": _speed("340m", cards=8),
-    "cluster_speed_774m": _speed("710m", fitted=True, cards=8),
-    "speed_fp8_8_rows": _card_speed("rtx5090", 8, "fp8"),
-    "speed_fp8_18_rows": _card_speed("rtx5090", 18, "fp8"),
-    "speed_bf16_8_rows": _card_speed("rtx5090", 8, "bf16"),
-    "speed_rtx4090": _card_speed("rtx4090", 8, "bf16"),
-    "speed_a100": _card_speed("a100 40gb", 8, "bf16"),
-    "speed_h100": _card_speed("h100 sxm", 8, "fp8"),
-    "rtx5090_against_a100": _rtx5090_against_a100,
-    "a100_share": _a100_share,
-    "rtx5090_against_4090": _against_4090("rtx5090", "fp8"),
-    "h100_against_4090": _against_4090("h100 sxm", "fp8"),
-    "a100_against_4090": _against_4090("a100 80gb sxm", "bf16"),
+    "speed_124m": partial(_speed, "124m"),
+    "speed_355m": partial(_speed, "340m"),
+    "speed_774m": partial(_speed, "710m", fitted=True),
+    "speed_1_5b": partial(_speed, "1.3b", fitted=True),
+    "cluster_speed": partial(_speed, "124m", cards=8),
+    "cluster_speed_355m": partial(_speed, "340m", cards=8),
+    "cluster_speed_774m": partial(_speed, "710m", fitted=True, cards=8),
+    "speed_fp8_8_rows": partial(_card_speed, "rtx5090", 8, "fp8"),
+    "speed_fp8_18_rows": partial(_card_speed, "rtx5090", 18, "fp8"),
+    "speed_bf16_8_rows": partial(_card_speed, "rtx5090", 8, "bf16"),
+    "speed_rtx4090": partial(_card_speed, "rtx4090", 8, "bf16"),
+    "speed_a100": partial(_card_speed, "a100 40gb", 8, "bf16"),
+    "speed_h100": partial(_card_speed, "h100 sxm", 8, "fp8"),
+    "rtx5090_against_a100": lambda: _against_a100(
+        (18, 16), 16, "124m, RTX 5090 and A100 40GB", lambda ratio: ratio - 1
+    ),
+    "a100_share": lambda: _against_a100(
+        (12, 12), 1, "124m, RTX 5090 in FP8 and A100 40GB in BF16", lambda ratio: 100 * ratio
+    ),
+    "rtx5090_against_4090": partial(_against_4090, "rtx5090", "fp8"),
+    "h100_against_4090": partial(_against_4090, "h100 sxm", "fp8"),
+    "a100_against_4090": partial(_against_4090, "a100 80gb sxm", "bf16"),
     "tokens_over_parameters": _tokens_over_parameters,
-    "memory_8_rows": _rows_memory(8),
-    "memory_16_rows": _rows_memory(16),
-    "memory_18_rows": _rows_memory(18),
-    "memory_20_rows": _rows_memory(20),
-    "moe_memory": _moe_memory,
-    "moe_gradients": _moe_item("gradients"),
-    "moe_optimizer": _moe_item("optimizer"),
-    "moe_activations": _moe_item("activations", "logits", "workspace"),
+    "memory_8_rows": partial(_rows_memory, 8),
+    "memory_16_rows": partial(_rows_memory, 16),
+    "memory_18_rows": partial(_rows_memory, 18),
+    "memory_20_rows": partial(_rows_memory, 20),
+    "moe_memory": lambda: Answer.modelled(
+        _moe().memory_bytes, 1 / 2**30, "the 3B mixture, blocks recomputed"
+    ),
+    "moe_gradients": partial(_moe_item, "gradients"),
+    "moe_optimizer": partial(_moe_item, "optimizer"),
+    "moe_activations": partial(_moe_item, "activations", "logits", "workspace"),
     "moe_hadamard": _moe_hadamard,
-    "moe_speed": _moe_speed,
-    "moe_step_seconds": _moe_step_seconds,
-    "moe_hours": _moe_hours,
-    "moe_days": _moe_days,
+    "moe_speed": lambda: Answer.modelled(_moe().tokens_per_second, 1.0, "the 3B mixture, BF16, RTX 5090"),
+    "moe_step_seconds": _moe_ideal,
+    "moe_hours": lambda: _moe_ideal(lambda seconds: seconds * MOE_STEPS / 3600),
+    "moe_days": lambda: _moe_ideal(lambda seconds: seconds * MOE_STEPS / 3600 / 24),
     "day_on_4090": _day_on_4090,
     "speedrun_hours": _speedrun_hours,
 }
