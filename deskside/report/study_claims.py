@@ -17,7 +17,7 @@ from deskside.report.document import (
 from deskside.report.run_plan import provenance_rows
 from deskside.report.study_text import group_title
 from deskside.run.record import mapping, number, text
-from deskside.study.claims.claim_results import judge
+from deskside.study.claims.claim_results import judge, number_text, with_unit
 from deskside.study.results import ClaimResult, Results
 from deskside.utils.format import plural
 
@@ -157,10 +157,11 @@ def measured(claim: ClaimResult) -> str:
     middle, low, high = number(claim.measured), number(claim.low), number(claim.high)
     if middle is None:
         return "not measured"
-    if low is None or high is None or low == middle == high:
-        return _with_unit(middle, claim.unit)
     sign = "+" if claim.unit == "%" else ""
-    return f"{_with_unit(middle, claim.unit)} ({_short(low, sign)} to {_short(high, sign)})"
+    shown = with_unit(middle, claim.unit, sign)
+    if low is None or high is None or low == middle == high:
+        return shown
+    return f"{shown} ({number_text(low, sign)} to {number_text(high, sign)})"
 
 
 def _explained(claim: ClaimResult) -> str:
@@ -181,14 +182,3 @@ def _table(claims: Iterable[ClaimResult], verdicts: bool = True) -> Table:
         for claim in claims
     )
     return Table((*HEAD, "verdict") if verdicts else HEAD, rows)
-
-
-def _with_unit(value: float, unit: str) -> str:
-    if unit == "$":
-        return f"${_short(value)}"
-    return f"{_short(value, '+' if unit == '%' else '')} {unit}".strip()
-
-
-def _short(value: float, sign: str = "") -> str:
-    """Return three significant digits: 0.0123, 1.23, 12.3, 1,234."""
-    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"

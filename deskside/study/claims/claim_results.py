@@ -6,13 +6,13 @@ in every comparison of a study. verdicts.py has the rules.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 from deskside.facts.claims import Claim, chosen, claims
 from deskside.study.claims.formulas import evaluate
 from deskside.study.claims.verdicts import (
-    Answer,
     Change,
     Verdict,
     by_model,
@@ -33,21 +33,6 @@ TINY = 10e6  # parameters; the scale of a smaller model says "tiny"
 CAPABILITY = {"fp8": 8.9, "fp4": 10.0}  # the compute capability from which tensor cores have the format
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """The judgment of one claim before the correction for multiple claims. p: None if it needs no correction."""
-
-    claim: Claim
-    verdict: Verdict
-    sentence: str
-    scale: str
-    change: Change | None = None
-    p: float | None = None
-    basis: str = ""
-    shared: bool = False
-    answer: Answer | None = None
-
-
 def judge(
     results: Results,
     ids: Sequence[str] = ("*",),
@@ -64,11 +49,10 @@ def judge(
     """
     known = claims() if known is None else known
     wanted = chosen(ids, known)
-    drafts = [_drafted((results, *others), claim) for claim in known if claim.id in wanted]
-    weighed = [draft for draft in drafts if draft.p is not None]
-    passed = significant([draft.p for draft in weighed if draft.p is not None])
-    rejected = {draft.claim.id for draft, ok in zip(weighed, passed, strict=True) if not ok}
-    found = [_result(draft, len(weighed), draft.claim.id not in rejected) for draft in drafts]
+    drafts = [(claim, _draft((results, *others), claim)) for claim in known if claim.id in wanted]
+    weighed = {draft.id: draft.p for _, draft in drafts if draft.p is not None}
+    passed = dict(zip(weighed, significant(list(weighed.values())), strict=True))
+    found = [_final(draft, claim, len(weighed), passed.get(claim.id, True)) for claim, draft in drafts]
     return replace(results, claims=found)
 
 
@@ -98,29 +82,27 @@ def _find(results: Results, group: str, levels: Mapping[str, str]) -> Arm | None
     return found[0] if len(found) == 1 else None
 
 
-def _drafted(studies: Sequence[Results], claim: Claim) -> _Draft:
+def _draft(studies: Sequence[Results], claim: Claim) -> ClaimResult:
+    """Judge one claim, before the correction for multiple claims."""
     if claim.kind == "open":
-        return _Draft(claim, "not measured", claim.why, "")
+        return _result(claim, "not measured", claim.why)
     if claim.kind == "arithmetic":
         return _answered(claim)
     drafts = [draft for results in studies if (draft := _measured(results, claim)) is not None]
     if not drafts:
-        return _Draft(claim, "not measured", f"Its two arms (group {claim.group}) were not run.", "")
+        return _result(claim, "not measured", f"Its two arms (group {claim.group}) were not run.")
     # Python's sort is stable, so of equals the latest comes last.
-    ranked = sorted(drafts, key=lambda d: (d.change is not None, not d.shared, d.change.n if d.change else 0))
-    best, rest = ranked[-1], [draft for draft in ranked[:-1] if draft.change is not None]
+    *rest, (best, _) = sorted(drafts, key=lambda d: (d[1] is not None, not d[0].shared, d[0].n))
     again = [
-        f"Another study{_host(d)}: {change_in_words(claim, d.change)}." for d in rest if d.change is not None
+        f"Another study{' on a shared host' if draft.shared else ''}: {change_in_words(claim, change)}."
+        for draft, change in rest
+        if change is not None
     ]
-    return replace(best, sentence=" ".join([best.sentence, *again]))
+    return replace(best, explanation=" ".join([best.explanation, *again]))
 
 
-def _host(draft: _Draft) -> str:
-    return " on a shared host" if draft.shared else ""
-
-
-def _measured(results: Results, claim: Claim) -> _Draft | None:
-    """Judge a measured claim by one study, or return None if the study lacks one of its arms."""
+def _measured(results: Results, claim: Claim) -> tuple[ClaimResult, Change | None] | None:
+    """Judge a measured claim by one study. Returns None if the study lacks one of its arms."""
     found = arms_of(results, claim)
     if found is None:
         return None
@@ -128,13 +110,14 @@ def _measured(results: Results, claim: Claim) -> _Draft | None:
     scale = scale_of(results, arm)
     lacking = _lacking(results, claim, arm, against)
     if lacking:
-        return _Draft(claim, "needs other hardware", lacking, scale)
+        return _result(claim, "needs other hardware", lacking, scale), None
     ours, theirs = pairs(arm, against, claim.quantity)
     reason = _why_no_pair(claim, arm, against, ours, theirs)
     if reason:
         unfinished = not (arm.finished() and against.finished())
         pending = all(t.status in OPEN for one in (arm, against) if not one.finished() for t in one.trials)
-        return _Draft(claim, "not measured" if unfinished and pending else "not shown", reason, scale)
+        undecided: Verdict = "not measured" if unfinished and pending else "not shown"
+        return _result(claim, undecided, reason, scale), None
     interval = log_ratio(ours, theirs)
     change = Change(interval.mean, interval.low, interval.high, interval.n)
     if is_exact(claim.quantity, ours, theirs):
@@ -146,19 +129,21 @@ def _measured(results: Results, claim: Claim) -> _Draft | None:
         sentence += " Other trials ran on the same host at the same time, which can slow both."
         scale += ", shared host"
     p = decision_p(claim, change)
-    return _Draft(claim, verdict, sentence, scale, change, p, "measured", shared)
+    return _result(claim, verdict, sentence, scale, change, "measured", p=p, shared=shared), change
 
 
 def _is_shared(results: Results, *arms: Arm) -> bool:
     """Return whether a finished trial of these arms overlapped in time with another trial of the study."""
-    spans = [(id(t), t.started, t.ended) for arm in results.arms for t in arm.trials if t.started and t.ended]
     times = [
-        (who, datetime.fromisoformat(began), datetime.fromisoformat(ended)) for who, began, ended in spans
+        (trial, datetime.fromisoformat(trial.started), datetime.fromisoformat(trial.ended))
+        for arm in results.arms
+        for trial in arm.trials
+        if trial.started and trial.ended
     ]
-    mine = {id(t) for arm in arms for t in arm.finished()}
+    mine = [trial for arm in arms for trial in arm.finished()]
     return any(
-        who in mine and other != who and began < until and since < ended
-        for who, began, ended in times
+        any(trial is one for one in mine) and other is not trial and began < until and since < ended
+        for trial, began, ended in times
         for other, since, until in times
     )
 
@@ -166,9 +151,8 @@ def _is_shared(results: Results, *arms: Arm) -> bool:
 def _absolute(claim: Claim, ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Return the means of both arms as text, to show what a ratio is based on."""
     means = [number_text(math.fsum(values) / len(values)) for values in (ours, theirs)]
-    unit = (
-        BY_KEY[claim.quantity].unit if claim.quantity in BY_KEY and BY_KEY[claim.quantity].scale == 1 else ""
-    )
+    metric = BY_KEY.get(claim.quantity)
+    unit = metric.unit if metric is not None and metric.scale == 1 else ""
     return f"{means[0]} against {means[1]} {unit}".strip()
 
 
@@ -217,7 +201,7 @@ def _why_no_pair(claim: Claim, arm: Arm, against: Arm, ours: Sequence[float], th
     return ""
 
 
-def _answered(claim: Claim) -> _Draft:
+def _answered(claim: Claim) -> ClaimResult:
     found = evaluate(claim.formula)
     scale = f"{found.source}: {found.on}"
     if claim.value is None:
@@ -225,50 +209,58 @@ def _answered(claim: Claim) -> _Draft:
         verdict = verdict_of_change(claim, change)
         if found.source == "modelled":
             verdict = by_model(meets(claim, change))
-        sentence = sentence_of(claim, change, verdict)
-        return _Draft(claim, verdict, sentence, scale, change, basis=found.source)
-    verdict = verdict_of_value(claim, found)
+        return _result(claim, verdict, sentence_of(claim, change, verdict), scale, change, found.source)
     amount = with_unit(found.value, claim.unit)
     if found.low != found.high:
         amount += f" ({number_text(found.low)} to {number_text(found.high)})"
     text = f"{found.source.capitalize()}: {amount}; claimed {claim.claimed}."
-    return _Draft(claim, verdict, text, scale, basis=found.source, answer=found)
+    result = _result(claim, verdict_of_value(claim, found), text, scale, basis=found.source)
+    return replace(result, measured=found.value, low=found.low, high=found.high)
 
 
-def _result(draft: _Draft, family: int, passed: bool) -> ClaimResult:
-    """Return the final result. Its explanation is the sentence, then why a contradicted claim fails, then the
-    claim's note.
-
-    family: the number of claims corrected together. passed: whether the decision survives the correction.
-    """
-    claim, change, verdict = draft.claim, draft.change, draft.verdict
-    sentence = draft.sentence
-    if not passed and verdict != "not shown":
-        alone = f'Alone this would be "{verdict}" (p = {draft.p:.2g})'
-        sentence += f" {alone}; it is not significant among {family} measured claims."
-        verdict = "not shown"
-    against = verdict in ("contradicted", "not consistent with the model")
-    told = [sentence, claim.explanation if against else "", claim.note]
-    shown_as = ClaimResult(
+def _result(
+    claim: Claim,
+    verdict: Verdict,
+    sentence: str,
+    scale: str = "",
+    change: Change | None = None,
+    basis: str = "",
+    **more: Any,
+) -> ClaimResult:
+    logs = (None, None, None) if change is None else (change.log, change.low, change.high)
+    middle, low, high = (None if log is None else in_unit(claim, log) for log in logs)
+    return ClaimResult(
         id=claim.id,
         text=claim.text,
         source=claim.source,
         claimed=claim.claimed,
-        measured=None if change is None else in_unit(claim, change.log),
-        low=None if change is None or change.low is None else in_unit(claim, change.low),
-        high=None if change is None or change.high is None else in_unit(claim, change.high),
+        measured=middle,
+        low=low,
+        high=high,
         unit=claim.unit or ("times" if claim.show == "times" else "%"),
         n=0 if change is None else change.n,
-        scale=draft.scale,
+        scale=scale,
         verdict=verdict,
-        explanation=" ".join(text for text in told if text),
-        basis=draft.basis,
-        p=draft.p,
-        shared=draft.shared,
+        explanation=sentence,
+        basis=basis,
+        **more,
     )
-    if draft.answer is None:
-        return shown_as
-    return replace(shown_as, measured=draft.answer.value, low=draft.answer.low, high=draft.answer.high)
+
+
+def _final(draft: ClaimResult, claim: Claim, family: int, passed: bool) -> ClaimResult:
+    """Apply the correction, and explain: the sentence, then why a contradicted claim fails, then the claim's note.
+
+    family: the number of claims corrected together. passed: whether the decision survives the correction.
+    """
+    verdict, told = draft.verdict, [draft.explanation]
+    if not passed and verdict != "not shown":
+        alone = f'Alone this would be "{verdict}" (p = {draft.p:.2g})'
+        told.append(f"{alone}; it is not significant among {family} measured claims.")
+        verdict = "not shown"
+    if verdict in ("contradicted", "not consistent with the model"):
+        told.append(claim.explanation)
+    told.append(claim.note)
+    return replace(draft, verdict=verdict, explanation=" ".join(text for text in told if text))
 
 
 def in_unit(claim: Claim, log: float) -> float:
@@ -284,7 +276,7 @@ def change_in_words(claim: Claim, change: Change) -> str:
         value = in_unit(claim, log)
         if claim.show == "times":
             return f"{value:.3f}" if 0.1 < value < 10 else number_text(value)
-        return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.3g}"
+        return number_text(value, "+")
 
     how = f", {change.n} seeds" if change.n > 1 else (", one seed" if change.n else "")
     amount = f"{number(change.log)} {'times' if claim.show == 'times' else '%'}"
@@ -318,14 +310,14 @@ def label(claim: Claim) -> str:
     return BY_KEY[claim.quantity].label if claim.quantity in BY_KEY else claim.quantity.replace("_", " ")
 
 
-def with_unit(value: float, unit: str) -> str:
+def with_unit(value: float, unit: str, sign: str = "") -> str:
     """Return "5.31 GiB", or "$5.31"."""
-    return f"${number_text(value)}" if unit == "$" else f"{number_text(value)} {unit}"
+    return f"${number_text(value)}" if unit == "$" else f"{number_text(value, sign)} {unit}".strip()
 
 
-def number_text(value: float) -> str:
-    """Return three significant digits, or a whole number from 1,000 on."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def number_text(value: float, sign: str = "") -> str:
+    """Return three significant digits, or a whole number from 1,000 on; with sign "+" also the sign of a gain."""
+    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"
 
 
 def scale_of(results: Results, arm: Arm) -> str:
