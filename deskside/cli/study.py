@@ -120,13 +120,16 @@ class _Wanted:
         self.forecasts = {
             arm.id: forecast(arm, self.here, self.study.memory_fraction) for arm in self.expansion.arms
         }
-        self.plan = StudyPlan.of(
-            self.study,
-            self.expansion,
-            {name: found.seconds_total for name, found in self.forecasts.items()},
-            datetime.now(UTC).isoformat(timespec="seconds"),
-            shlex.join(["deskside", "study", *argv]),
-            deskside.__version__,
+        self.plan = StudyPlan(
+            **vars(self.expansion),
+            name=self.study.name,
+            question=self.study.question,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=shlex.join(["deskside", "study", *argv]),
+            deskside=deskside.__version__,
+            memory_fraction=self.study.memory_fraction,
+            claims=self.study.claims,
+            forecasts={name: found.seconds_total for name, found in self.forecasts.items()},
         )
 
     def show(self, options: StudyOptions) -> None:

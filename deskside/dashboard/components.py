@@ -46,7 +46,7 @@ def usable(context: Context, groups: bool = False) -> StudySelection | None:
     if len(known) < 2 or (groups and st.toggle("all groups", key=all_groups_key(whole.name))):
         _heading(whole)
         return whole
-    titles = {group.name: study_text.group_title(group) for group in known}
+    titles = {group.name: group.heading for group in known}
     name = st.selectbox(
         f"group, one of {len(known)}", list(titles), key=group_key(whole.name), format_func=titles.__getitem__
     )

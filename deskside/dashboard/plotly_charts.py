@@ -27,6 +27,7 @@ from deskside.report.chart_data import (
     scatter_chart,
 )
 from deskside.study.results import Arm, Estimate, Front, Results
+from deskside.study.stats.metrics import metric_named
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f",
@@ -81,14 +82,14 @@ def rows_height(labels: Collection[str]) -> int:
 
 def hover_text(arm: Arm, key: str) -> str:
     """Return the details of an arm that are shown under the pointer."""
-    metric = study_text.metric_named(key)
+    metric = metric_named(key)
     lines = [
         fold(arm.label, 60),
-        f"{study_text.heading(metric)}: {study_text.estimate(metric, study_text.estimate_of(arm, key))}",
+        f"{metric.heading}: {study_text.estimate(metric, arm.estimate(key))}",
         f"trials: {study_text.trials(arm)}",
         "emulated" if arm.emulated else "native",
     ]
-    if (against := study_text.comparison_of(arm, key)) is not None:
+    if (against := arm.comparison(key)) is not None:
         lines.append(f"against {fold(against.baseline, 60)}: {study_text.difference(arm, key)}")
     return "<br>".join(lines)
 

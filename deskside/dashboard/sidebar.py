@@ -10,8 +10,7 @@ from deskside.dashboard import file_cache
 from deskside.dashboard.literal import literal
 from deskside.dashboard.scan import Found
 from deskside.dashboard.studies import Study, card_name
-from deskside.report import study_text
-from deskside.study.results import INTERRUPTED, Arm, Results
+from deskside.study.results import INTERRUPTED, Arm, Results, status_text
 from deskside.utils.format import plural
 
 MAX_OPEN_FILTERS = 6  # a study with more factors gets its filters folded
@@ -167,7 +166,7 @@ def _filters(whole: Results, study: str) -> Filters:
             if chosen is not None:
                 levels[name] = chosen
     present = sorted({status for arm in whole.arms for status in statuses(arm)})
-    status = pick("status", "status", present, {name: study_text.status(name) for name in present})
+    status = pick("status", "status", present, {name: status_text(name) for name in present})
     seeds = pick("seed", "seed", [str(seed) for seed in whole.seeds]) if whole.machine else None
     chosen_seeds = None if seeds is None else frozenset(int(seed) for seed in seeds)
     return Filters(levels=levels, statuses=status, seeds=chosen_seeds, search=search)

@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from deskside.report import study_text
-from deskside.study.results import Arm, Results
-from deskside.study.stats.metrics import METRICS
+from deskside.study.results import Arm, Results, status_text
+from deskside.study.stats.metrics import METRICS, PRIMARY, metric_named
 
-ORDER = sorted(METRICS, key=lambda metric: metric.key not in study_text.PRIMARY)  # the primary metrics first
+ORDER = sorted(METRICS, key=lambda metric: metric.key not in PRIMARY)  # the primary metrics first
 
 
 def trials(results: Results) -> pd.DataFrame:
@@ -56,11 +56,11 @@ def arms(results: Results) -> pd.DataFrame:
             "baseline": arm.baseline,
         }
         for metric in METRICS:
-            found = study_text.estimate_of(arm, metric.key)
+            found = arm.estimate(metric.key)
             row[metric.key] = found.mean if found else None
             row[f"{metric.key}_low"] = found.low if found else None
             row[f"{metric.key}_high"] = found.high if found else None
-            against = study_text.comparison_of(arm, metric.key)
+            against = arm.comparison(metric.key)
             row[f"{metric.key}_relative"] = against.relative if against else None
             row[f"{metric.key}_relative_low"] = against.relative_low if against else None
             row[f"{metric.key}_relative_high"] = against.relative_high if against else None
@@ -77,8 +77,8 @@ def shown_arms(results: Results) -> pd.DataFrame:
     for arm in results.arms:
         row: dict[str, Any] = {**_group(results, arm), "arm": arm.label, "status": study_text.trials(arm)}
         for metric in measured:
-            found = study_text.estimate_of(arm, metric.key)
-            row[study_text.heading(metric)] = found.mean * metric.scale if found else None
+            found = arm.estimate(metric.key)
+            row[metric.heading] = found.mean * metric.scale if found else None
         row |= {labels.get(name, name): arm.levels.get(name, "") for name in factor_names(results)}
         row["products"] = "emulated" if arm.emulated else "native"
         rows.append(row)
@@ -97,11 +97,11 @@ def shown_trials(results: Results) -> pd.DataFrame:
                 **_group(results, arm),
                 "arm": arm.label,
                 "seed": trial.seed,
-                "status": study_text.status(trial.status),
+                "status": status_text(trial.status),
             }
             for metric in measured:
                 value = trial.metrics.get(metric.key)
-                row[study_text.heading(metric)] = None if value is None else value * metric.scale
+                row[metric.heading] = None if value is None else value * metric.scale
             row["why"] = trial.reason
             rows.append(row)
     return pd.DataFrame(rows)
@@ -109,26 +109,26 @@ def shown_trials(results: Results) -> pd.DataFrame:
 
 def _group(results: Results, arm: Arm) -> dict[str, str]:
     """Return the group column, if there are several groups."""
-    titles = {group.name: study_text.group_title(group) for group in results.groups}
+    titles = {group.name: group.heading for group in results.groups}
     return {"group": titles.get(arm.group, arm.group)} if len(titles) > 1 else {}
 
 
 def formats() -> dict[str, str]:
     """Return the number format of each column."""
-    return {study_text.heading(metric): f"{{:,.{metric.digits}f}}" for metric in METRICS}
+    return {metric.heading: f"{{:,.{metric.digits}f}}" for metric in METRICS}
 
 
 def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
     """Return the differences of arms from their baselines in a few metrics; empty if nothing was compared."""
     rows = []
     for arm in results.arms:
-        if any(study_text.comparison_of(arm, key) for key in keys):
+        if any(arm.comparison(key) for key in keys):
             base = results.arm(arm.baseline)
             rows.append(
                 {
                     "arm": arm.label,
                     "against": base.label if base else arm.baseline,
-                    **{study_text.metric_named(key).label: study_text.difference(arm, key) for key in keys},
+                    **{metric_named(key).label: study_text.difference(arm, key) for key in keys},
                     "products": "emulated" if arm.emulated else "native",
                 }
             )
@@ -142,7 +142,7 @@ def factor_names(results: Results) -> list[str]:
 
 def not_measured(arms_: list[Arm], key: str) -> str:
     """Return a sentence on the arms that lack a metric, and why; empty if all have it."""
-    without = [arm for arm in arms_ if study_text.estimate_of(arm, key) is None]
+    without = [arm for arm in arms_ if arm.estimate(key) is None]
     if not without:
         return ""
     named = [f"{arm.label} ({study_text.trials(arm)})" for arm in without[:6]]

@@ -14,19 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deskside.report import study_text
-from deskside.report.study_text import (
-    NO_DIFFERENCE,
-    QUALITY,
-    SPEED,
-    by_baseline,
-    comparison_of,
-    estimate_of,
-    measured_arms,
-    metric_named,
-)
+from deskside.report.study_text import by_baseline, measured_arms
 from deskside.run.record import number
-from deskside.study.results import Arm, Comparison, Estimate, Front, Results
-from deskside.study.stats.metrics import PACE, Metric
+from deskside.study.results import NO_DIFFERENCE, Arm, Comparison, Estimate, Front, Results
+from deskside.study.stats.metrics import PACE, QUALITY, SPEED, Metric, metric_named
 from deskside.utils.format import percent, percent_digits
 
 REACH = 0.5  # an axis follows intervals beyond the means by this part of the means' span, or by their median width
@@ -128,7 +119,7 @@ def most_different(arms: Sequence[Arm], key: str, most: int | None) -> list[Arm]
     """
 
     def weight(arm: Arm) -> tuple[bool, float]:
-        found = comparison_of(arm, key)
+        found = arm.comparison(key)
         return arm.id == arm.baseline, abs(found.relative) if found is not None else -1.0
 
     kept = {arm.id for arm in sorted(arms, key=weight, reverse=True)[:most]}
@@ -193,17 +184,17 @@ def bar_chart(
     if not measured:
         return None
     kept = most_different(arms, key, most)
-    estimates = [found for arm in kept if (found := estimate_of(arm, key)) is not None]
+    estimates = [found for arm in kept if (found := arm.estimate(key)) is not None]
     low, high = axis_range([Estimate(0.0, None, None, 1), *estimates])  # bars begin at 0
     window = (low * metric.scale, high * metric.scale)
     rows = []
     for arm in kept:
-        found = estimate_of(arm, key)
+        found = arm.estimate(key)
         rows.append(
             ChartRow(
                 arm,
                 None if found is None else interval(found, window, metric.scale),
-                study_text.reason_missing(arm) if found is None else study_text.value(metric, found.mean),
+                study_text.reason_missing(arm) if found is None else metric.text(found.mean),
                 arm.emulated and key in PACE,
                 arm.id == arm.baseline,
             )
@@ -212,7 +203,7 @@ def bar_chart(
     if limit is not None and limit[0] > MAX_REACH * max(ends):
         limit = None
     right = 1.3 * max([*ends, *([limit[0]] if limit else [])])
-    axis = Axis(study_text.heading(metric), (1.3 * min(0.0, *ends), right), better=metric.better)
+    axis = Axis(metric.heading, (1.3 * min(0.0, *ends), right), better=metric.better)
     return RowChart(metric, axis, rows, len(arms), limit)
 
 
@@ -259,7 +250,7 @@ def forest_chart(results: Results, arms: Sequence[Arm], key: str, most: int | No
 
 
 def _finite_comparison(arm: Arm, key: str) -> Comparison | None:
-    found = comparison_of(arm, key)
+    found = arm.comparison(key)
     return found if found is not None and number(found.relative) is not None else None
 
 
@@ -326,7 +317,7 @@ def scatter_chart(
 
     The arms of `fronts` are always kept.
     """
-    able = [arm for arm in measured_arms(arms, across) if estimate_of(arm, up) is not None]
+    able = [arm for arm in measured_arms(arms, across) if arm.estimate(up) is not None]
     if not able:
         return None
     members = {name for front in fronts for name in front.arms}
@@ -336,7 +327,7 @@ def scatter_chart(
     shown = {arm.id for arm in most_different(others, across, room)} | members
     kept = [arm for arm in able if arm.id in shown]
     numbers = {arm.id: place for place, arm in enumerate(arms, start=1)}
-    sizes = {arm.id: found.mean if (found := estimate_of(arm, size)) else 0.0 for arm in kept}
+    sizes = {arm.id: found.mean if (found := arm.estimate(size)) else 0.0 for arm in kept}
     largest = max(sizes.values()) or 1.0
     x, y = _metric_axis(kept, across), _metric_axis(kept, up)
     points = [
@@ -362,7 +353,7 @@ def _metric_axis(arms: Sequence[Arm], key: str) -> Axis:
     start, stop = axis_range(found, log)
     better = {"lower": " (less is better)", "higher": " (more is better)"}.get(metric.better or "", "")
     window = (start * metric.scale, stop * metric.scale)
-    return Axis(study_text.heading(metric) + better, window, log, metric.better)
+    return Axis(metric.heading + better, window, log, metric.better)
 
 
 def front_axes(front: Front) -> tuple[str, str]:

@@ -20,20 +20,9 @@ from deskside.report.chart_data import (
     front_axes,
     scatter_chart,
 )
-from deskside.report.study_text import (
-    MEMORY,
-    SPEED,
-    arms_of,
-    comparison_of,
-    estimate_of,
-    heading,
-    metric_named,
-    seed_range,
-    seeds,
-    short_labels,
-    value,
-)
+from deskside.report.study_text import seed_range, seeds, short_labels
 from deskside.study.results import Arm, Front, Group, Results
+from deskside.study.stats.metrics import MEMORY, SPEED, metric_named
 
 MAX_ROWS = 40
 MAX_POINTS = 24  # arms in a plot where each is marked by a number
@@ -60,7 +49,7 @@ def row_names(results: Results, arms: Sequence[Arm], emulated: Sequence[bool]) -
 
 def bars(results: Results, group: Group, key: str) -> Plot | str:
     """Draw one metric of every arm as bars with intervals, or return why there is nothing to draw."""
-    data = bar_chart(arms_of(results, group), key, MAX_ROWS)
+    data = bar_chart(results.arms_in(group), key, MAX_ROWS)
     if data is None:
         return f"No bars of {metric_named(key).label}: it was not measured in any arm."
     metric, rows = data.metric, data.rows
@@ -89,7 +78,7 @@ def bars(results: Results, group: Group, key: str) -> Plot | str:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     hatched = any(row.emulated for row in rows)
     caption = (
-        f"{heading(metric)[0].upper()}{heading(metric)[1:]}{f' ({metric.about})' if metric.about else ''}: mean and "
+        f"{metric.heading[0].upper()}{metric.heading[1:]}{f' ({metric.about})' if metric.about else ''}: mean and "
         f"interval over seeds ({seeds([row.arm for row in rows], key)}). Dark bars: baselines."
         f"{' Hatched: the number format is emulated, so this is not the speed of hardware with it.' if hatched else ''}"
         f"{_clipped(data)} Measured."
@@ -100,7 +89,7 @@ def bars(results: Results, group: Group, key: str) -> Plot | str:
 
 def forest(results: Results, group: Group, key: str) -> Plot | str:
     """Draw relative differences from the baselines with their intervals, or return why there is nothing to draw."""
-    data = forest_chart(results, arms_of(results, group), key, MAX_ROWS)
+    data = forest_chart(results, results.arms_in(group), key, MAX_ROWS)
     metric = metric_named(key)
     if data is None:
         return f"No forest plot of {metric.label}: no arm could be compared with its baseline."
@@ -136,7 +125,7 @@ def forest(results: Results, group: Group, key: str) -> Plot | str:
         metric.better or "", ("less", "more")
     )
     axes.set_xlabel(f"\u2190 {left}      {data.axis.title}      {right} \u2192", fontsize=8)
-    compared = [c.n for row in data.rows if row.interval and (c := comparison_of(row.arm, key))]
+    compared = [c.n for row in data.rows if row.interval and (c := row.arm.comparison(key))]
     caption = (
         f"Relative difference in {metric.label}, paired by seed ({seed_range(compared)}). Line: interval; filled mark: "
         "a difference is shown; hollow: no difference shown; cross: one seed, no interval; square: exact. "
@@ -172,9 +161,9 @@ def _arrows(axes: Axes, one: Interval, other: float, vertical: bool = False) -> 
 
 def bubbles(results: Results, group: Group) -> Plot | str:
     """Draw peak memory against speed, with areas in proportion to the parameters."""
-    arms = arms_of(results, group)
+    arms = results.arms_in(group)
     data = scatter_chart(arms, MEMORY, SPEED, most=MAX_POINTS)
-    sizes = [size.mean for arm in arms if (size := estimate_of(arm, "parameters")) is not None]
+    sizes = [size.mean for arm in arms if (size := arm.estimate("parameters")) is not None]
     if data is None or not sizes:
         return "No bubble plot: no arm has speed, memory and parameters."
     figure, axes = _numbered_canvas("Memory, speed and size", data)
@@ -186,7 +175,7 @@ def bubbles(results: Results, group: Group) -> Plot | str:
     _finish_scatter(axes, data)
     shown = [point.arm for point in data.points]
     metric = metric_named("parameters")
-    low, high = value(metric, min(sizes)), value(metric, max(sizes))
+    low, high = metric.text(min(sizes)), metric.text(max(sizes))
     emulated = any(arm.emulated for arm in shown)
     caption = (
         f"Area: parameters ({low if low == high else f'{low} to {high}'} M; very small ones are drawn larger). "
@@ -199,7 +188,7 @@ def bubbles(results: Results, group: Group) -> Plot | str:
 
 def front(results: Results, group: Group, found: Front) -> Plot | str:
     """Draw a Pareto front in speed and loss if it has these, else in two of its metrics."""
-    arms = arms_of(results, group)
+    arms = results.arms_in(group)
     across, up = front_axes(found)
     names = " x ".join(metric_named(key).label for key in found.metrics)
     data = scatter_chart(arms, across, up, [found], most=MAX_POINTS)

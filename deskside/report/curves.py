@@ -20,8 +20,9 @@ from deskside.report.canvas import (
 )
 from deskside.report.chart_data import CURVE_TITLES, Curve, curve, most_different
 from deskside.report.charts import left_out
-from deskside.report.study_text import QUALITY, arms_of, by_baseline, seed_range, short_labels
+from deskside.report.study_text import by_baseline, seed_range, short_labels
 from deskside.study.results import Arm, Group, Results
+from deskside.study.stats.metrics import QUALITY
 
 MAX_PANELS, MAX_CURVES = 4, 6
 STYLES: tuple[tuple[Any, str, str], ...] = (  # dashes, marker, shade
@@ -41,7 +42,7 @@ def curves(results: Results, group: Group, across: str) -> Plot | str:
     The loss is validation bits per byte if all trials were evaluated during training, else the training loss.
     """
     versus = "time" if across == "seconds" else across
-    arms = [arm for arm in arms_of(results, group) if arm.finished()]
+    arms = [arm for arm in results.arms_in(group) if arm.finished()]
     key = "val_bpb"
     seeds = {arm.id: _seeds(arm, key, across) for arm in arms}
     lengths = [len(points) for trials in seeds.values() for points in trials]

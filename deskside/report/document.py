@@ -1,7 +1,7 @@
-"""A report as blocks of plain text, and its rendering as HTML and Markdown by the Jinja templates beside this file.
+"""A report as blocks, and its rendering as HTML and Markdown by the Jinja templates beside this file.
 
-Every text in a block is plain. The HTML environment escapes it automatically and the Markdown filters escape it here,
-so a sample or a name that looks like markup stays text.
+A block that is a string is a paragraph. Every text in a block is plain: the HTML environment escapes it automatically
+and the Markdown filters escape it here, so a sample or a name that looks like markup stays text.
 """
 
 import base64
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -23,18 +23,9 @@ COLUMNS = 80  # of running text in Markdown
 
 
 @dataclass(frozen=True)
-class Paragraph:
-    """Running text."""
-
-    kind: ClassVar = "paragraph"
-    text: str
-
-
-@dataclass(frozen=True)
 class Table:
     """Rows under a head; every row has as many cells as the head."""
 
-    kind: ClassVar = "table"
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -43,7 +34,6 @@ class Table:
 class Bullets:
     """A list of short texts."""
 
-    kind: ClassVar = "bullets"
     items: Sequence[str]
 
 
@@ -51,7 +41,6 @@ class Bullets:
 class CodeBlock:
     """Preformatted text: commands, logs, JSON."""
 
-    kind: ClassVar = "code"
     text: str
 
 
@@ -59,7 +48,6 @@ class CodeBlock:
 class Sample:
     """A prompt and the model's completion."""
 
-    kind: ClassVar = "sample"
     prompt: str
     text: str
 
@@ -68,7 +56,6 @@ class Sample:
 class Image:
     """A PNG file in the directory of the report."""
 
-    kind: ClassVar = "image"
     path: Path
     title: str
     caption: str
@@ -78,12 +65,11 @@ class Image:
 class Details:
     """Blocks that are folded until the reader opens them."""
 
-    kind: ClassVar = "details"
     summary: str
     blocks: Sequence["Block"]
 
 
-Block = Paragraph | Table | Bullets | CodeBlock | Sample | Image | Details
+Block = str | Table | Bullets | CodeBlock | Sample | Image | Details
 
 
 @dataclass(frozen=True)

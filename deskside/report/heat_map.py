@@ -9,18 +9,10 @@ from matplotlib.figure import Figure
 from deskside.report.canvas import DARK, MIDDLE, Plot, new_canvas, one_line, wrapped
 from deskside.report.chart_data import most_different
 from deskside.report.charts import MAX_ROWS, left_out, row_names
-from deskside.report.study_text import (
-    ENERGY,
-    PRIMARY,
-    QUALITY,
-    SPEED,
-    arms_of,
-    comparison_of,
-    metric_named,
-    reason_missing,
-)
+from deskside.report.study_text import reason_missing
 from deskside.run.record import number
 from deskside.study.results import Arm, Factor, Group, Results
+from deskside.study.stats.metrics import ENERGY, PRIMARY, QUALITY, SPEED, metric_named
 from deskside.utils.format import percent, percent_digits
 
 LEGEND = (
@@ -31,7 +23,7 @@ Cell = tuple[float | None, str]  # how much worse it is (None: no number), and i
 
 def heat_maps(results: Results, group: Group) -> list[Plot | str]:
     """Draw the heat maps of a group, or return why there is none."""
-    arms = arms_of(results, group)
+    arms = results.arms_in(group)
     factors = [f for f in group.factors if len({arm.levels.get(f.name) for arm in arms}) > 1]
     keys = [key for key in (*PRIMARY, ENERGY) if any(_relative(arm, key) is not None for arm in arms)]
     if not set(keys) & set(PRIMARY):
@@ -76,14 +68,14 @@ def _by_metric(results: Results, arms: Sequence[Arm], keys: Sequence[str]) -> Pl
 
 
 def _relative(arm: Arm, key: str) -> float | None:
-    found = comparison_of(arm, key)
+    found = arm.comparison(key)
     return None if found is None else number(found.relative)
 
 
 def _cell(arm: Arm, key: str) -> Cell:
     if arm.id == arm.baseline:
         return (0.0, "baseline") if key in arm.estimates else (None, reason_missing(arm))
-    found, relative = comparison_of(arm, key), _relative(arm, key)
+    found, relative = arm.comparison(key), _relative(arm, key)
     if found is None or relative is None:
         return None, reason_missing(arm)
     text = percent(relative, percent_digits(relative), signed=True)

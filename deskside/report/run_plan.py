@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from deskside.report.document import Block, Details, Paragraph, Table
+from deskside.report.document import Block, Details, Table
 from deskside.run.record import RunRecord, mapping, number, objects, text
 from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
@@ -41,11 +41,11 @@ def plan_blocks(record: RunRecord) -> list[Block]:
     """Return the comparison, the revisions of the plan, and the choices made at the start."""
     plan = record.plan
     if not plan:
-        return [Paragraph("There is no plan to compare with.")]
+        return ["There is no plan to compare with."]
     blocks = _predictions(record)
     if length := text(plan.get("length")):
         clock = f"; clock: {value_text(plan['clock'])}" if plan.get("clock") else ""
-        blocks.append(Paragraph(f"Planned length: {length}{clock}."))
+        blocks.append(f"Planned length: {length}{clock}.")
     blocks.append(_comparison(record))
     if revisions := objects(plan.get("revisions")):
         blocks.append(Details(f"All revisions of the plan ({len(revisions)})", [_revisions(revisions)]))
@@ -118,7 +118,7 @@ def _predictions(record: RunRecord) -> list[Block]:
     budget = "" if hours is None else f"Budget: {hours:g} hours, everything included. "
     origin = f"The plan was {source}." if source else "No plan was made before training."
     head = ("", "plan (modelled)", "pilot (loss and tokens modelled)", "measured", "error of the plan")
-    return [Paragraph(budget + origin), Table(head, rows)]
+    return [budget + origin, Table(head, rows)]
 
 
 def _with_range(ends: Sequence[float | None], form: str) -> str:
@@ -187,7 +187,7 @@ def _batch_size_search(fit: dict[str, Any], stage: str) -> list[Block]:
     """Return the micro-batch that the dry step settled on, and its attempts."""
     blocks: list[Block] = []
     if chosen := {_key_text(key): value for key, value in fit.items() if key != "attempts"}:
-        blocks.append(Paragraph(f"Micro-batch{stage}, found by a dry step (measured): {value_text(chosen)}."))
+        blocks.append(f"Micro-batch{stage}, found by a dry step (measured): {value_text(chosen)}.")
     if attempts := objects(fit.get("attempts")):
         keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
         rows = [[value_text(attempt.get(key)) for key in keys] for attempt in attempts]

@@ -13,14 +13,13 @@ from deskside.report.document import (
     CodeBlock,
     Details,
     Image,
-    Paragraph,
     ReportDocument,
     Sample,
     Section,
     Table,
 )
 from deskside.report.run_plan import plan_blocks, provenance_rows, recipe_used
-from deskside.run.record import RunRecord, mapping, number, objects, text
+from deskside.run.record import RunRecord, flatten, mapping, number, objects, text
 from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
 MAX_EVENTS = 20
@@ -156,21 +155,21 @@ def _glance(record: RunRecord) -> list[Block]:
     rows = [(name, value, "" if value == UNKNOWN else source) for name, value, source in rows]
     blocks: list[Block] = [Table(("quantity", "value", "source"), rows)]
     if created := text(record.run.get("created")):
-        blocks.append(Paragraph(f"Started {created}."))
+        blocks.append(f"Started {created}.")
     command = record.run.get("command", record.run.get("command_line"))
     if isinstance(command, list):
         command = shlex.join(str(word) for word in command)
     if text(command):
         blocks.append(CodeBlock(str(command)))
     if record.missing:
-        blocks += [Paragraph("Missing from this report:"), Bullets(record.missing)]
+        blocks += ["Missing from this report:", Bullets(record.missing)]
     return blocks
 
 
 def _samples(record: RunRecord) -> list[Block]:
     samples = objects(record.summary.get("samples"))
     if not samples:
-        return [Paragraph("There are no samples; they are generated when a run finishes.")]
+        return ["There are no samples; they are generated when a run finishes."]
     blocks: list[Block] = []
     for sample in samples:
         blocks.append(Sample(text(sample.get("prompt")), text(sample.get("text"))))
@@ -184,13 +183,13 @@ def _samples(record: RunRecord) -> list[Block]:
 
 def _events(record: RunRecord) -> list[Block]:
     if not record.events:
-        return [Paragraph("No events were logged.")]
+        return ["No events were logged."]
 
     def matching(*parts: str) -> list[str]:
         return [line for line in record.events if any(part in line.lower() for part in parts)]
 
     skips = sum(row.get("skipped") is True for row in record.metrics)
-    opening = Paragraph(
+    opening = (
         f"{skips} of {len(record.metrics)} logged steps skipped, "
         f"{len(matching('went back to step', 'rolled back'))} rollbacks, {len(matching('resumed'))} resumes "
         "(measured)."
@@ -204,20 +203,20 @@ def _events(record: RunRecord) -> list[Block]:
 
 def _machine(record: RunRecord) -> list[Block]:
     if not record.environment:
-        return [Paragraph("The machine is unknown.")]
+        return ["The machine is unknown."]
     return [Table(("quantity", "value", "source"), provenance_rows(record.environment, "measured"))]
 
 
 def _configuration(record: RunRecord) -> list[Block]:
     if not record.config:
-        return [Paragraph("The configuration is unknown.")]
-    given, defaults = _flatten(record.config), _defaults(record.config)
+        return ["The configuration is unknown."]
+    given, defaults = flatten(record.config), _defaults(record.config)
     changed = [
         (key, value_text(value), value_text(defaults[key]) if key in defaults else _no_default(key))
         for key, value in given.items()
         if key not in defaults or defaults[key] != value
     ]
-    first: Block = Paragraph("Every option has its default value.")
+    first: Block = "Every option has its default value."
     if changed:
         first = Table(("option", "this run", "default"), changed)
     whole = Table(("option", "value"), [(key, value_text(value)) for key, value in given.items()])
@@ -241,13 +240,4 @@ def _defaults(config: dict[str, Any]) -> dict[str, Any]:
     except ValidationError:  # an optimizer or schedule that this version does not have
         base = standard
     names = {f"{part}.name": getattr(standard, part).name for part in chosen}
-    return {**_flatten(base.model_dump(mode="json")), **names}
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested options by their dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, dict) and value
-        flat |= _flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat
+    return {**flatten(base.model_dump(mode="json")), **names}

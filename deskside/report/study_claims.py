@@ -8,14 +8,12 @@ from deskside.report.document import (
     Block,
     Bullets,
     Details,
-    Paragraph,
     ReportDocument,
     Section,
     Table,
     render_markdown,
 )
 from deskside.report.run_plan import provenance_rows
-from deskside.report.study_text import group_title
 from deskside.run.record import mapping, number, text
 from deskside.study.claims.claim_results import judge, number_text, with_unit
 from deskside.study.results import ClaimResult, Results
@@ -61,11 +59,11 @@ def claims_section(results: Results) -> Section:
     """Return the counts, the table of claims, and an explanation of each contradicted claim."""
     explained = [_explained(claim) for claim in results.claims if claim.verdict == "contradicted"]
     judged = [claim for claim in results.claims if claim.verdict != "not measured"]
-    blocks: list[Block] = [Paragraph(verdict_counts(results))]
+    blocks: list[Block] = [verdict_counts(results)]
     if judged:
         blocks.append(_table(judged))
     if explained:
-        blocks += [Paragraph("Why some are contradicted:"), Bullets(tuple(explained))]
+        blocks += ["Why some are contradicted:", Bullets(tuple(explained))]
     others = [_explained(c) for c in judged if c.verdict != "contradicted" and c.explanation]
     open_ = [_explained(c) for c in results.claims if c.verdict == "not measured"]
     if others:
@@ -79,7 +77,7 @@ def with_others(results: Results, others: Sequence[Results]) -> Results:
     """Return a study whose claims are judged again by its own trials and those of other studies, which it names."""
     notes = [
         f"Also: study {other.name} of {other.created[:10]} on {_card(other)}: "
-        + "; ".join(f"{group_title(g)} ({g.budget or 'no budget recorded'})" for g in other.groups)
+        + "; ".join(f"{g.heading} ({g.budget or 'no budget recorded'})" for g in other.groups)
         + "."
         for other in others
     ]
@@ -99,14 +97,14 @@ def claims_document(results: Results) -> ReportDocument:
         members = [claim for claim in results.claims if claim.verdict == verdict]
         if not members:
             continue
-        blocks: list[Block] = [Paragraph(f"{VERDICTS[verdict][1]}.")] if verdict in VERDICTS else []
+        blocks: list[Block] = [f"{VERDICTS[verdict][1]}."] if verdict in VERDICTS else []
         blocks.append(_table(members, verdicts=False))
         told = [_explained(c) for c in members if c.explanation or verdict == "contradicted"]
         if told:
             blocks.append(Bullets(tuple(told)))
         sections.append(Section(verdict.capitalize(), tuple(blocks)))
     if not results.claims:
-        sections.append(Section("Claims", (Paragraph("This study speaks to no claim."),)))
+        sections.append(Section("Claims", ("This study speaks to no claim.",)))
     family = sum(claim.p is not None for claim in results.claims)
     seeds = sorted({claim.n for claim in results.claims if claim.n})
     span = " to ".join(dict.fromkeys((str(seeds[0]), str(seeds[-1])))) if seeds else ""
@@ -118,7 +116,7 @@ def claims_document(results: Results) -> ReportDocument:
         '"Shared host" marks a speed or a power draw that was measured while other trials ran on the same host.',
         f"Study: {results.name}. {results.question}".strip(),
         *(
-            f"{group_title(g)}: base {g.base}, every arm had {g.budget or 'a budget that is not recorded'}."
+            f"{g.heading}: base {g.base}, every arm had {g.budget or 'a budget that is not recorded'}."
             for g in results.groups
         ),
         *([f"Seeds in a comparison: {span}."] if span else []),

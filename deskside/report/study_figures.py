@@ -10,8 +10,9 @@ from deskside.report.charts import bars, bubbles, forest, front
 from deskside.report.curves import curves
 from deskside.report.document import Image
 from deskside.report.heat_map import heat_maps
-from deskside.report.study_text import ENERGY, MEMORY, PRIMARY, SPEED, arms_of, group_title, measured_arms
+from deskside.report.study_text import measured_arms
 from deskside.study.results import Group, Results
+from deskside.study.stats.metrics import ENERGY, MEMORY, PRIMARY, SPEED
 
 
 def draw(results: Results, folder: Path) -> tuple[dict[str, list[Image]], dict[str, list[str]]]:
@@ -31,7 +32,7 @@ def draw(results: Results, folder: Path) -> tuple[dict[str, list[Image]], dict[s
             path = folder / f"{prefix}{plot.name}.png"
             save(plot.canvas, path)
             written.add(path.name)
-            title = plot.title if len(results.groups) == 1 else f"{group_title(group)}: {plot.title}"
+            title = plot.title if len(results.groups) == 1 else f"{group.heading}: {plot.title}"
             images[group.name].append(Image(path, title, plot.caption))
     for old in folder.glob("*.png"):
         if old.name not in written:
@@ -41,7 +42,7 @@ def draw(results: Results, folder: Path) -> tuple[dict[str, list[Image]], dict[s
 
 def plots(results: Results, group: Group) -> Iterator[Plot | str]:
     """Yield every plot of a group in reading order, or the reason why there is none."""
-    arms = arms_of(results, group)
+    arms = results.arms_in(group)
     if not any(arm.finished() for arm in arms):
         yield "No plots: no trial has finished."
         return

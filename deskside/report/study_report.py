@@ -11,7 +11,6 @@ from deskside.report.document import (
     CodeBlock,
     Details,
     Image,
-    Paragraph,
     ReportDocument,
     Section,
     Table,
@@ -28,25 +27,15 @@ from deskside.report.study_tables import (
     missing_numbers,
     unfinished_trials,
 )
-from deskside.report.study_text import (
-    NO_DIFFERENCE,
-    PRIMARY,
-    SPEED,
-    TOO_FEW,
-    arms_of,
-    comparison_of,
-    group_title,
-    metric_named,
-    status,
-)
 from deskside.study.narrative.findings import GOALS, insights
-from deskside.study.results import Group, Results
+from deskside.study.results import NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
+from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import plural
 
 MAX_SENTENCES = 4  # per goal, before the rest is folded
 TIMED = "of training"  # a budget in time ends so
 DESIGNS = {"full": "every combination", "one-at-a-time": "the baseline, and each other level alone"}
-NOTHING_FINISHED = Paragraph("Nothing yet: no trial has finished.")
+NOTHING_FINISHED = "Nothing yet: no trial has finished."
 METHODS = {
     "paired t": (
         "Intervals are Student's t at 95 %, each for its one number, of logarithms of ratios seed by seed. A "
@@ -66,7 +55,7 @@ def compose(
     one_group = len(results.groups) == 1
     groups = [
         Section(
-            "Results" if one_group else group_title(group),
+            "Results" if one_group else group.heading,
             _group(results, group, images.get(group.name, []), absent.get(group.name, [])),
         )
         for group in results.groups
@@ -92,7 +81,7 @@ def verdict(results: Results) -> str:
     done, total = finished_trials(results.arms)
     if not done:
         ended = Counter(trial.status for arm in results.arms for trial in arm.trials)
-        how = ", ".join(f"{count} {status(name)}" for name, count in ended.items())
+        how = ", ".join(f"{count} {status_text(name)}" for name, count in ended.items())
         return f"Nothing to compare yet: no trial has finished ({how or 'none has started'})."
     claims = [verdict_counts(results)] if results.claims else []
     best = insights(results, "quality")[:1] if len(results.groups) == 1 else []
@@ -106,7 +95,7 @@ def _comparison_counts(results: Results) -> str:
     for key in PRIMARY:
         found: Counter[str] = Counter()
         for arm in results.arms:
-            if (c := comparison_of(arm, key)) is not None:
+            if (c := arm.comparison(key)) is not None:
                 word = c.verdict
                 if word in ("lower", "higher", "exact"):
                     sign = c.relative if metric_named(key).better == "higher" else -c.relative
@@ -117,8 +106,8 @@ def _comparison_counts(results: Results) -> str:
         parts += [f"{metric_named(key).label}: {counts}"] if counts else []
     if not parts:
         return ""
-    arms = sum(any(comparison_of(arm, key) for key in PRIMARY) for arm in results.arms)
-    emulated = sum(arm.emulated for arm in results.arms if comparison_of(arm, SPEED))
+    arms = sum(any(arm.comparison(key) for key in PRIMARY) for arm in results.arms)
+    emulated = sum(arm.emulated for arm in results.arms if arm.comparison(SPEED))
     note = f" ({emulated} of them emulated)" if emulated else ""
     return f"{plural(arms, 'arm')}{note} against their baselines: {'; '.join(parts)}."
 
@@ -128,7 +117,7 @@ def _findings(results: Results) -> list[Block]:
     if len(results.groups) == 1:
         return _sentences(results) or [NOTHING_FINISHED]
     lines = [
-        f"{group_title(group)}: {sentence}"
+        f"{group.heading}: {sentence}"
         for group in results.groups
         for goal in ("quality", "speed")
         for sentence in insights(_only(results, group), goal)[:1]
@@ -144,7 +133,7 @@ def _sentences(results: Results) -> list[Block]:
         fresh = [sentence for sentence in insights(results, goal) if sentence not in seen]
         seen.update(fresh)
         if fresh:
-            blocks += [Paragraph(f"For {goal}:"), Bullets(fresh[:MAX_SENTENCES])]
+            blocks += [f"For {goal}:", Bullets(fresh[:MAX_SENTENCES])]
         if rest := fresh[MAX_SENTENCES:]:
             blocks.append(Details(f"{len(rest)} more for {goal}", [Bullets(rest)]))
     return blocks
@@ -152,7 +141,7 @@ def _sentences(results: Results) -> list[Block]:
 
 def _only(results: Results, group: Group) -> Results:
     """Return the study as if it had only this group."""
-    return replace(results, groups=[group], arms=arms_of(results, group))
+    return replace(results, groups=[group], arms=results.arms_in(group))
 
 
 def _method(results: Results) -> list[Block]:
@@ -193,11 +182,11 @@ def _setup(results: Results) -> list[Block]:
         factors = "; ".join(f"{factor.label}: {', '.join(factor.levels)}" for factor in group.factors)
         within = f", each {' and '.join(group.within)} with its own baseline" if group.within else ""
         rows += [
-            *([("group", group_title(group))] if len(results.groups) > 1 else []),
+            *([("group", group.heading)] if len(results.groups) > 1 else []),
             ("base", group.base),
             ("varied", factors or "nothing"),
             ("design", DESIGNS.get(group.design, group.design) + within),
-            ("arms", str(len(arms_of(results, group)))),
+            ("arms", str(len(results.arms_in(group)))),
             ("budget of every arm", _budget(group)),
         ]
     rows += [
@@ -207,7 +196,7 @@ def _setup(results: Results) -> list[Block]:
         ("started", results.created or "not recorded"),
         ("newest result", results.updated or "not recorded"),
     ]
-    question: list[Block] = [Paragraph(results.question)] if results.question else []
+    question: list[Block] = [results.question] if results.question else []
     return [*question, Table(("setting", "value"), rows)]
 
 
@@ -217,18 +206,14 @@ def _budget(group: Group) -> str:
 
 
 def _group(results: Results, group: Group, images: list[Image], absent: list[str]) -> list[Block]:
-    if not arms_of(results, group):
-        return [Paragraph("This group has no arms.")]
+    if not results.arms_in(group):
+        return ["This group has no arms."]
     several, factors = len(results.groups) > 1, ", ".join(factor.label for factor in group.factors)
-    opening = Paragraph(
-        f"Base {group.base}; varied: {factors or 'nothing'}; budget per arm: {_budget(group)}."
-    )
+    opening = f"Base {group.base}; varied: {factors or 'nothing'}; budget per arm: {_budget(group)}."
     return [
         *([opening] if several else []),
         arms_table(results, group),
-        Paragraph(
-            "In brackets: intervals over seeds. Differences are from the baseline, paired by seed. Measured."
-        ),
+        "In brackets: intervals over seeds. Differences are from the baseline, paired by seed. Measured.",
         *images,
         *(_sentences(_only(results, group)) if several else []),
         *([Bullets(absent)] if absent else []),
@@ -238,7 +223,7 @@ def _group(results: Results, group: Group, images: list[Image], absent: list[str
 
 def _machine(results: Results) -> list[Block]:
     if not results.machine:
-        return [Paragraph("The machine is not recorded.")]
+        return ["The machine is not recorded."]
     table = Table(("quantity", "value", "source"), provenance_rows(results.machine, "measured"))
     used = sorted({trial.device for arm in results.arms for trial in arm.trials if trial.device})
-    return [table, *([Paragraph(f"Devices used: {', '.join(used)}.")] if used else [])]
+    return [table, *([f"Devices used: {', '.join(used)}."] if used else [])]

@@ -2,66 +2,46 @@
 
 from collections.abc import Callable, Sequence
 
-from deskside.report.document import Block, Bullets, Details, Paragraph, Table
-from deskside.report.study_text import (
-    ENERGY,
-    MEMORY,
-    NOT_MEASURED,
-    PRIMARY,
-    QUALITY,
-    SPEED,
-    arms_of,
-    comparison_of,
-    difference,
-    estimate,
-    estimate_of,
-    group_title,
-    heading,
-    measured_arms,
-    metric_named,
-    relative,
-    status,
-    trials,
-    value,
-)
+from deskside.report.document import Block, Bullets, Details, Table
+from deskside.report.study_text import NOT_MEASURED, difference, estimate, measured_arms, relative, trials
 from deskside.run.record import number
-from deskside.study.results import Arm, Group, Interaction, Results
-from deskside.study.stats.metrics import METRICS
+from deskside.study.results import Arm, Group, Interaction, Results, status_text
+from deskside.study.stats.metrics import ENERGY, MEMORY, METRICS, PRIMARY, QUALITY, SPEED, metric_named
 from deskside.utils.format import count, elapsed, plural
 
 
 def arms_table(results: Results, group: Group) -> Table:
     """Return one row per arm: finished trials, quality, speed and memory, each with its difference, and power."""
-    arms = arms_of(results, group)
+    arms = results.arms_in(group)
     power = [metric_named(key) for key in ("watts", ENERGY) if measured_arms(arms, key)]
     head = ["arm", "trials finished"]
     for key in PRIMARY:
-        head += [heading(metric_named(key)), "difference from its baseline"]
+        head += [metric_named(key).heading, "difference from its baseline"]
     rows = []
     for place, arm in enumerate(arms, start=1):
         base = " (baseline)" if arm.id == arm.baseline and not arm.label.endswith("baseline") else ""
         row = [f"{place}. {arm.label}{base}", trials(arm)]
         for key in PRIMARY:
-            mean = estimate(metric_named(key), estimate_of(arm, key), interval=key == QUALITY)
+            mean = estimate(metric_named(key), arm.estimate(key), interval=key == QUALITY)
             emulated = " (emulated)" if key == SPEED and arm.emulated and mean != NOT_MEASURED else ""
             row += [mean + emulated, difference(arm, key)]
-        rows.append([*row, *(estimate(m, estimate_of(arm, m.key), interval=False) for m in power)])
-    return Table([*head, *(heading(metric) for metric in power)], rows)
+        rows.append([*row, *(estimate(m, arm.estimate(m.key), interval=False) for m in power)])
+    return Table([*head, *(metric.heading for metric in power)], rows)
 
 
 def all_numbers(results: Results, group: Group) -> list[Block]:
     """Return every difference and every measured number of a group, folded."""
-    arms = arms_of(results, group)
+    arms = results.arms_in(group)
     blocks: list[Block] = []
-    compared = [m for m in METRICS if m.better and any(comparison_of(arm, m.key) for arm in arms)]
+    compared = [m for m in METRICS if m.better and any(arm.comparison(m.key) for arm in arms)]
     others = [arm for arm in arms if arm.id != arm.baseline]
     if compared and others:
         rows = [(arm.label, *(difference(arm, m.key) for m in compared)) for arm in others]
         table = Table(("arm", *(m.label for m in compared)), rows)
         blocks.append(Details("Every difference from the baseline", [table]))
     if have := [m for m in METRICS if measured_arms(arms, m.key)]:
-        rows = [(arm.label, *(estimate(m, estimate_of(arm, m.key)) for m in have)) for arm in arms]
-        table = Table(("arm", *(heading(m) for m in have)), rows)
+        rows = [(arm.label, *(estimate(m, arm.estimate(m.key)) for m in have)) for arm in arms]
+        table = Table(("arm", *(m.heading for m in have)), rows)
         definitions = Bullets([f"{m.label}: {m.about}" for m in have if m.about])
         blocks.append(Details("Every measured number, with intervals over seeds", [table, definitions]))
     return blocks
@@ -70,7 +50,7 @@ def all_numbers(results: Results, group: Group) -> list[Block]:
 def interactions(results: Results) -> list[Block]:
     """Return whether factors act independently: dependent pairs first, the others folded."""
     if not results.interactions:
-        return [Paragraph("No two factors of this study were varied together in enough trials to say.")]
+        return ["No two factors of this study were varied together in enough trials to say."]
     titles = _group_column(results)
     dependent: list[tuple[str, ...]] = []
     others: list[tuple[str, ...]] = []
@@ -86,13 +66,11 @@ def interactions(results: Results) -> list[Block]:
         (dependent if depends else others).append(row)
     head = (*titles("", "group"), "factors", "metric", "effect of both beyond the sum of each", "seeds")
     blocks: list[Block] = [
-        Paragraph(
+        (
             "Zero means that one factor has the same effect at every level of the other. Relative, from the difference "
             "of differences of logarithms."
         ),
-        Table(head, dependent)
-        if dependent
-        else Paragraph("No two factors are shown to depend on each other."),
+        Table(head, dependent) if dependent else "No two factors are shown to depend on each other.",
     ]
     if others:
         blocks.append(Details(f"Not shown to depend on each other ({len(others)})", [Table(head, others)]))
@@ -105,7 +83,7 @@ def _factor(found: Interaction, name: str) -> str:
 
 def _group_column(results: Results) -> Callable[..., tuple[str, ...]]:
     """Return a function that gives the cells of the group column: none if there is one group."""
-    titles = {group.name: group_title(group) for group in results.groups}
+    titles = {group.name: group.heading for group in results.groups}
 
     def cells(name: str, head: str = "") -> tuple[str, ...]:
         return (head or titles.get(name, name),) if len(titles) > 1 else ()
@@ -116,7 +94,7 @@ def _group_column(results: Results) -> Callable[..., tuple[str, ...]]:
 def fronts(results: Results) -> list[Block]:
     """Return the arms that no other arm beats in all metrics at once."""
     if not results.fronts:
-        return [Paragraph("There is no Pareto front: no arm has the numbers for one.")]
+        return ["There is no Pareto front: no arm has the numbers for one."]
     titles = _group_column(results)
 
     def listed(ids: list[str]) -> str:
@@ -145,28 +123,28 @@ def unfinished_trials(results: Results) -> list[Block]:
     for arm in results.arms:
         for trial in arm.trials:
             if trial.status not in ("finished", "pending"):
-                seeds.setdefault((arm.label, status(trial.status), trial.reason), []).append(trial.seed)
+                seeds.setdefault((arm.label, status_text(trial.status), trial.reason), []).append(trial.seed)
     pending = sum(trial.status == "pending" for arm in results.arms for trial in arm.trials)
-    blocks: list[Block] = [Paragraph(f"Not run yet: {plural(pending, 'trial')}.")] if pending else []
+    blocks: list[Block] = [f"Not run yet: {plural(pending, 'trial')}."] if pending else []
     if seeds:
         rows = [
             (arm, ", ".join(str(seed) for seed in of), how, reason or "not recorded")
             for (arm, how, reason), of in seeds.items()
         ]
         blocks.append(Table(("arm", "seed", "status", "reason"), rows))
-    return blocks or [Paragraph("Every trial finished.")]
+    return blocks or ["Every trial finished."]
 
 
 def missing_numbers(results: Results) -> list[Block]:
     """Return which numbers are missing, and of which arms."""
     sentences = []
     for group in results.groups:
-        arms = [arm for arm in arms_of(results, group) if arm.finished()]
-        where = f"{group_title(group)}: " if len(results.groups) > 1 else ""
+        arms = [arm for arm in results.arms_in(group) if arm.finished()]
+        where = f"{group.heading}: " if len(results.groups) > 1 else ""
         if not arms:
             sentences.append(f"{where}Nothing was measured: no trial has finished.")
             continue
-        lacking = {m.label: [arm.label for arm in arms if estimate_of(arm, m.key) is None] for m in METRICS}
+        lacking = {m.label: [arm.label for arm in arms if arm.estimate(m.key) is None] for m in METRICS}
         if nowhere := [label for label, without in lacking.items() if len(without) == len(arms)]:
             sentences.append(f"{where}Measured in no arm: {', '.join(nowhere)}.")
         sentences += [
@@ -176,7 +154,7 @@ def missing_numbers(results: Results) -> list[Block]:
         ]
     if sentences:
         return [Bullets(sentences)]
-    return [Paragraph("Every metric was measured in every finished arm.")]
+    return ["Every metric was measured in every finished arm."]
 
 
 def all_trials(results: Results) -> Details:
@@ -187,14 +165,14 @@ def all_trials(results: Results) -> Details:
 
             def shown(key: str, metrics: dict[str, float] = trial.metrics) -> str:
                 found = number(metrics.get(key))
-                return NOT_MEASURED if found is None else value(metric_named(key), found)
+                return NOT_MEASURED if found is None else metric_named(key).text(found)
 
             speed, seconds = number(trial.metrics.get(SPEED)), number(trial.metrics.get("total_seconds"))
             rows.append(
                 (
                     arm.label,
                     str(trial.seed),
-                    status(trial.status),
+                    status_text(trial.status),
                     shown(QUALITY),
                     NOT_MEASURED if speed is None else count(speed),
                     shown(MEMORY),
@@ -203,7 +181,7 @@ def all_trials(results: Results) -> Details:
                     trial.run,
                 )
             )
-    quality, memory = heading(metric_named(QUALITY)), heading(metric_named(MEMORY))
+    quality, memory = metric_named(QUALITY).heading, metric_named(MEMORY).heading
     head = ("arm", "seed", "status", quality, "tokens/s", memory, "total time", "device", "directory")
     return Details(f"Every trial ({len(rows)})", [Table(head, rows)])
 

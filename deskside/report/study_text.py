@@ -6,20 +6,19 @@ Nothing is computed here except units. Full sentences are in `study.narrative`.
 from collections.abc import Iterable, Sequence
 
 from deskside.run.record import number
-from deskside.study.results import Arm, Comparison, Estimate, Group, Results, own_parts
-from deskside.study.stats.metrics import BY_KEY, Metric
-from deskside.utils.format import percent, percent_digits, percent_range, printable
+from deskside.study.results import (
+    NO_DIFFERENCE,
+    TOO_FEW,
+    Arm,
+    Estimate,
+    Results,
+    own_parts,
+    status_text,
+)
+from deskside.study.stats.metrics import Metric
+from deskside.utils.format import percent, percent_digits, percent_range
 
-QUALITY, SPEED, MEMORY, ENERGY = "val_bpb", "tokens_per_second", "peak_memory_gib", "joules_per_token"
-PRIMARY = (QUALITY, SPEED, MEMORY)
 NOT_MEASURED = "not measured"
-NO_DIFFERENCE, TOO_FEW = "no difference shown", "too few seeds"
-STATUSES = {"oom": "out of memory", "pending": "not run yet", "running": "still running"}
-
-
-def status(name: str) -> str:
-    """Return a trial's status in words."""
-    return STATUSES.get(name, name)
 
 
 def trials(arm: Arm) -> str:
@@ -31,39 +30,24 @@ def trials(arm: Arm) -> str:
     if not arm.trials:
         return "not run yet"
     if not done and len(counts) == 1:
-        return status(next(iter(counts)))
-    rest = ", ".join(f"{count} {status(name)}" for name, count in counts.items())
+        return status_text(next(iter(counts)))
+    rest = ", ".join(f"{count} {status_text(name)}" for name, count in counts.items())
     return f"{done} of {len(arm.trials)}" + (f"; {rest}" if rest else "")
 
 
 def reason_missing(arm: Arm) -> str:
     """Return the text in place of a number: how the arm ended."""
-    return NOT_MEASURED if arm.status == "finished" else status(arm.status)
-
-
-def metric_named(key: str) -> Metric:
-    """Return a metric by its key. One that this version does not know is shown as it is stored."""
-    return BY_KEY.get(key) or Metric(key, key.replace("_", " "), "", None, 4)
-
-
-def heading(metric: Metric) -> str:
-    """Return a metric with its unit, for axes and columns."""
-    return f"{metric.label}, {metric.unit}" if metric.unit else metric.label
-
-
-def value(metric: Metric, stored: float) -> str:
-    """Return a stored number in the unit that is shown, without the unit."""
-    return f"{stored * metric.scale:,.{metric.digits}f}"
+    return NOT_MEASURED if arm.status == "finished" else status_text(arm.status)
 
 
 def estimate(metric: Metric, found: Estimate | None, interval: bool = True) -> str:
     """Return `1.3001 (1.2950 to 1.3052)`, or only the mean if one trial cannot give an interval."""
     if found is None or number(found.mean) is None:
         return NOT_MEASURED
-    mean, low, high = value(metric, found.mean), number(found.low), number(found.high)
+    mean, low, high = metric.text(found.mean), number(found.low), number(found.high)
     if not interval or low is None or high is None or found.n < 2:
         return mean
-    return f"{mean} ({value(metric, low)} to {value(metric, high)})"
+    return f"{mean} ({metric.text(low)} to {metric.text(high)})"
 
 
 def relative(middle: float, low: float | None, high: float | None, verdict: str) -> str:
@@ -84,32 +68,21 @@ def relative(middle: float, low: float | None, high: float | None, verdict: str)
 
 def difference(arm: Arm, key: str) -> str:
     """Return an arm's difference from its baseline in one metric; empty for a baseline or a missing number."""
-    found = comparison_of(arm, key)
+    found = arm.comparison(key)
     if found is None or number(found.relative) is None:
-        missing = arm.id != arm.baseline and estimate_of(arm, key) is not None
+        missing = arm.id != arm.baseline and arm.estimate(key) is not None
         return "cannot be compared" if missing else ""
     return relative(found.relative, number(found.relative_low), number(found.relative_high), found.verdict)
 
 
-def comparison_of(arm: Arm, key: str) -> Comparison | None:
-    """Return an arm's comparison in one metric, or None if there is none or the arm is its own baseline."""
-    return next((c for c in arm.comparisons if c.metric == key and c.baseline != arm.id), None)
-
-
-def estimate_of(arm: Arm, key: str) -> Estimate | None:
-    """Return an arm's estimate of one metric, or None if it was not measured or is not finite."""
-    found = arm.estimates.get(key)
-    return found if found is not None and number(found.mean) is not None else None
-
-
 def measured_arms(arms: Iterable[Arm], key: str) -> list[Arm]:
     """Return the arms that have a metric."""
-    return [arm for arm in arms if estimate_of(arm, key) is not None]
+    return [arm for arm in arms if arm.estimate(key) is not None]
 
 
 def seeds(arms: Iterable[Arm], key: str) -> str:
     """Return the seeds behind a metric of these arms: "3 seeds", "2 to 3 seeds", "1 seed, so no interval"."""
-    counts = sorted({found.n for arm in arms if (found := estimate_of(arm, key)) is not None})
+    counts = sorted({found.n for arm in arms if (found := arm.estimate(key)) is not None})
     if not counts:
         return "no finished trial"
     return "1 seed, so no interval" if counts == [1] else seed_range(counts)
@@ -121,11 +94,6 @@ def seed_range(counts: Iterable[int]) -> str:
     if known == [1]:
         return "1 seed"
     return f"{known[0]} seeds" if len(known) == 1 else f"{known[0]} to {known[-1]} seeds"
-
-
-def arms_of(results: Results, group: Group) -> list[Arm]:
-    """Return the arms of a group in the study's order."""
-    return [arm for arm in results.arms if arm.group == group.name]
 
 
 def by_baseline(arms: Sequence[Arm]) -> list[tuple[str, list[Arm]]]:
@@ -153,8 +121,3 @@ def short_labels(results: Results, arms: Sequence[Arm]) -> dict[str, str]:
         taken = [names[arm.id] for arm in members]
         names |= {arm.id: arm.label for arm in members if taken.count(names[arm.id]) > 1}
     return names
-
-
-def group_title(group: Group) -> str:
-    """Return a group's title, or its name if it has none."""
-    return printable(group.title or group.name)

@@ -248,3 +248,12 @@ def mapping(value: object) -> dict[str, Any]:
 def objects(value: object) -> list[dict[str, Any]]:
     """Return the JSON objects in a list, or an empty list for anything else."""
     return [mapping(item) for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested JSON objects by their dotted keys. An empty object is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat

@@ -16,7 +16,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from deskside.run.record import number
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import printable
 from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
@@ -28,6 +30,14 @@ STATUSES = ("finished", "oom", "diverged", "failed", "killed", "refused", "runni
 # Never written to results.json: study/liveness.py assigns it to a running trial without signs of life.
 INTERRUPTED = "interrupted"
 OPEN = ("pending", "running", INTERRUPTED)  # not ended
+# Verdicts of a comparison, beside "lower" and "higher".
+TOO_FEW, NO_DIFFERENCE, EXACT = "too few seeds", "no difference shown", "exact"
+
+
+def status_text(status: str) -> str:
+    """Return a status in words."""
+    words = {"oom": "out of memory", "pending": "not run yet", "running": "still running"}
+    return words.get(status, status)
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,15 @@ class Arm:
         """Return the finished trials."""
         return [trial for trial in self.trials if trial.status == "finished"]
 
+    def estimate(self, metric: str) -> Estimate | None:
+        """Return the estimate of a metric, or None if it was not measured or is not finite."""
+        found = self.estimates.get(metric)
+        return found if found is not None and number(found.mean) is not None else None
+
+    def comparison(self, metric: str) -> Comparison | None:
+        """Return the comparison in a metric, or None if there is none or the arm is its own baseline."""
+        return next((c for c in self.comparisons if c.metric == metric and c.baseline != self.id), None)
+
 
 def own_parts(arm: Arm, other: Arm) -> list[str]:
     """Return the parts of an arm's label that the other arm's label lacks."""
@@ -135,6 +154,11 @@ class Group:
     budget: str
     factors: list[Factor]
     within: list[str]
+
+    @property
+    def heading(self) -> str:
+        """Return the title, or the name if it has none."""
+        return printable(self.title or self.name)
 
 
 @dataclass(frozen=True)
@@ -211,6 +235,10 @@ class Results:
     def arm(self, name: str) -> Arm | None:
         """Return the arm with this id, or None."""
         return next((arm for arm in self.arms if arm.id == name), None)
+
+    def arms_in(self, group: Group) -> list[Arm]:
+        """Return the arms of a group."""
+        return [arm for arm in self.arms if arm.group == group.name]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of results.json; every arm includes its status."""

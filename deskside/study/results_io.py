@@ -23,22 +23,15 @@ from deskside.utils.files import replace_atomically, write_atomically
 JSON, PARQUET = "results.json", "results.parquet"
 
 
-def trial(arm: str, seed: int, past: Past, measured: Measured | None) -> Trial:
+def collect_trial(arm: str, seed: int, past: Past, measured: Measured | None) -> Trial:
     """Return one trial of results.json."""
     metrics = dict(measured.metrics) if measured is not None else {}
     if past.status in FINAL and past.seconds is not None:
         metrics["total_seconds"] = past.seconds
+    known = {key: value for key, value in vars(past).items() if key != "seconds"}
+    curve = measured.curve if measured is not None else []
     return Trial(
-        seed=seed,
-        status=past.status,
-        reason=past.reason,
-        run=f"runs/{arm}-s{seed}" if past.attempts else "",
-        device=past.device,
-        attempts=past.attempts,
-        started=past.started,
-        ended=past.ended,
-        metrics=metrics,
-        curve=measured.curve if measured is not None else [],
+        seed, run=f"runs/{arm}-s{seed}" if past.attempts else "", metrics=metrics, curve=curve, **known
     )
 
 
@@ -49,14 +42,10 @@ def collect(plan: StudyPlan, past: Mapping[Key, Past], measured: Mapping[Key, Me
         keys = [(arm.id, seed) for seed in range(1, plan.seeds[arm.group] + 1)]
         arms.append(
             Arm(
-                id=arm.id,
-                label=arm.label,
-                group=arm.group,
-                levels=arm.levels,
-                baseline=arm.baseline,
+                **{key: getattr(arm, key) for key in ("id", "label", "group", "levels", "baseline")},
                 emulated=any(measured[key].emulated for key in keys if key in measured),
                 forecast_seconds=plan.forecasts.get(arm.id),
-                trials=[trial(*key, past.get(key, Past()), measured.get(key)) for key in keys],
+                trials=[collect_trial(*key, past.get(key, Past()), measured.get(key)) for key in keys],
             )
         )
     results = Results(
@@ -89,44 +78,31 @@ def write_parquet(results: Results, path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = _rows(results)
-    text = ["study", "group", "arm", "label", "baseline", "status", "reason", "device", "run"]
+    of_arm, of_trial = ("group", "label", "baseline"), ("status", "reason", "device", "run")
+    names = ("study", "group", "arm", "label", "baseline", *of_trial)
     levels = list(dict.fromkeys(f"level_{factor}" for arm in results.arms for factor in arm.levels))
-    columns: list[tuple[str, Any]] = [(name, pa.string()) for name in (*text, *levels)]
+    columns = [(name, pa.string()) for name in (*names, *levels)]
     columns += [("seed", pa.int64()), ("attempts", pa.int64()), ("emulated", pa.bool_())]
     columns += [(metric.key, pa.float64()) for metric in METRICS]
+    rows = [
+        {
+            "study": results.name,
+            "arm": arm.id,
+            "emulated": arm.emulated,
+            **{key: getattr(arm, key) for key in of_arm},
+            **{key: getattr(trial, key) for key in (*of_trial, "seed", "attempts")},
+            **{f"level_{factor}": level for factor, level in arm.levels.items()},
+            **trial.metrics,
+        }
+        for arm in results.arms
+        for trial in arm.trials
+    ]
     try:
         table = pa.Table.from_pylist(rows, schema=pa.schema(columns))
-    except (
-        pa.ArrowException,
-        OverflowError,
-    ) as error:  # an integer of a damaged file that overflows its column
+    except (pa.ArrowException, OverflowError) as error:  # an integer of a damaged file overflows its column
         raise RunError(f"{path}: cannot be written: {error}") from None
     with replace_atomically(path) as temporary:
         pq.write_table(table, temporary)
-
-
-def _rows(results: Results) -> list[dict[str, Any]]:
-    return [
-        {
-            "study": results.name,
-            "group": arm.group,
-            "arm": arm.id,
-            "label": arm.label,
-            "baseline": arm.baseline,
-            "status": one.status,
-            "reason": one.reason,
-            "device": one.device,
-            "run": one.run,
-            "seed": one.seed,
-            "attempts": one.attempts,
-            "emulated": arm.emulated,
-            **{f"level_{factor}": level for factor, level in arm.levels.items()},
-            **one.metrics,
-        }
-        for arm in results.arms
-        for one in arm.trials
-    ]
 
 
 def _machine(past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> dict[str, Any]:

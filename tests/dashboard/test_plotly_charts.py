@@ -6,7 +6,6 @@ import pytest
 
 from deskside.dashboard import illustrations, plotly_charts
 from deskside.dashboard.runs import Prediction
-from deskside.report import study_text
 from deskside.study.results import Results
 from deskside.study.stats.compare import compare
 from deskside.study.stats.metrics import METRICS
@@ -53,7 +52,7 @@ def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> 
     assert figure is not None
     marks = {trace.marker.symbol: trace for trace in figure.data if trace.name != plotly_charts.CLIPPED}
     drawn = sum(len(trace.x) for trace in marks.values())
-    compared = [c for arm in WHOLE.arms if (c := study_text.comparison_of(arm, "val_bpb"))]
+    compared = [c for arm in WHOLE.arms if (c := arm.comparison("val_bpb"))]
     assert drawn == len(compared)
     unclear = [c for c in compared if c.verdict == "no difference shown"]
     assert unclear and len(marks["circle-open"].x) == len(unclear)

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from deskside.dashboard import tables
-from deskside.report import study_text
 from deskside.study.stats.compare import compare
 from deskside.study.stats.metrics import BY_KEY, METRICS
 from tests.study import made
@@ -36,7 +35,7 @@ def test_the_csv_of_arms_carries_every_interval() -> None:
     frame = tables.arms(WHOLE).set_index("arm")
     arm = WHOLE.arm("small-gqa_on-fp4_off")
     assert arm is not None
-    found, against = arm.estimates["val_bpb"], study_text.comparison_of(arm, "val_bpb")
+    found, against = arm.estimates["val_bpb"], arm.comparison("val_bpb")
     row = frame.loc[arm.id]
     assert (row["val_bpb"], row["val_bpb_low"], row["val_bpb_high"]) == (found.mean, found.low, found.high)
     assert against is not None and row["val_bpb_relative_low"] == against.relative_low
@@ -46,7 +45,7 @@ def test_the_csv_of_arms_carries_every_interval() -> None:
 def test_what_was_not_measured_is_empty_and_no_zero() -> None:
     cpu = compare(made.results(gpu=False))
     assert tables.trials(cpu)["watts"].isna().all()
-    assert study_text.heading(BY_KEY["watts"]) not in tables.shown_arms(cpu).columns
+    assert BY_KEY["watts"].heading not in tables.shown_arms(cpu).columns
     assert "watts" not in "".join(tables.shown_trials(cpu).columns)
 
 

@@ -12,7 +12,6 @@ from deskside.report.document import (
     Bullets,
     CodeBlock,
     Details,
-    Paragraph,
     ReportDocument,
     Sample,
     Section,
@@ -27,7 +26,7 @@ MARKUP = "<script>alert(1)</script><img src=x onerror=y> [a](http://b) ![c](d) *
 
 def document(text: str) -> ReportDocument:
     table = Table((text, "b"), [(text, text), ("", text)])
-    blocks = [Paragraph(text), Bullets([text, text]), CodeBlock(text), Sample(text, text), table]
+    blocks = [text, Bullets([text, text]), CodeBlock(text), Sample(text, text), table]
     return ReportDocument(text, text, [Section(text, [*blocks, Details(text, blocks)])])
 
 
@@ -82,7 +81,7 @@ def test_any_text_comes_back_from_html(text: str) -> None:
 def test_wrapped_markdown_never_starts_a_list_or_heading(text: str) -> None:
     words = " ".join(["word"] * 15)
     markdown = render_markdown(
-        ReportDocument("t", "v", [Section("s", [Paragraph(f"{words} {text} {words} {text}")])]), Path(".")
+        ReportDocument("t", "v", [Section("s", [f"{words} {text} {words} {text}"])]), Path(".")
     )
     tokens = [token.type for token in MarkdownIt("commonmark").parse(markdown)]
     assert tokens.count("heading_open") == 2 and "bullet_list_open" not in tokens and "hr" not in tokens

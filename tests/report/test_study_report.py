@@ -21,7 +21,7 @@ from deskside.report.write import write_report
 from deskside.study.narrative.findings import GOALS, insights
 from deskside.study.results import Arm, ClaimResult, Comparison, Group, Results
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import BY_KEY
+from deskside.study.stats.metrics import BY_KEY, PRIMARY
 from deskside.utils.errors import RunError, UsageError
 from tests.report.test_run_report import Page
 from tests.study import made
@@ -86,7 +86,7 @@ def test_table_has_the_numbers_of_the_results(tmp_path: Path) -> None:
     text = render_markdown(study_report.compose(results, tmp_path, {}, {}), tmp_path)
     for place, arm in enumerate(results.arms, start=1):
         cells = row(text, f"{place}. {arm.label}")
-        loss, speed, memory = (arm.estimates[key] for key in study_text.PRIMARY)
+        loss, speed, memory = (arm.estimates[key] for key in PRIMARY)
         assert cells[2] == f"{loss.mean:.4f} ({loss.low:.4f} to {loss.high:.4f})"
         assert cells[4] == f"{speed.mean:,.0f}" + (" (emulated)" if arm.emulated else "")
         assert cells[6] == f"{memory.mean:.2f}"

@@ -39,8 +39,17 @@ ARMS = [f"depth_{depth}-tied_{tied}" for depth in ("two", "three") for tied in (
 def plan(seeds: int = 1) -> StudyPlan:
     study = parse(TEXT.format(seeds=seeds))
     expansion = expand(study)
-    forecasts = {arm.id: None for arm in expansion.arms}
-    return StudyPlan.of(study, expansion, forecasts, "2026-11-21T00:00:00+00:00", "a test", "0")
+    return StudyPlan(
+        **vars(expansion),
+        name=study.name,
+        question=study.question,
+        created="2026-11-21T00:00:00+00:00",
+        command="a test",
+        deskside="0",
+        memory_fraction=study.memory_fraction,
+        claims=study.claims,
+        forecasts={arm.id: None for arm in expansion.arms},
+    )
 
 
 def begin(folder: Path, seeds: int = 1) -> StudyFolder:

@@ -8,6 +8,7 @@ from deskside.dashboard.literal import literal
 from deskside.dashboard.sidebar import Context
 from deskside.report import study_text
 from deskside.study.results import Results
+from deskside.study.stats.metrics import metric_named
 
 AXES = {
     "memory and speed": ("peak_memory_gib", "tokens_per_second"),
@@ -31,9 +32,7 @@ def show(context: Context) -> None:
     figure = plotly_charts.bubbles(results, across, up)
     if figure is None:
         missing = [
-            study_text.metric_named(key).label
-            for key in (across, up)
-            if not study_text.measured_arms(results.arms, key)
+            metric_named(key).label for key in (across, up) if not study_text.measured_arms(results.arms, key)
         ]
         st.info(f"{' and '.join(missing) or choice}: {study_text.NOT_MEASURED} for these arms.")
     else:
@@ -42,7 +41,7 @@ def show(context: Context) -> None:
         names = [
             f"{place}. {literal(arm.label)}"
             for place, arm in enumerate(results.arms, 1)
-            if study_text.estimate_of(arm, across) and study_text.estimate_of(arm, up)
+            if arm.estimate(across) and arm.estimate(up)
         ]
         half = (len(names) + 1) // 2
         for column, part in zip(st.columns(2), (names[:half], names[half:]), strict=True):
@@ -56,9 +55,7 @@ def show(context: Context) -> None:
 
 
 def _size_note(results: Results) -> str:
-    sizes = {
-        found.mean for arm in results.arms if (found := study_text.estimate_of(arm, "parameters")) is not None
-    }
+    sizes = {found.mean for arm in results.arms if (found := arm.estimate("parameters")) is not None}
     return "Larger marks have more parameters." if len(sizes) > 1 else ""
 
 
@@ -76,9 +73,7 @@ def _fronts(results: Results) -> None:
     st.header("Best trade-offs (Pareto fronts)")
     lines = []
     for front in results.fronts:
-        title = next(
-            (study_text.group_title(g) for g in results.groups if g.name == front.group), front.group
-        )
+        title = next((g.heading for g in results.groups if g.name == front.group), front.group)
         names = [literal(arm.label) for arm in results.arms if arm.id in front.arms]
         unclear = [literal(arm.label) for arm in results.arms if arm.id in front.unclear]
         where = f"{literal(title)}: " if len(results.groups) > 1 else ""
@@ -90,5 +85,5 @@ def _fronts(results: Results) -> None:
 
 
 def _listed(keys: list[str]) -> str:
-    names = [study_text.metric_named(key).label for key in keys]
+    names = [metric_named(key).label for key in keys]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

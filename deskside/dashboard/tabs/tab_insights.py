@@ -7,7 +7,6 @@ from deskside.dashboard.components import empty_state
 from deskside.dashboard.literal import literal
 from deskside.dashboard.sidebar import Context
 from deskside.dashboard.studies import Study, card_name
-from deskside.report import study_text
 from deskside.study.narrative.findings import GOALS, by_group, unfinished
 from deskside.study.results import OPEN, Results
 from deskside.utils.format import plural
@@ -55,7 +54,7 @@ def _study(results: Results, filtered: bool, goal: str) -> None:
     findings = by_group(results, goal)
     for group, sentences in findings:
         if len(findings) > 1:
-            st.markdown(f"#### {literal(study_text.group_title(group))}")
+            st.markdown(f"#### {literal(group.heading)}")
         st.markdown("\n".join(f"- {literal(line)}" for line in sentences))
     if findings:
         for line in unfinished(results):

@@ -7,6 +7,7 @@ from deskside.dashboard.components import chart, memory_limit, seeds_note, sente
 from deskside.dashboard.sidebar import Context
 from deskside.report import study_text
 from deskside.study.results import Results
+from deskside.study.stats.metrics import metric_named
 
 CHOICES = {"peak, allocated": "peak_memory_gib", "held by the allocator": "peak_reserved_gib"}
 
@@ -22,13 +23,13 @@ def show(context: Context) -> None:
         "memory", list(CHOICES), horizontal=True, key="memory-kind", label_visibility="collapsed"
     )
     key = CHOICES[choice]
-    metric = study_text.metric_named(key)
+    metric = metric_named(key)
     limit = memory_limit(selection)
     figure = plotly_charts.bars(results.arms, key, limit)
     if figure is None:
         st.info(f"{metric.label}: {study_text.NOT_MEASURED}. {sentence(metric.about)}")
     else:
-        chart(figure, key, f"{study_text.heading(metric)} of {len(results.arms)} arms")
+        chart(figure, key, f"{metric.heading} of {len(results.arms)} arms")
         st.caption(
             f"{seeds_note(selection, key)} {sentence(metric.about)} {sentence(limit[1]) if limit else ''} "
             f"Where the micro-batch is fitted to the memory, a smaller model may use as much as a larger one. "
@@ -48,16 +49,12 @@ def show(context: Context) -> None:
 
 def _micro_batches(results: Results) -> None:
     """Draw bars if the arms differ, else one number."""
-    known = {
-        found.mean
-        for arm in results.arms
-        if (found := study_text.estimate_of(arm, "micro_tokens")) is not None
-    }
+    known = {found.mean for arm in results.arms if (found := arm.estimate("micro_tokens")) is not None}
     if not known:
         return
     st.header("Micro-batch")
     if len(known) == 1:
-        size = study_text.value(study_text.metric_named("micro_tokens"), known.pop())
+        size = metric_named("micro_tokens").text(known.pop())
         st.write(f"{size} tokens per forward pass in every arm.")
         return
     figure = plotly_charts.bars(results.arms, "micro_tokens")

@@ -6,8 +6,7 @@ from deskside.dashboard import file_cache, illustrations
 from deskside.dashboard.components import chart, empty_state, problems, sentence
 from deskside.dashboard.literal import literal
 from deskside.dashboard.sidebar import Context, StudySelection
-from deskside.report import study_text
-from deskside.study.results import Group
+from deskside.study.results import Group, status_text
 from deskside.utils.format import plural
 
 QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
@@ -50,7 +49,7 @@ def _summary(context: Context, selection: StudySelection) -> None:
     counts = {
         status: sum(t.status == status for t in trials) for status in dict.fromkeys(t.status for t in trials)
     }
-    ended = ", ".join(f"{count} {study_text.status(status)}" for status, count in counts.items())
+    ended = ", ".join(f"{count} {status_text(status)}" for status, count in counts.items())
     notes = [
         f"On {selection.card}; {plural(len(results.arms), 'arm')}, "
         f"{plural(len(results.seeds), 'seed')}; trials: {ended or 'none yet'}.",
@@ -64,7 +63,7 @@ def _summary(context: Context, selection: StudySelection) -> None:
 
 def _group(group: Group, of: int) -> str:
     text = f"{group.budget} per trial, based on {group.base}."
-    return f"{study_text.group_title(group)}: {text}" if of > 1 else sentence(text.removesuffix("."))
+    return f"{group.heading}: {text}" if of > 1 else sentence(text.removesuffix("."))
 
 
 def _problems(context: Context) -> None:

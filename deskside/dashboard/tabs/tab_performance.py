@@ -11,7 +11,7 @@ from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.run.record import number
 from deskside.study.results import Arm, Trial
-from deskside.study.stats.metrics import METRICS
+from deskside.study.stats.metrics import METRICS, metric_named
 from deskside.utils.errors import UsageError
 
 MAX_CURVES = 6
@@ -39,10 +39,10 @@ def show(context: Context) -> None:
     else:
         label = st.selectbox("what is shown", list(known), key="performance-metric")
         key = known[label]
-        metric = study_text.metric_named(key)
+        metric = metric_named(key)
         figure = plotly_charts.bars(results.arms, key)
         if figure is not None:
-            chart(figure, key, f"{study_text.heading(metric)} of {len(results.arms)} arms")
+            chart(figure, key, f"{metric.heading} of {len(results.arms)} arms")
         missing = tables.not_measured(results.arms, key)
         st.caption(f"{seeds_note(selection, key)} {sentence(metric.about)} {missing}")
         figure = plotly_charts.forest(results, key)

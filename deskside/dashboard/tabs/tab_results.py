@@ -7,6 +7,7 @@ from deskside.dashboard.components import problems, usable
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.report.study_claims import measured
+from deskside.study.stats.metrics import metric_named
 from deskside.utils.format import plural
 
 MAX_STYLED_CELLS = 200_000  # a larger table is shown without number formats
@@ -73,7 +74,7 @@ def _interactions(selection: StudySelection) -> None:
     st.header("Do the options act independently?")
     rows = []
     labels = {factor.name: factor.label for group in selection.results.groups for factor in group.factors}
-    titles = {group.name: study_text.group_title(group) for group in selection.results.groups}
+    titles = {group.name: group.heading for group in selection.results.groups}
     for found in selection.results.interactions:
         rows.append(
             {
@@ -82,7 +83,7 @@ def _interactions(selection: StudySelection) -> None:
                     f"{labels.get(name, name)}: {found.levels.get(name, '')}"
                     for name in (found.first, found.second)
                 ),
-                "in": study_text.metric_named(found.metric).label,
+                "in": metric_named(found.metric).label,
                 "effect of both beyond the sum of each": study_text.relative(
                     found.effect, found.low, found.high, found.verdict
                 ),

@@ -23,7 +23,6 @@ from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.study.results import Factor, Group
 from deskside.study.spec.expand import Expansion, PlannedArm, trials
-from deskside.study.spec.spec import StudySpec
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
@@ -35,11 +34,10 @@ ORPHANS_SECONDS = 660.0  # for orphaned trials to save; a little more than they 
 
 
 @dataclass(frozen=True)
-class StudyPlan:
+class StudyPlan(Expansion):
     """The resolved plan of a study.
 
-    seeds: number of seeds by group. forecasts: seconds of a trial by arm, None if unknown. command: the command
-    line.
+    forecasts: seconds of a trial by arm, None if unknown. command: the command line.
     """
 
     name: str
@@ -49,37 +47,7 @@ class StudyPlan:
     deskside: str
     memory_fraction: float
     claims: tuple[str, ...]
-    groups: list[Group]
-    arms: list[PlannedArm]
-    seeds: dict[str, int]
-    excluded: list[str]
     forecasts: dict[str, float | None]
-
-    @classmethod
-    def of(
-        cls,
-        study: StudySpec,
-        expansion: Expansion,
-        forecasts: Mapping[str, float | None],
-        created: str,
-        command: str,
-        deskside: str,
-    ) -> "StudyPlan":
-        """Return the plan of a new study."""
-        return cls(
-            name=study.name,
-            question=study.question,
-            created=created,
-            command=command,
-            deskside=deskside,
-            memory_fraction=study.memory_fraction,
-            claims=study.claims,
-            groups=expansion.groups,
-            arms=expansion.arms,
-            seeds=expansion.seeds,
-            excluded=expansion.excluded,
-            forecasts=dict(forecasts),
-        )
 
     def trials(self) -> list[tuple[PlannedArm, int]]:
         """Return all trials in the order in which they run."""

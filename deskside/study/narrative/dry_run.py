@@ -8,12 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deskside.budget.shape import num_params
-from deskside.config.run import RunConfig
+from deskside.run.record import flatten
 from deskside.study.forecast import Here, TrialForecast, total_seconds
-from deskside.study.results import Group
 from deskside.study.spec.expand import Expansion, PlannedArm
 from deskside.study.spec.spec import StudySpec
-from deskside.utils.format import count, duration
+from deskside.utils.format import count, duration, plural
 
 MAX_WIDTH = 100
 MAX_VALUE_LENGTH = 24
@@ -29,6 +28,7 @@ def plan_table(
     console: Console | None = None,
 ) -> None:
     """Print the preview. devices: the number of GPUs that share the trials."""
+    plan = plan_json(study, expansion, forecasts, here, devices)
     console = console or Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     console.print(Text(f"study: {study.name}", style="bold"))
@@ -36,17 +36,35 @@ def plan_table(
         console.print(Text(study.question))
     for group in expansion.groups:
         console.print()
-        if heading := _heading(study, group):
+        heading = ": ".join(part for part in (group.name if study.grouped else "", group.title) if part)
+        if heading:
             console.print(Text(heading, style="bold"))
-        for line in _group_lines(group, expansion.seeds[group.name]):
-            console.print(Text(line))
-        console.print(_arms(study, expansion, forecasts, group))
+        seeds = plural(expansion.seeds[group.name], "seed")
+        console.print(Text(f"each arm: {group.budget}, {seeds}, base {group.base}"))
+        if len(group.factors) > 1 and group.design == "full":
+            sizes = " x ".join(f"{factor.label} ({len(factor.levels)})" for factor in group.factors)
+            console.print(Text(f"every combination of: {sizes}"))
+        elif len(group.factors) > 1:
+            console.print(Text("one factor at a time is varied"))
+        console.print(_arms([arm for arm in plan["arms"] if arm["group"] == group.name]))
     if expansion.excluded:
         console.print(Text("\nexcluded", style="bold"))
         for line in expansion.excluded:
             console.print(Text(f"- {line}"))
+    arms = len(expansion.arms)
+    total = f"{plan['trials']} trials of {arms} arm{'' if arms == 1 else 's'}"
+    if devices > 1:
+        total += f", on {devices} GPUs"
+    if plan["seconds"] is not None:
+        lines = [f"{total}: about {duration(plan['seconds'])} in all", f"times: {plan['source']}"]
+    else:
+        least = plan["trials"] * here.setup_seconds / devices
+        lines = [
+            f"{total}: starting them takes about {duration(least)}, training: not known",
+            plan["source"],
+        ]
     console.print()
-    for line in _total_lines(expansion, forecasts, here, devices):
+    for line in lines:
         console.print(Text(line))
 
 
@@ -54,7 +72,11 @@ def plan_json(
     study: StudySpec, expansion: Expansion, forecasts: Forecasts, here: Here, devices: int = 1
 ) -> dict[str, Any]:
     """Return the preview as data for --json."""
-    trials = _trials(expansion)
+    trials = [arm for arm in expansion.arms for _ in range(expansion.seeds[arm.group])]
+    source = here.why_not
+    if here.request is not None:
+        known = here.request.calibration
+        source = f"{known.source}, within {known.speed_spread:.0%}: {known.basis}"
     return {
         "name": study.name,
         "question": study.question,
@@ -78,7 +100,7 @@ def plan_json(
         "trials": len(trials),
         "devices": devices,
         "seconds": total_seconds([forecasts[arm.id] for arm in trials], devices),
-        "source": _source(here),
+        "source": source,
     }
 
 
@@ -87,26 +109,22 @@ def changes(study: StudySpec, arm: PlannedArm, baseline: PlannedArm) -> dict[str
     values.
     """
     group = next(group for group in study.groups if group.name == arm.group)
-    mine, other = flat(arm.config), flat(baseline.config)
-    written: dict[str, None] = {}
-    for levels in (arm.levels, baseline.levels):
-        for factor in group.factors:
-            written.update(dict.fromkeys(_keys(factor.level(levels[factor.name]).set)))
-    for extra in group.arms:
-        if extra.name == arm.levels.get("arm"):
-            written.update(dict.fromkeys(_keys(extra.set)))
+    mine, other = (flatten(one.config.model_dump(mode="json")) for one in (arm, baseline))
+    layers = [
+        factor.level(levels[factor.name]).set
+        for levels in (arm.levels, baseline.levels)
+        for factor in group.factors
+    ]
+    layers += [extra.set for extra in group.arms if extra.name == arm.levels.get("arm")]
+    written = dict.fromkeys(key for layer in layers for key in flatten(layer))
     return {key: mine[key] for key in written if key in mine and mine[key] != other.get(key)}
-
-
-def flat(config: RunConfig) -> dict[str, Any]:
-    """Return every dotted key of a configuration with its JSON value."""
-    return dict(_items(config.model_dump(mode="json")))
 
 
 def _arm_json(
     study: StudySpec, expansion: Expansion, forecasts: Forecasts, arm: PlannedArm
 ) -> dict[str, Any]:
     found = forecasts[arm.id]
+    baseline = next(other for other in expansion.arms if other.id == arm.baseline)
     return {
         "id": arm.id,
         "label": arm.label,
@@ -115,7 +133,7 @@ def _arm_json(
         "baseline": arm.baseline,
         "budget": arm.budget,
         "parameters": num_params(arm.config.model),
-        "changes": changes(study, arm, _baseline(expansion, arm)),
+        "changes": changes(study, arm, baseline),
         "forecast": {
             "seconds": found.seconds_total,
             "training_seconds": found.seconds_training,
@@ -127,91 +145,31 @@ def _arm_json(
     }
 
 
-def _heading(study: StudySpec, group: Group) -> str:
-    if not study.grouped:
-        return group.title
-    return f"{group.name}: {group.title}" if group.title else group.name
-
-
-def _group_lines(group: Group, seeds: int) -> list[str]:
-    lines = [f"each arm: {group.budget}, {seeds} seed{'' if seeds == 1 else 's'}, base {group.base}"]
-    if len(group.factors) > 1 and group.design == "full":
-        sizes = " x ".join(f"{factor.label} ({len(factor.levels)})" for factor in group.factors)
-        lines.append(f"every combination of: {sizes}")
-    elif len(group.factors) > 1:
-        lines.append("one factor at a time is varied")
-    return lines
-
-
-def _arms(study: StudySpec, expansion: Expansion, forecasts: Forecasts, group: Group) -> Table:
-    arms = [arm for arm in expansion.arms if arm.group == group.name]
-    known = [forecasts[arm.id] for arm in arms]
+def _arms(arms: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of arms, given as `plan_json` describes them."""
     table = Table(box=None, pad_edge=False)
     table.add_column("arm (* baseline)", ratio=5)
     table.add_column("changes from its baseline", ratio=6)
     table.add_column("params", justify="right", no_wrap=True)
-    timed = any(found.seconds_total is not None for found in known)
-    sized = any(found.memory_gib is not None for found in known)
+    forecasts = [arm["forecast"] for arm in arms]
+    timed = any(found["seconds"] is not None for found in forecasts)
+    sized = any(found["memory_gib"] is not None for found in forecasts)
     if timed:
         table.add_column("a trial", justify="right", no_wrap=True)
     if sized:
         table.add_column("GiB", justify="right", no_wrap=True)
-    for arm, found in zip(arms, known, strict=True):
-        differing = changes(study, arm, _baseline(expansion, arm))
-        told = [f"{key} {_value(value)}" for key, value in differing.items()]
-        if found.note:
-            told.append(f"({found.note})")
-        cells = [f"{arm.label}{' *' if arm.id == arm.baseline else ''}", "\n".join(told)]
-        cells.append(count(num_params(arm.config.model)))
+    for arm, found in zip(arms, forecasts, strict=True):
+        told = [f"{key} {_value(value)}" for key, value in arm["changes"].items()]
+        if found["note"]:
+            told.append(f"({found['note']})")
+        cells = [f"{arm['label']}{' *' if arm['id'] == arm['baseline'] else ''}", "\n".join(told)]
+        cells.append(count(arm["parameters"]))
         if timed:
-            cells.append("-" if found.seconds_total is None else duration(found.seconds_total))
+            cells.append("-" if found["seconds"] is None else duration(found["seconds"]))
         if sized:
-            cells.append("-" if found.memory_gib is None else f"{found.memory_gib:.1f}")
+            cells.append("-" if found["memory_gib"] is None else f"{found['memory_gib']:.1f}")
         table.add_row(*(Text(cell) for cell in cells))
     return table
-
-
-def _total_lines(expansion: Expansion, forecasts: Forecasts, here: Here, devices: int) -> list[str]:
-    trials = _trials(expansion)
-    arms = len(expansion.arms)
-    text = f"{len(trials)} trials of {arms} arm{'' if arms == 1 else 's'}"
-    if devices > 1:
-        text += f", on {devices} GPUs"
-    seconds = total_seconds([forecasts[arm.id] for arm in trials], devices)
-    if seconds is not None:
-        return [f"{text}: about {duration(seconds)} in all", f"times: {_source(here)}"]
-    least = len(trials) * here.setup_seconds / devices
-    return [
-        f"{text}: starting them takes about {duration(least)}, training: not known",
-        _source(here),
-    ]
-
-
-def _source(here: Here) -> str:
-    if here.request is None:
-        return here.why_not
-    calibration = here.request.calibration
-    return f"{calibration.source}, within {calibration.speed_spread:.0%}: {calibration.basis}"
-
-
-def _trials(expansion: Expansion) -> list[PlannedArm]:
-    """Return every arm, repeated once for each of its seeds."""
-    return [arm for arm in expansion.arms for _ in range(expansion.seeds[arm.group])]
-
-
-def _baseline(expansion: Expansion, arm: PlannedArm) -> PlannedArm:
-    return next(other for other in expansion.arms if other.id == arm.baseline)
-
-
-def _items(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        found += _items(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return found
-
-
-def _keys(layer: Mapping[str, Any]) -> Sequence[str]:
-    return [key for key, _ in _items(layer)]
 
 
 def _value(value: Any) -> str:

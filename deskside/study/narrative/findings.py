@@ -8,7 +8,17 @@ measured are reported as such.
 
 from collections.abc import Iterator
 
-from deskside.study.results import Arm, Comparison, Group, Interaction, Results, own_parts
+from deskside.study.results import (
+    NO_DIFFERENCE,
+    TOO_FEW,
+    Arm,
+    Comparison,
+    Group,
+    Interaction,
+    Results,
+    own_parts,
+    status_text,
+)
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
 from deskside.study.stats.metrics import BY_KEY, PACE, Metric
 from deskside.study.stats.statistics import log_ratio, pairs
@@ -60,7 +70,7 @@ def insights(results: Results, goal: str) -> list[str]:
     """
     several = len(results.groups) > 1
     said = [
-        f"{group.title or group.name}: {line}" if several else line
+        f"{group.heading}: {line}" if several else line
         for group, lines in by_group(results, goal)
         for line in lines
     ]
@@ -125,14 +135,14 @@ def _differs(best: Arm, other: Arm, metric: Metric) -> bool:
 
 def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -> Iterator[str]:
     """Yield the findings about the arms of one baseline: better, not significantly different, worse."""
-    found = [(arm, c) for arm in family if (c := _comparison(arm, metric.key)) is not None]
+    found = [(arm, c) for arm in family if (c := arm.comparison(metric.key)) is not None]
     if not found:
         return
     better: list[tuple[Arm, Comparison]] = []
     worse: list[tuple[Arm, Comparison]] = []
     same: list[tuple[Arm, Comparison]] = []
     for arm, c in sorted(found, key=lambda item: -abs(item[1].relative)):
-        if c.verdict == "no difference shown" or c.relative == 0:
+        if c.verdict == NO_DIFFERENCE or c.relative == 0:
             same.append((arm, c))
         else:
             better_here = (c.relative > 0) == (metric.better == "higher")
@@ -159,10 +169,10 @@ def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -
 def _rest(word: str, found: list[tuple[Arm, Comparison]], name: str, metric: Metric) -> str:
     """Summarize the arms that are not named one by one; those with one seed are listed apart."""
     kinds = (
-        (f"{word.capitalize()} than", [arm.label for arm, c in found if c.verdict != "too few seeds"]),
+        (f"{word.capitalize()} than", [arm.label for arm, c in found if c.verdict != TOO_FEW]),
         (
             f"With one seed, so not shown, {word} than",
-            [a.label for a, c in found if c.verdict == "too few seeds"],
+            [a.label for a, c in found if c.verdict == TOO_FEW],
         ),
     )
     return "; ".join(
@@ -174,7 +184,7 @@ def _also(results: Results, group: Group, arm: Arm, metric: Metric) -> list[str]
     """Return phrases on the other metrics of the same arm, and for a time budget on its loss at equal tokens."""
     keys = [key for key in ("val_bpb", "tokens_per_second", "peak_memory_gib") if key != metric.key]
     keys += [EQUAL_TOKENS] if metric.key == "val_bpb" and in_time(group) else []
-    found = [c for key in keys if (c := _comparison(arm, key)) is not None]
+    found = [c for key in keys if (c := arm.comparison(key)) is not None]
     return [sentence(c, arm, results, named=False) for c in found]
 
 
@@ -204,8 +214,7 @@ def _interaction(found: Interaction, labels: dict[str, str], metric: Metric) -> 
 def unfinished(results: Results) -> list[str]:
     """Return a sentence on the trials that have not finished, if there are any."""
     trials = [trial for arm in results.arms for trial in arm.trials]
-    words = {"oom": "out of memory", "running": "still running", "pending": "not run yet"}
-    states = [words.get(trial.status, trial.status) for trial in trials if trial.status != "finished"]
+    states = [status_text(trial.status) for trial in trials if trial.status != "finished"]
     if not states:
         return []
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -219,8 +228,7 @@ def value(arm: Arm, metric: Metric, interval: bool = False) -> str:
     """Return an arm's estimate with its unit: "1.2506 bits per byte (1.2288 to 1.2723, 3 seeds)"."""
     found = arm.estimates[metric.key]
     mean, low, high = (
-        None if number is None else f"{number * metric.scale:,.{metric.digits}f}"
-        for number in (found.mean, found.low, found.high)
+        None if number is None else metric.text(number) for number in (found.mean, found.low, found.high)
     )
     if not interval:
         return f"{mean} {metric.unit}"
@@ -229,10 +237,6 @@ def value(arm: Arm, metric: Metric, interval: bool = False) -> str:
     if low == high:
         return f"{mean} {metric.unit} ({found.n} seeds)"
     return f"{mean} {metric.unit} ({low} to {high}, {found.n} seeds)"
-
-
-def _comparison(arm: Arm, key: str) -> Comparison | None:
-    return next((c for c in arm.comparisons if c.metric == key), None)
 
 
 def _listed(parts: list[str]) -> str:

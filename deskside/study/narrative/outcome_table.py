@@ -5,8 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deskside.study.narrative.findings import GOALS, by_group, other_name, unfinished
-from deskside.study.results import Arm, Comparison, Results
-from deskside.study.stats.compare import EXACT, NO_DIFFERENCE, TOO_FEW
+from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Results
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.format import percent, percent_digits, percent_range
 

@@ -15,7 +15,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from deskside.study.results import Arm, Comparison, Estimate, Results
+from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Estimate, Results
 from deskside.study.stats.equal_tokens import with_equal_tokens
 from deskside.study.stats.interaction import interactions
 from deskside.study.stats.metrics import METRICS
@@ -29,8 +29,6 @@ from deskside.study.stats.statistics import (
     relative,
     significant,
 )
-
-TOO_FEW, NO_DIFFERENCE, EXACT = "too few seeds", "no difference shown", "exact"
 
 
 def compare(results: Results) -> Results:

@@ -23,6 +23,15 @@ class Metric:
     scale: float = 1.0
     about: str = ""
 
+    @property
+    def heading(self) -> str:
+        """Return the label with its unit, for axes and columns."""
+        return f"{self.label}, {self.unit}" if self.unit else self.label
+
+    def text(self, stored: float) -> str:
+        """Return a stored number in `unit`, without the unit."""
+        return f"{stored * self.scale:,.{self.digits}f}"
+
 
 METRICS: tuple[Metric, ...] = (
     Metric("val_bpb", "validation loss", "bits per byte", "lower", 4, about="at the end, whole validation split"),
@@ -56,3 +65,11 @@ BY_KEY = {metric.key: metric for metric in METRICS}
 
 # Metrics of speed and power. Emulating a number format changes them, so they do not apply to hardware with the format.
 PACE = ("tokens_per_second", "mfu", "watts", "joules_per_token", "seconds", "total_seconds")
+
+QUALITY, SPEED, MEMORY, ENERGY = "val_bpb", "tokens_per_second", "peak_memory_gib", "joules_per_token"
+PRIMARY = (QUALITY, SPEED, MEMORY)
+
+
+def metric_named(key: str) -> Metric:
+    """Return a metric by its key. One that this version does not know is shown as it is stored."""
+    return BY_KEY.get(key) or Metric(key, key.replace("_", " "), "", None, 4)
