@@ -2,11 +2,12 @@
 
 import streamlit as st
 
-from deskside.dashboard import file_cache, plotly_charts
+from deskside.dashboard import file_cache, plotly_charts, tables
 from deskside.dashboard.literal import literal
 from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key
 from deskside.report import study_text
 from deskside.run.record import number
+from deskside.study.stats.metrics import metric_named
 
 COMMANDS = """deskside go --preset demo --hours 0.05     # three minutes on a CPU, from bundled text
 deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four sizes, on a CPU
@@ -101,6 +102,33 @@ def memory_limit(selection: StudySelection) -> tuple[float, str] | None:
     gpu = selection.results.machine.get("gpu")
     size = number(gpu.get("memory_gib")) if isinstance(gpu, dict) else None
     return None if size is None else (size, f"the card: {size:.0f} GiB")
+
+
+def metric_charts(
+    selection: StudySelection,
+    key: str,
+    limit: tuple[float, str] | None = None,
+    note: str = "",
+    beside: tuple[str, ...] = (),
+) -> None:
+    """Draw a metric of every arm, and the differences from the baselines as a chart and a table.
+
+    `limit` is a line to compare with and its label, `note` is added to the caption, and `beside` are more metrics of
+    the table.
+    """
+    results, metric = selection.results, metric_named(key)
+    figure = plotly_charts.bars(results.arms, key, limit)
+    if figure is None:
+        st.info(f"{metric.label}: {study_text.NOT_MEASURED}. {sentence(metric.about)}")
+    else:
+        chart(figure, key, f"{metric.heading} of {len(results.arms)} arms")
+        missing = tables.not_measured(results.arms, key)
+        st.caption(f"{seeds_note(selection, key)} {sentence(metric.about)} {note}{missing}")
+    figure = plotly_charts.forest(results, key)
+    if figure is not None:
+        st.header("Against the baseline")
+        chart(figure, f"{key}-difference", f"relative differences in {metric.label}, with intervals")
+        st.dataframe(tables.differences(results, (key, *beside)), hide_index=True, width="stretch")
 
 
 def seeds_note(selection: StudySelection, key: str) -> str:

@@ -17,38 +17,35 @@ ORDER = sorted(METRICS, key=lambda metric: metric.key not in PRIMARY)  # the pri
 
 def trials(results: Results) -> pd.DataFrame:
     """Return one row per trial; metrics have the keys and units of results.parquet."""
-    factors = factor_names(results)
-    rows: list[dict[str, Any]] = []
-    for arm in results.arms:
-        for trial in arm.trials:
-            rows.append(
-                {
-                    "study": results.name,
-                    "group": arm.group,
-                    "arm": arm.id,
-                    **{f"factor_{name}": arm.levels.get(name, "") for name in factors},
-                    "seed": trial.seed,
-                    "status": trial.status,
-                    "reason": trial.reason,
-                    "emulated": arm.emulated,
-                    "device": trial.device,
-                    "run": trial.run,
-                    **{metric.key: trial.metrics.get(metric.key) for metric in METRICS},
-                }
-            )
+    rows = [
+        {
+            "study": results.name,
+            "group": arm.group,
+            "arm": arm.id,
+            **_factors(results, arm),
+            "seed": trial.seed,
+            "status": trial.status,
+            "reason": trial.reason,
+            "emulated": arm.emulated,
+            "device": trial.device,
+            "run": trial.run,
+            **{metric.key: trial.metrics.get(metric.key) for metric in METRICS},
+        }
+        for arm in results.arms
+        for trial in arm.trials
+    ]
     return pd.DataFrame(rows)
 
 
 def arms(results: Results) -> pd.DataFrame:
     """Return one row per arm: means with their intervals, and relative differences from its baseline."""
-    factors = factor_names(results)
     rows: list[dict[str, Any]] = []
     for arm in results.arms:
         row: dict[str, Any] = {
             "study": results.name,
             "group": arm.group,
             "arm": arm.id,
-            **{f"factor_{name}": arm.levels.get(name, "") for name in factors},
+            **_factors(results, arm),
             "status": arm.status,
             "trials": len(arm.trials),
             "finished": len(arm.finished()),
@@ -56,15 +53,13 @@ def arms(results: Results) -> pd.DataFrame:
             "baseline": arm.baseline,
         }
         for metric in METRICS:
-            found = arm.estimate(metric.key)
-            row[metric.key] = found.mean if found else None
-            row[f"{metric.key}_low"] = found.low if found else None
-            row[f"{metric.key}_high"] = found.high if found else None
-            against = arm.comparison(metric.key)
-            row[f"{metric.key}_relative"] = against.relative if against else None
-            row[f"{metric.key}_relative_low"] = against.relative_low if against else None
-            row[f"{metric.key}_relative_high"] = against.relative_high if against else None
-            row[f"{metric.key}_verdict"] = against.verdict if against else ""
+            found, against = arm.estimate(metric.key), arm.comparison(metric.key)
+            row[metric.key] = found and found.mean
+            for end in ("low", "high"):
+                row[f"{metric.key}_{end}"] = getattr(found, end, None)
+            for part in ("relative", "relative_low", "relative_high"):
+                row[f"{metric.key}_{part}"] = getattr(against, part, None)
+            row[f"{metric.key}_verdict"] = getattr(against, "verdict", "")
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -79,7 +74,7 @@ def shown_arms(results: Results) -> pd.DataFrame:
         for metric in measured:
             found = arm.estimate(metric.key)
             row[metric.heading] = found.mean * metric.scale if found else None
-        row |= {labels.get(name, name): arm.levels.get(name, "") for name in factor_names(results)}
+        row |= {label: arm.levels.get(name, "") for name, label in labels.items()}
         row["products"] = "emulated" if arm.emulated else "native"
         rows.append(row)
     return pd.DataFrame(rows)
@@ -135,9 +130,10 @@ def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def factor_names(results: Results) -> list[str]:
-    """Return the factors of a study in their order."""
-    return list(dict.fromkeys(factor.name for group in results.groups for factor in group.factors))
+def _factors(results: Results, arm: Arm) -> dict[str, str]:
+    """Return the factor columns of an arm's row; a factor that its group does not vary is empty."""
+    names = dict.fromkeys(factor.name for group in results.groups for factor in group.factors)
+    return {f"factor_{name}": arm.levels.get(name, "") for name in names}
 
 
 def not_measured(arms_: list[Arm], key: str) -> str:

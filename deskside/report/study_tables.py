@@ -62,8 +62,7 @@ def interactions(results: Results) -> list[Block]:
             relative(found.effect, number(found.low), number(found.high), found.verdict),
             str(found.n),
         )
-        depends = found.verdict in ("lower", "higher") or (found.verdict == "exact" and found.effect != 0)
-        (dependent if depends else others).append(row)
+        (dependent if found.is_shown else others).append(row)
     head = (*titles("", "group"), "factors", "metric", "effect of both beyond the sum of each", "seeds")
     blocks: list[Block] = [
         (

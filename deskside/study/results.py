@@ -176,6 +176,11 @@ class Interaction:
     n: int
     verdict: str
 
+    @property
+    def is_shown(self) -> bool:
+        """Return whether the factors are shown to depend on each other."""
+        return self.verdict in ("lower", "higher") or (self.verdict == EXACT and self.effect != 0)
+
 
 @dataclass(frozen=True)
 class Front:

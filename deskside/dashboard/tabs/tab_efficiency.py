@@ -37,7 +37,15 @@ def show(context: Context) -> None:
         st.info(f"{' and '.join(missing) or choice}: {study_text.NOT_MEASURED} for these arms.")
     else:
         chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
-        st.caption(f"{seeds_note(selection, up)} {_size_note(results)} {_rim_note(results, across, up)}")
+        sizes = {found.mean for arm in results.arms if (found := arm.estimate("parameters")) is not None}
+        size_note = "Larger marks have more parameters." if len(sizes) > 1 else ""
+        fronts = plotly_charts.fronts_in(results, across, up)
+        rim_note = (
+            f"A thick rim: no other arm of its group beats it in {_listed(fronts[0].metrics)}."
+            if fronts
+            else ""
+        )
+        st.caption(f"{seeds_note(selection, up)} {size_note} {rim_note}")
         names = [
             f"{place}. {literal(arm.label)}"
             for place, arm in enumerate(results.arms, 1)
@@ -52,19 +60,6 @@ def show(context: Context) -> None:
         st.header("Energy")
         chart(figure, "energy", "energy per token of each arm")
         st.caption(seeds_note(selection, "joules_per_token"))
-
-
-def _size_note(results: Results) -> str:
-    sizes = {found.mean for arm in results.arms if (found := arm.estimate("parameters")) is not None}
-    return "Larger marks have more parameters." if len(sizes) > 1 else ""
-
-
-def _rim_note(results: Results, across: str, up: str) -> str:
-    """Return what a thick rim means."""
-    fronts = plotly_charts.fronts_in(results, across, up)
-    if not fronts:
-        return ""
-    return f"A thick rim: no other arm of its group beats it in {_listed(fronts[0].metrics)}."
 
 
 def _fronts(results: Results) -> None:

@@ -2,10 +2,9 @@
 
 import streamlit as st
 
-from deskside.dashboard import plotly_charts, tables
-from deskside.dashboard.components import chart, memory_limit, seeds_note, sentence, usable
+from deskside.dashboard import plotly_charts
+from deskside.dashboard.components import chart, memory_limit, metric_charts, sentence, usable
 from deskside.dashboard.sidebar import Context
-from deskside.report import study_text
 from deskside.study.results import Results
 from deskside.study.stats.metrics import metric_named
 
@@ -22,28 +21,12 @@ def show(context: Context) -> None:
     choice = st.radio(
         "memory", list(CHOICES), horizontal=True, key="memory-kind", label_visibility="collapsed"
     )
-    key = CHOICES[choice]
-    metric = metric_named(key)
     limit = memory_limit(selection)
-    figure = plotly_charts.bars(results.arms, key, limit)
-    if figure is None:
-        st.info(f"{metric.label}: {study_text.NOT_MEASURED}. {sentence(metric.about)}")
-    else:
-        chart(figure, key, f"{metric.heading} of {len(results.arms)} arms")
-        st.caption(
-            f"{seeds_note(selection, key)} {sentence(metric.about)} {sentence(limit[1]) if limit else ''} "
-            f"Where the micro-batch is fitted to the memory, a smaller model may use as much as a larger one. "
-            f"{tables.not_measured(results.arms, key)}"
-        )
-    figure = plotly_charts.forest(results, key)
-    if figure is not None:
-        st.header("Against the baseline")
-        chart(
-            figure,
-            f"{key}-difference",
-            f"relative differences in {metric.label}, with intervals",
-        )
-        st.dataframe(tables.differences(results, (key, "micro_tokens")), hide_index=True, width="stretch")
+    note = (
+        f"{sentence(limit[1]) if limit else ''} Where the micro-batch is fitted to the memory, a smaller model may use "
+        "as much as a larger one. "
+    )
+    metric_charts(selection, CHOICES[choice], limit, note, beside=("micro_tokens",))
     _micro_batches(results)
 
 

@@ -1,5 +1,7 @@
 """Overview tab: the study at a glance, and drawings of what each technique does."""
 
+from collections import Counter
+
 import streamlit as st
 
 from deskside.dashboard import file_cache, illustrations
@@ -18,7 +20,9 @@ def show(context: Context) -> None:
         empty_state(context)
     else:
         _summary(context, context.selection)
-    _problems(context)
+    if found := problems(context):
+        with st.expander(f"{plural(len(found), 'directory')} could not be read completely"):
+            st.dataframe(found, hide_index=True, width="stretch")
     st.header("What each technique does")
     st.caption("Drawings, not measurements. The other tabs show what was measured.")
     first, second = st.columns(2)
@@ -33,12 +37,9 @@ def show(context: Context) -> None:
 def _summary(context: Context, selection: StudySelection) -> None:
     live = file_cache.live_runs(context.found.runs)
     studies = [path for path in context.found.studies if file_cache.study(path) is not None]
+    counted = {"studies": len(studies), "runs": len(context.found.runs), "running now": len(live)}
     with st.container(horizontal=True):
-        for label, count in (
-            ("studies", len(studies)),
-            ("runs", len(context.found.runs)),
-            ("running now", len(live)),
-        ):
+        for label, count in counted.items():
             st.metric(label, f"{count:,}", width=150)
     results = selection.whole
     st.header(literal(results.name))
@@ -46,9 +47,7 @@ def _summary(context: Context, selection: StudySelection) -> None:
     if selection.folder is None:
         return
     trials = [trial for arm in results.arms for trial in arm.trials]
-    counts = {
-        status: sum(t.status == status for t in trials) for status in dict.fromkeys(t.status for t in trials)
-    }
+    counts = Counter(trial.status for trial in trials)
     ended = ", ".join(f"{count} {status_text(status)}" for status, count in counts.items())
     notes = [
         f"On {selection.card}; {plural(len(results.arms), 'arm')}, "
@@ -64,14 +63,6 @@ def _summary(context: Context, selection: StudySelection) -> None:
 def _group(group: Group, of: int) -> str:
     text = f"{group.budget} per trial, based on {group.base}."
     return f"{group.heading}: {text}" if of > 1 else sentence(text.removesuffix("."))
-
-
-def _problems(context: Context) -> None:
-    found = problems(context)
-    if not found:
-        return
-    with st.expander(f"{plural(len(found), 'directory')} could not be read completely"):
-        st.dataframe(found, hide_index=True, width="stretch")
 
 
 def _heads() -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard import file_cache, plotly_charts, tables
-from deskside.dashboard.components import chart, seeds_note, sentence, usable
+from deskside.dashboard import file_cache, plotly_charts
+from deskside.dashboard.components import chart, metric_charts, usable
 from deskside.dashboard.literal import literal
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.run.record import number
 from deskside.study.results import Arm, Trial
-from deskside.study.stats.metrics import METRICS, metric_named
+from deskside.study.stats.metrics import metric_named
 from deskside.utils.errors import UsageError
 
 MAX_CURVES = 6
@@ -28,28 +28,13 @@ def show(context: Context) -> None:
         return
     results = selection.results
     st.header("Speed and quality")
-    known = {
-        metric.label: metric.key
-        for metric in METRICS
-        if metric.key in KEYS and study_text.measured_arms(results.arms, metric.key)
-    }
-    known = dict(sorted(known.items(), key=lambda pair: KEYS.index(pair[1])))
+    metrics = [metric_named(key) for key in KEYS if study_text.measured_arms(results.arms, key)]
+    known = {metric.label: metric.key for metric in metrics}
     if not known:
         st.info("No trial has finished yet; the Live tab shows those that are running.")
     else:
         label = st.selectbox("what is shown", list(known), key="performance-metric")
-        key = known[label]
-        metric = metric_named(key)
-        figure = plotly_charts.bars(results.arms, key)
-        if figure is not None:
-            chart(figure, key, f"{metric.heading} of {len(results.arms)} arms")
-        missing = tables.not_measured(results.arms, key)
-        st.caption(f"{seeds_note(selection, key)} {sentence(metric.about)} {missing}")
-        figure = plotly_charts.forest(results, key)
-        if figure is not None:
-            st.header("Against the baseline")
-            chart(figure, f"{key}-difference", f"relative differences in {label}, with intervals")
-            st.dataframe(tables.differences(results, (key,)), hide_index=True, width="stretch")
+        metric_charts(selection, known[label])
     _curves(selection)
 
 
@@ -89,9 +74,8 @@ def _kinds(selection: StudySelection) -> list[str]:
     """Return the kinds of curves: without evaluations during training there is only the training loss."""
     trials = [trial for arm in selection.results.arms for trial in arm.trials]
     validated = any(number(row.get("val_bpb")) is not None for trial in trials for row in trial.curve[:-1])
-    return (
-        ["validation loss", "training loss"] if validated or selection.folder is None else ["training loss"]
-    )
+    both = validated or selection.folder is None
+    return ["validation loss", "training loss"] if both else ["training loss"]
 
 
 def _points(selection: StudySelection, arm: Arm, trial: Trial) -> list[dict[str, float | None]]:

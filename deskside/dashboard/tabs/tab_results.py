@@ -21,8 +21,7 @@ def show(context: Context) -> None:
         _interactions(selection)
         _claims(selection)
         _report_plots(selection)
-    found = problems(context)
-    if found:
+    if found := problems(context):
         st.header("Directories that could not be read completely")
         st.dataframe(found, hide_index=True, width="stretch")
 
@@ -51,45 +50,33 @@ def _tables(selection: StudySelection) -> None:
         "that of hardware with its format. The files hold the arms shown here, with all digits and every interval."
     )
     stem = selection.folder.resolve().name if selection.folder else "runs"
-    first, second = st.columns(2)
-    first.download_button(
-        "Arms as CSV",
-        tables.arms(results).to_csv(index=False),
-        f"{stem}-arms.csv",
-        "text/csv",
-        width="stretch",
-    )
-    second.download_button(
-        "Trials as CSV",
-        tables.trials(results).to_csv(index=False),
-        f"{stem}-trials.csv",
-        "text/csv",
-        width="stretch",
-    )
+    files = (("arms", tables.arms(results)), ("trials", tables.trials(results)))
+    for column, (name, table) in zip(st.columns(2), files, strict=True):
+        label, data = f"{name.capitalize()} as CSV", table.to_csv(index=False)
+        column.download_button(label, data, f"{stem}-{name}.csv", "text/csv", width="stretch")
 
 
 def _interactions(selection: StudySelection) -> None:
     if not selection.results.interactions:
         return
     st.header("Do the options act independently?")
-    rows = []
     labels = {factor.name: factor.label for group in selection.results.groups for factor in group.factors}
     titles = {group.name: group.heading for group in selection.results.groups}
-    for found in selection.results.interactions:
-        rows.append(
-            {
-                **({"group": titles.get(found.group, found.group)} if len(titles) > 1 else {}),
-                "options": " and ".join(
-                    f"{labels.get(name, name)}: {found.levels.get(name, '')}"
-                    for name in (found.first, found.second)
-                ),
-                "in": metric_named(found.metric).label,
-                "effect of both beyond the sum of each": study_text.relative(
-                    found.effect, found.low, found.high, found.verdict
-                ),
-                "seeds": found.n,
-            }
-        )
+    rows = [
+        {
+            **({"group": titles.get(found.group, found.group)} if len(titles) > 1 else {}),
+            "options": " and ".join(
+                f"{labels.get(name, name)}: {found.levels.get(name, '')}"
+                for name in (found.first, found.second)
+            ),
+            "in": metric_named(found.metric).label,
+            "effect of both beyond the sum of each": study_text.relative(
+                found.effect, found.low, found.high, found.verdict
+            ),
+            "seeds": found.n,
+        }
+        for found in selection.results.interactions
+    ]
     st.dataframe(rows, hide_index=True, width="stretch")
 
 
@@ -97,20 +84,19 @@ def _claims(selection: StudySelection) -> None:
     if not selection.results.claims:
         return
     st.header("Claims")
-    rows = []
-    for claim in selection.results.claims:
-        rows.append(
-            {
-                "claim": claim.text,
-                "claimed": claim.claimed,
-                "measured or computed here": measured(claim),
-                "verdict": claim.verdict,
-                "seeds": claim.n,
-                "scale": claim.scale,
-                "why": claim.explanation,
-                "source": claim.source,
-            }
-        )
+    rows = [
+        {
+            "claim": claim.text,
+            "claimed": claim.claimed,
+            "measured or computed here": measured(claim),
+            "verdict": claim.verdict,
+            "seeds": claim.n,
+            "scale": claim.scale,
+            "why": claim.explanation,
+            "source": claim.source,
+        }
+        for claim in selection.results.claims
+    ]
     st.dataframe(rows, hide_index=True, width="stretch")
 
 

@@ -36,17 +36,15 @@ class RemainingTime:
         """Return the seconds for trials of these arms, or None if nothing is known."""
         if not arms:
             return 0.0
-        forecasts = [self._forecasts.get(arm) for arm in arms]
         known = [(f, took) for arm, took in self._took if (f := self._forecasts.get(arm)) is not None]
         mean = sum(took for _, took in self._took) / len(self._took) if self._took else None
         factor = sum(took for _, took in known) / sum(f for f, _ in known) if known else 1.0
-        total = 0.0
-        for forecast in forecasts:
-            one = mean if forecast is None else forecast * factor
-            if one is None:
-                return None
-            total += one
-        return total / min(self._devices, len(arms))
+        forecasts = [self._forecasts.get(arm) for arm in arms]
+        each = [mean if forecast is None else forecast * factor for forecast in forecasts]
+        expected = [seconds for seconds in each if seconds is not None]
+        if len(expected) < len(arms):
+            return None
+        return sum(expected) / min(self._devices, len(arms))
 
 
 class Screen:

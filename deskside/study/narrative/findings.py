@@ -9,12 +9,12 @@ measured are reported as such.
 from collections.abc import Iterator
 
 from deskside.study.results import (
+    EXACT,
     NO_DIFFERENCE,
     TOO_FEW,
     Arm,
     Comparison,
     Group,
-    Interaction,
     Results,
     own_parts,
     status_text,
@@ -120,17 +120,15 @@ def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
         return line
     if best.estimates[metric.key].n == 1:
         return f"{line} One seed has no interval: others may be as good."
-    open_ = [arm for arm in arms if arm is not best and not _differs(best, arm, metric)]
-    if open_:
-        line += f" Not significantly different from it: {_names([arm.label for arm in open_])}."
+    undecided = []
+    for arm in arms:
+        ours, theirs = pairs(best, arm, metric.key)
+        paired = len(ours) > 1 and min(*ours, *theirs) > 0
+        if arm is not best and not (paired and log_ratio(ours, theirs).excludes_zero()):
+            undecided.append(arm.label)
+    if undecided:
+        line += f" Not significantly different from it: {_names(undecided)}."
     return line
-
-
-def _differs(best: Arm, other: Arm, metric: Metric) -> bool:
-    ours, theirs = pairs(best, other, metric.key)
-    if len(ours) < 2 or min(*ours, *theirs) <= 0:
-        return False
-    return log_ratio(ours, theirs).excludes_zero()
 
 
 def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -> Iterator[str]:
@@ -138,45 +136,32 @@ def _family(results: Results, group: Group, metric: Metric, family: list[Arm]) -
     found = [(arm, c) for arm in family if (c := arm.comparison(metric.key)) is not None]
     if not found:
         return
-    better: list[tuple[Arm, Comparison]] = []
-    worse: list[tuple[Arm, Comparison]] = []
-    same: list[tuple[Arm, Comparison]] = []
+    kinds: dict[str, list[tuple[Arm, Comparison]]] = {"better": [], "same": [], "worse": []}
     for arm, c in sorted(found, key=lambda item: -abs(item[1].relative)):
-        if c.verdict == NO_DIFFERENCE or c.relative == 0:
-            same.append((arm, c))
-        else:
-            better_here = (c.relative > 0) == (metric.better == "higher")
-            (better if better_here else worse).append((arm, c))
+        kind = "better" if (c.relative > 0) == (metric.better == "higher") else "worse"
+        kinds["same" if c.verdict == NO_DIFFERENCE or c.relative == 0 else kind].append((arm, c))
     baseline = results.arm(found[0][1].baseline)
     name = baseline.label if baseline is not None else found[0][1].baseline
-    if not better and any(c.n > 1 for _, c in found):
+    if not kinds["better"] and any(c.n > 1 for _, c in found):
         yield f"Nothing is shown to be better than {name} in {metric.label}."
-    for arm, c in better[:MAX_ARMS]:
-        yield f"{arm.label}: {'; '.join([sentence(c, arm, results), *_also(results, group, arm, metric)])}."
-    if len(better) > MAX_ARMS:
-        yield f"{_rest('better', better[MAX_ARMS:], name, metric)}."
-    for arm, c in same[:MAX_ARMS]:
-        yield f"{arm.label}: {sentence(c, arm, results)}."
-    if len(same) > MAX_ARMS:
-        rest = _names([arm.label for arm, _ in same[MAX_ARMS:]])
-        yield f"No difference shown in {metric.label} against {name}, either: {rest}."
-    for arm, c in worse[:MAX_ARMS]:
-        yield f"{arm.label}: {sentence(c, arm, results)}."
-    if len(worse) > MAX_ARMS:
-        yield f"{_rest('worse', worse[MAX_ARMS:], name, metric)}."
+    for kind, members in kinds.items():
+        for arm, c in members[:MAX_ARMS]:
+            also = _also(results, group, arm, metric) if kind == "better" else []
+            yield f"{arm.label}: {'; '.join([sentence(c, arm, results), *also])}."
+        if len(members) > MAX_ARMS:
+            yield f"{_rest(kind, members[MAX_ARMS:], name, metric)}."
 
 
-def _rest(word: str, found: list[tuple[Arm, Comparison]], name: str, metric: Metric) -> str:
+def _rest(kind: str, found: list[tuple[Arm, Comparison]], name: str, metric: Metric) -> str:
     """Summarize the arms that are not named one by one; those with one seed are listed apart."""
-    kinds = (
-        (f"{word.capitalize()} than", [arm.label for arm, c in found if c.verdict != TOO_FEW]),
-        (
-            f"With one seed, so not shown, {word} than",
-            [a.label for a, c in found if c.verdict == TOO_FEW],
-        ),
-    )
+    if kind == "same":
+        labels = [arm.label for arm, _ in found]
+        return f"No difference shown in {metric.label} against {name}, either: {_names(labels)}"
+    several = [arm.label for arm, c in found if c.verdict != TOO_FEW]
+    single = [arm.label for arm, c in found if c.verdict == TOO_FEW]
+    starts = ((f"{kind.capitalize()} than", several), (f"With one seed, so not shown, {kind} than", single))
     return "; ".join(
-        f"{how} {name} in {metric.label}, too: {_names(labels)}" for how, labels in kinds if labels
+        f"{start} {name} in {metric.label}, too: {_names(labels)}" for start, labels in starts if labels
     )
 
 
@@ -189,26 +174,23 @@ def _also(results: Results, group: Group, arm: Arm, metric: Metric) -> list[str]
 
 
 def _crossed(results: Results, group: Group, metric: Metric) -> Iterator[str]:
-    labels = {factor.name: factor.label for factor in group.factors}
-    for found in results.interactions:
-        shown = found.verdict in ("lower", "higher") or (found.verdict == "exact" and found.effect != 0)
-        if found.group == group.name and found.metric == metric.key and shown:
-            yield _interaction(found, labels, metric)
-
-
-def _interaction(found: Interaction, labels: dict[str, str], metric: Metric) -> str:
-    both = " and ".join(
-        f"{labels.get(name, name)} {found.levels.get(name, '')}".strip()
-        for name in (found.first, found.second)
-    )
+    """Yield the significant interactions in one metric."""
+    factors = {factor.name: factor.label for factor in group.factors}
     more, less = DIRECTIONS.get(metric.key, (f"higher {metric.label}", f"lower {metric.label}"))
-    low, high = found.low, found.high
-    interval = "exactly"
-    if found.verdict != "exact" and low is not None and high is not None:
-        ends, decimals = sorted((abs(low), abs(high))), percent_digits(low, high)
-        interval = f"{percent_range(ends[0], ends[1], decimals)}, {found.n} seeds"
-    size = percent(abs(found.effect), percent_digits(found.effect))
-    return f"{both} together: {size} {more if found.effect > 0 else less} than from both alone ({interval})."
+    for found in results.interactions:
+        if found.group != group.name or found.metric != metric.key or not found.is_shown:
+            continue
+        both = " and ".join(
+            f"{factors.get(name, name)} {found.levels.get(name, '')}".strip()
+            for name in (found.first, found.second)
+        )
+        low, high = found.low, found.high
+        interval = "exactly"
+        if found.verdict != EXACT and low is not None and high is not None:
+            ends, decimals = sorted((abs(low), abs(high))), percent_digits(low, high)
+            interval = f"{percent_range(ends[0], ends[1], decimals)}, {found.n} seeds"
+        size = percent(abs(found.effect), percent_digits(found.effect))
+        yield f"{both} together: {size} {more if found.effect > 0 else less} than from both alone ({interval})."
 
 
 def unfinished(results: Results) -> list[str]:

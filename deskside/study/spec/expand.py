@@ -180,7 +180,7 @@ def _combinations(study: StudySpec, group: GroupSpec) -> list[_Combination]:
     prefix = f"{group.name}-" if study.grouped else ""
     for extra in group.arms:
         levels = _in_order(group, group.baseline | first | extra.levels)
-        baseline = _id(study, group, levels | group.baseline)
+        baseline, _ = _name(study, group, levels | group.baseline)
         result.append(
             _Combination(f"{prefix}{extra.name}", extra.label, {**levels, "arm": extra.name}, baseline, extra)
         )
@@ -188,39 +188,31 @@ def _combinations(study: StudySpec, group: GroupSpec) -> list[_Combination]:
 
 
 def _combination(study: StudySpec, group: GroupSpec, levels: dict[str, str]) -> _Combination:
-    return _Combination(
-        _id(study, group, levels), _label(group, levels), levels, _id(study, group, levels | group.baseline)
-    )
+    baseline, _ = _name(study, group, levels | group.baseline)
+    name, label = _name(study, group, levels)
+    return _Combination(name, label, levels, baseline)
 
 
 def _in_order(group: GroupSpec, levels: Mapping[str, str]) -> dict[str, str]:
     return {factor.name: levels[factor.name] for factor in group.factors}
 
 
-def _named_factors(group: GroupSpec, levels: Mapping[str, str]) -> list[str]:
-    """Return the factors that identify an arm: all of them, or with one-at-a-time the one that is changed."""
-    if group.design == "full":
-        return [factor.name for factor in group.factors]
-    return [
-        factor.name
+def _name(study: StudySpec, group: GroupSpec, levels: Mapping[str, str]) -> tuple[str, str]:
+    """Return an arm's id and label, made of all its levels, or with one-at-a-time of those that are changed."""
+    named = [
+        factor
         for factor in group.factors
-        if factor.name in group.within or levels[factor.name] != group.baseline[factor.name]
+        if group.design == "full"
+        or factor.name in group.within
+        or levels[factor.name] != group.baseline[factor.name]
     ]
-
-
-def _id(study: StudySpec, group: GroupSpec, levels: Mapping[str, str]) -> str:
-    parts = [f"{name}_{levels[name]}" for name in _named_factors(group, levels)]
-    if not set(_named_factors(group, levels)) - set(group.within):
-        parts.append(BASELINE)
-    return "-".join([group.name, *parts] if study.grouped else parts)
-
-
-def _label(group: GroupSpec, levels: Mapping[str, str]) -> str:
-    named = _named_factors(group, levels)
-    parts = [factor.level(levels[factor.name]).label for factor in group.factors if factor.name in named]
-    if not set(named) - set(group.within):
-        parts.append(BASELINE)
-    return ", ".join(part for part in parts if part)
+    ids = [group.name] if study.grouped else []
+    ids += [f"{factor.name}_{levels[factor.name]}" for factor in named]
+    labels = [factor.level(levels[factor.name]).label for factor in named]
+    if all(factor.name in group.within for factor in named):
+        ids.append(BASELINE)
+        labels.append(BASELINE)
+    return "-".join(ids), ", ".join(label for label in labels if label)
 
 
 def _build(study: StudySpec, group: GroupSpec, budget: Budget, combination: _Combination) -> PlannedArm:
@@ -237,11 +229,8 @@ def _build(study: StudySpec, group: GroupSpec, budget: Budget, combination: _Com
     except UsageError as error:
         raise UsageError(f"{study.name}: arm {combination.id}: {error}") from None
     return PlannedArm(
-        id=combination.id,
-        label=combination.label,
+        **{key: value for key, value in vars(combination).items() if key != "extra"},
         group=group.name,
-        levels=combination.levels,
-        baseline=combination.baseline,
         config=config,
         budget=budget.words,
     )
