@@ -54,6 +54,7 @@ day, whose gradient was beside its logits (docs/planner-accuracy.md): 7 D bytes 
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from deskside.budget.adapters import adapter_params, dense_bytes, frozen_bytes, joined_bytes, kept_more
 from deskside.budget.format_costs import SAVED_BF16, kinds, quantized, saved_bytes, weight_copies
@@ -89,11 +90,11 @@ class Memory:
     items: dict[str, int]
     instant: str
 
-    @property
+    @cached_property
     def allocated(self) -> int:
         return sum(self.items.values())
 
-    @property
+    @cached_property
     def reserved(self) -> int:
         return int(self.allocated * (1 + RESERVED_SHARE)) + RESERVED_BYTES
 

@@ -24,6 +24,7 @@ hand and not measured yet.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from deskside.budget.adapters import adapter_params, matrix_bytes, projection_sizes
@@ -173,18 +174,23 @@ def _unquantized(spec: StepSpec) -> RunsAs:
 
 def _attention(scores: float, s: Sizes, recompute: bool = False) -> Iterator[Operator]:
     """Yield attention without and with a sliding window. scores: FLOPs for each token seen."""
-    length = s.spec.sequence_length
-    spans = {False: 0.0, True: 0.0}
-    windows = Counter(s.shape.layer_window(layer) for layer in range(s.shape.num_hidden_layers))
-    for window, count in windows.items():
-        # A window as long as the rows masks nothing.
-        masked = window is not None and window < length
-        spans[masked] += count * attention_span(length, window)
-    for windowed, span in spans.items():
+    for windowed, span in _spans(s.shape, s.spec.sequence_length):
         if span:
             name = "attention, windowed" if windowed else "attention"
             seen = s.leaf("tokens that a token sees, summed over the layers", span)
             yield Operator(name, "attention", scores * seen, recompute, s.shape.head_dim, windowed=windowed)
+
+
+@lru_cache(maxsize=512)
+def _spans(shape: Shape, length: int) -> tuple[tuple[bool, float], ...]:
+    """Return the tokens that a token sees, summed over the layers without and the layers with a sliding window."""
+    spans = {False: 0.0, True: 0.0}
+    for window, count in Counter(
+        shape.layer_window(layer) for layer in range(shape.num_hidden_layers)
+    ).items():
+        # A window as long as the rows masks nothing.
+        spans[window is not None and window < length] += count * attention_span(length, window)
+    return tuple(spans.items())
 
 
 def _weights(s: Sizes) -> list[Operator]:
@@ -271,6 +277,7 @@ def _quantizing(
             yield Operator("quantizing to NVFP4", "quantize", amount, recompute, share=share)
 
 
+@lru_cache(maxsize=512)
 def newton_schulz_flops(shape: Shape) -> float:
     """Return the FLOPs of Muon's iteration over all matrices of the blocks, once."""
     D = shape.hidden_size

@@ -1,5 +1,7 @@
 """The sizes of a model and of an optimizer step in which the formulas of memory and time are written."""
 
+from functools import lru_cache
+
 from deskside.budget.shape import (
     Shape,
     active_mlp_width,
@@ -11,29 +13,6 @@ from deskside.budget.shape import (
 )
 from deskside.budget.step_spec import StepSpec
 from deskside.budget.terms import leaf
-
-NAMES = {
-    "hidden": "hidden size",
-    "vocabulary": "vocabulary",
-    "layers": "layers",
-    "heads": "heads",
-    "kv_heads": "key-value heads",
-    "head_dim": "head_dim",
-    "queries": "query channels",
-    "keys": "key channels",
-    "mlp_width": "MLP width",
-    "parameters": "parameters",
-    "block_weights": "weights of the blocks",
-    "root_weights": "weights of embedding and head",
-    "attention_weights": "attention weights of a layer",
-    "mlp_weights": "MLP weights of a layer that a token meets",
-    "tokens": "tokens of a step on one GPU",
-    "pass_tokens": "tokens per pass",
-    "chunk_tokens": "tokens of a loss chunk",
-    "passes": "passes",
-    "gpus": "GPUs",
-    "shards": "shards",
-}
 
 
 class Sizes:
@@ -49,29 +28,27 @@ class Sizes:
 
     def __init__(self, shape: Shape, spec: StepSpec, traced: bool = False):
         self.shape, self.spec, self.traced = shape, spec, traced
-        self.hidden: float = shape.hidden_size
-        self.vocabulary: float = shape.vocab_size
-        self.layers: float = shape.num_hidden_layers
-        self.heads: float = shape.num_attention_heads
-        self.kv_heads: float = shape.num_key_value_heads
-        self.head_dim: float = shape.head_dim
-        self.queries: float = shape.num_attention_heads * shape.head_dim
-        self.keys: float = shape.num_key_value_heads * shape.head_dim
-        self.mlp_width: float = active_mlp_width(shape)
-        self.parameters: float = num_params(shape)
-        self.block_weights: float = block_matrices(shape)
-        self.root_weights: float = root_params(shape)
-        self.attention_weights: float = attention_matrix(shape)
-        self.mlp_weights: float = mlp_matrix(shape, shape.num_experts_per_tok)
-        self.tokens: float = spec.tokens // spec.gpus
-        self.pass_tokens: float = spec.micro_tokens
-        self.chunk_tokens: float = min(spec.loss_chunk_tokens, spec.micro_tokens)
-        self.passes: float = spec.accumulation
-        self.gpus: float = spec.gpus
-        self.shards: float = spec.gpus if spec.sharded else 1
-        if traced:
-            for attribute, name in NAMES.items():
-                setattr(self, attribute, leaf(name, getattr(self, attribute)))
+        mlp_width, parameters, blocks, root, attention, mlp = _counts(shape)
+        size = self.leaf
+        self.hidden = size("hidden size", shape.hidden_size)
+        self.vocabulary = size("vocabulary", shape.vocab_size)
+        self.layers = size("layers", shape.num_hidden_layers)
+        self.heads = size("heads", shape.num_attention_heads)
+        self.kv_heads = size("key-value heads", shape.num_key_value_heads)
+        self.queries = size("query channels", shape.num_attention_heads * shape.head_dim)
+        self.keys = size("key channels", shape.num_key_value_heads * shape.head_dim)
+        self.mlp_width = size("MLP width", mlp_width)
+        self.parameters = size("parameters", parameters)
+        self.block_weights = size("weights of the blocks", blocks)
+        self.root_weights = size("weights of embedding and head", root)
+        self.attention_weights = size("attention weights of a layer", attention)
+        self.mlp_weights = size("MLP weights of a layer that a token meets", mlp)
+        self.tokens = size("tokens of a step on one GPU", spec.tokens // spec.gpus)
+        self.pass_tokens = size("tokens per pass", spec.micro_tokens)
+        self.chunk_tokens = size("tokens of a loss chunk", min(spec.loss_chunk_tokens, spec.micro_tokens))
+        self.passes = size("passes", spec.accumulation)
+        self.gpus = size("GPUs", spec.gpus)
+        self.shards = size("shards", spec.gpus if spec.sharded else 1)
 
     def leaf(self, name: str, value: float) -> float:
         """Return a number that no formula here computes, with a name if the sizes are traced."""
@@ -81,3 +58,15 @@ class Sizes:
     def vectors(self) -> float:
         """Weights of norms and biases."""
         return self.parameters - self.block_weights - self.root_weights
+
+
+@lru_cache(maxsize=512)  # the planner prices one shape in hundreds of ways
+def _counts(shape: Shape) -> tuple[int, int, int, int, int, int]:
+    return (
+        active_mlp_width(shape),
+        num_params(shape),
+        block_matrices(shape),
+        root_params(shape),
+        attention_matrix(shape),
+        mlp_matrix(shape, shape.num_experts_per_tok),
+    )

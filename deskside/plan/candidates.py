@@ -11,9 +11,11 @@ Options that only affect speed are chosen by the modelled speed. Two choices cha
   1.136 bits per byte, against 1.151 without (docs/log.md). A token counts the same.
 """
 
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from deskside.budget.loss import LAW, MOST_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
@@ -99,35 +101,41 @@ class Candidate:
         return matmul_params(self.setting.model)
 
 
-def shapes(request: PlanRequest) -> list[CandidateModel]:
-    """Return every model of the open search, small to large. Raises UsageError if the overrides exclude all of them."""
-    named = [(f"d{number}", [presets.depth(number)]) for number in range(2, DEEPEST + 1, 2)]
-    for name in presets.names():
-        layers = presets.layers(name)
-        if all(set(layer) == {"model"} for layer in layers):
-            named.append((name, layers))
-    found, refused = [], None
+def shapes(request: PlanRequest) -> Iterator[CandidateModel]:
+    """Yield every model of the open search, small to large. Raises UsageError if the overrides exclude all of them."""
     own = frozenset(".".join(path) for path in merge.merge([request.overrides])[1])
-    for preset, layers in named:
-        if request.overrides:
-            layers = [*layers, dict(request.overrides)]
-        try:
-            config = merge.build(layers)
-            layer = longer(request.sequence, config, own)
-            layers = [*layers, layer]
-            if layer != {"batch": {"sequence_length": config.batch.sequence_length}}:
+    refused: list[UsageError] = []
+
+    def built(named: Iterable[tuple[str, list[dict[str, Any]]]]) -> Iterator[tuple[int, CandidateModel]]:
+        for preset, layers in named:
+            if request.overrides:
+                layers = [*layers, dict(request.overrides)]
+            try:
                 config = merge.build(layers)
-            found.append(CandidateModel(preset, tuple(layers), config))
-        except UsageError as error:
-            refused = error
-    if refused is not None and not found:
-        raise refused
-    found.sort(key=lambda shape: matmul_params(shape.model))
-    if request.unique_tokens is None:
-        return found
+                layer = longer(request.sequence, config, own)
+                layers = [*layers, layer]
+                if layer != {"batch": {"sequence_length": config.batch.sequence_length}}:
+                    config = merge.build(layers)
+            except UsageError as error:
+                refused.append(error)
+            else:
+                yield matmul_params(config.model), CandidateModel(preset, tuple(layers), config)
+
+    dial = built((f"d{number}", [presets.depth(number)]) for number in range(2, DEEPEST + 1, 2))
+    named = [(name, presets.layers(name)) for name in presets.names()]
+    shaped = built(
+        (name, layers) for name, layers in named if all(set(layer) == {"model"} for layer in layers)
+    )
+    by_size = itemgetter(0)
     # Text that is repeated many times does not suffice for a large model, and no such run was measured.
-    most = MOST_WEIGHTS_PER_TOKEN * request.unique_tokens
-    return [shape for shape in found if matmul_params(shape.model) <= most] or found[:1]
+    most = math.inf if request.unique_tokens is None else MOST_WEIGHTS_PER_TOKEN * request.unique_tokens
+    first = True
+    for weights, shape in heapq.merge(dial, sorted(shaped, key=by_size), key=by_size):
+        if first or weights <= most:
+            yield shape
+        first = False
+    if first and refused:
+        raise refused[-1]
 
 
 def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Candidate]:
@@ -168,7 +176,7 @@ def _merit(request: PlanRequest, found: Candidate) -> float:
 
 def fits_at_all(request: PlanRequest) -> bool:
     """Return whether the smallest model fits in any way."""
-    smallest = setting_of(request, shapes(request)[0].config)
+    smallest = setting_of(request, next(shapes(request)).config)
     one_row = stages(request.sequence, request.sequence * request.gpus)[-1]
     row = replace(smallest, stages=(replace(one_row, share=1.0),), micro_tokens=request.sequence)
     return fastest(request, row).fits != "no"
@@ -373,7 +381,10 @@ def _way(
             total = max(1.0, (seconds - setup_seconds(request)) * found.tokens_per_second[1])
         if total is None:
             return None
-        tokens = batch_tokens(total, request.sequence, request.gpus)
+        better = batch_tokens(total, request.sequence, request.gpus)
+        if better == tokens:
+            break
+        tokens = better
     assert found is not None
     return candidate(request, shape, found, end)
 

@@ -193,12 +193,15 @@ def fit(rows: Iterable[Measurement]) -> Fitted:
     trainers = dict.fromkeys({trainer for trainer, _, _ in table}, 0.0)
     architectures = dict.fromkeys({architecture for _, architecture, _ in table}, 0.0)
     for _ in range(ROUNDS):
+        before = [*trainers.values(), *architectures.values()]
         for trainer in trainers:
             trainers[trainer] = statistics.median(v - architectures[a] for t, a, v in table if t == trainer)
         for architecture in architectures:
             architectures[architecture] = statistics.median(
                 v - trainers[t] for t, a, v in table if a == architecture
             )
+        if before == [*trainers.values(), *architectures.values()]:
+            break
     # Not held at zero while fitting: the medians of the others would settle beside it and never come back.
     shift = architectures.get(ANCHOR, 0.0)
     architectures = {a: v - shift for a, v in architectures.items()}
