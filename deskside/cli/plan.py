@@ -1,7 +1,7 @@
 """`deskside plan`: what can be trained within a budget on a GPU, or whether a given model can."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from deskside.cli.options import Command, option
@@ -147,7 +147,7 @@ def _card_alone(options: PlanOptions, claimed: claims.Claims) -> int:
         raise UsageError("which card are the claims about? give --gpu, such as --gpu rtx5090")
     found = claims.of_card(find(options.gpu), claimed)
     if options.json:
-        print_json({"claims": [finding.to_json() for finding in found]}, indent=1)
+        print_json({"claims": [asdict(finding) for finding in found]}, indent=1)
     else:
         from deskside.plan import render
 

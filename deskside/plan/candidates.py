@@ -37,6 +37,7 @@ from deskside.plan.estimate import (
 )
 from deskside.plan.request import DEEPEST, SPLIT, PlanRequest, longer
 from deskside.utils.errors import UsageError
+from deskside.utils.format import duration
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
 SHORTEST_STAGE = 256
@@ -52,6 +53,7 @@ LADDER: tuple[tuple[Checkpointing, int], ...] = (
 ENOUGH_PASS_TOKENS = 16384  # with this many tokens per pass, recomputing to fit more makes nothing faster
 LONGEST_SECONDS = 365 * 86400.0  # longer runs are refused
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
+TOO_SMALL = "the budget is too small: nothing would be learned from so few tokens"
 AT_MOST = 3.0  # times the target's size: no band is larger
 MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))
 NOTHING_LEARNED = 8.0  # bits per byte, when every byte is as likely as any other
@@ -221,6 +223,13 @@ def pretrain_seconds(request: PlanRequest) -> float | None:
 def setup_seconds(request: PlanRequest) -> float:
     """Return the seconds before the first step: measured here, else as on the reference machine."""
     return SETUP_SECONDS if request.setup_seconds is None else request.setup_seconds
+
+
+def too_short(request: PlanRequest, seconds: float) -> str:
+    return (
+        f"the time is too short: {duration(seconds)} of pretraining, of which set-up takes about "
+        f"{duration(setup_seconds(request))}"
+    )
 
 
 def optimal_tokens(law: LossLaw, params: float) -> float:

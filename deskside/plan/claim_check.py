@@ -8,7 +8,7 @@ in any number format), or contradiction (two claims exclude each other), with th
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from deskside.facts.gpus import Gpu
 from deskside.plan.estimate import StepEstimate
@@ -54,9 +54,6 @@ class ClaimFinding:
     verdict: Holds
     why: str
     source: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"claim": self.claim, "verdict": self.verdict, "why": self.why, "source": self.source}
 
 
 def parse(given: dict[str, str | None]) -> Claims:

@@ -14,17 +14,17 @@ and the length of the rows. A verdict of "no" means that none of them fits.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import LowKind, Precision, quantized
 from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
-from deskside.budget.step_spec import Checkpointing, StateFormat
+from deskside.budget.step_spec import Checkpointing, OptimizerName, StateFormat
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
-from deskside.facts.gpus import Gpu, gpus
+from deskside.facts.gpus import gpus
 from deskside.plan.candidates import LADDER, fastest
 from deskside.plan.estimate import (
     Fits,
@@ -71,6 +71,11 @@ class Remedy:
     costs: str
     options: dict[str, Any]
 
+    def to_json(self) -> dict[str, Any]:
+        can = self.kind != "elsewhere"
+        saves = int(self.saves_bytes)
+        return {**asdict(self), "saves_bytes": saves, "deskside_can": can, "source": "modelled"}
+
 
 def remedies(request: PlanRequest, asked: StepEstimate) -> list[Remedy]:
     """Return every remedy that saves memory, changes first, each applied alone to what was asked for."""
@@ -78,24 +83,31 @@ def remedies(request: PlanRequest, asked: StepEstimate) -> list[Remedy]:
     for what, setting, costs in [*_one_row(asked.setting), *_changes(asked.setting)]:
         one_row = replace(asked.setting, micro_tokens=setting.micro_tokens) == setting
         tried = _estimate(request, setting if one_row else max_microbatch_unless_set(request, setting))
-        found.append(
-            Remedy(
-                what=what,
-                kind="change",
-                saves_bytes=asked.memory_bytes[1] - _estimate(request, setting).memory_bytes[1],
-                speed=tried.tokens_per_second[1] / asked.tokens_per_second[1],
-                fits=tried.fits,
-                costs=costs,
-                options=options(tried.setting),
-            )
-        )
-    found = [remedy for remedy in found if remedy.saves_bytes > 0]
-    return [*found, *_hardware(request, asked), *_smaller_model(request, asked), *_elsewhere(request, asked)]
+        saves = asked.memory_bytes[1] - _estimate(request, setting).memory_bytes[1]
+        if saves > 0:
+            found.append(replace(_remedy(what, "change", asked, tried, costs), saves_bytes=saves))
+    found += [*_hardware(request, asked), *_smaller_model(request, asked)]
+    # float32 weights, gradients and states against bfloat16 ones.
+    halved = [asked.memory.items.get(item, 0) for item in ("weights", "gradients", "optimizer")]
+    costs = "deskside keeps float32 master weights; small updates are rounded away without them"
+    what = "weights, gradients and states in 16 bits"
+    return [*found, Remedy(what, "elsewhere", 0.5 * sum(halved), None, None, costs, {})]
+
+
+def _remedy(what: str, kind: Kind, asked: StepEstimate, tried: StepEstimate, costs: str) -> Remedy:
+    return Remedy(
+        what,
+        kind,
+        saves_bytes=asked.memory_bytes[1] - tried.memory_bytes[1],
+        speed=tried.tokens_per_second[1] / asked.tokens_per_second[1],
+        fits=tried.fits,
+        costs=costs,
+        options=options(tried.setting),
+    )
 
 
 def _estimate(request: PlanRequest, setting: Setting) -> StepEstimate:
-    capacity = request.card.memory_bytes
-    return fitted(setting, request.calibration, capacity)
+    return fitted(setting, request.calibration, request.card.memory_bytes)
 
 
 def max_microbatch_unless_set(request: PlanRequest, setting: Setting) -> Setting:
@@ -140,7 +152,9 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
             replace(asked, optimizer="muon"),
             "one state per block weight instead of two; it also needs fewer tokens for the same loss",
         )
-    for lean in lighter(asked):
+    for cost_order, lean in _optimizers(asked, (asked.optimizer,)):
+        if not cost_order:
+            continue
         if lean.offload_optimizer:
             *_, (_, shape, spec) = lean.step_specs()
             held = gib(state_bytes(Sizes(shape, spec)).streamed)
@@ -158,9 +172,13 @@ def _changes(asked: Setting) -> Iterator[tuple[str, Setting, str]]:
             replace(asked, sharded=True),
             "weights and gradients travel between the GPUs",
         )
-    for cut in shorter(asked):
-        length = cut.sequence_length
-        yield f"rows of {length:,} tokens", cut, "the model never sees a longer context than that"
+    for cuts in _cuts(asked)[1:]:
+        cut = _with_rows(asked, cuts)
+        yield (
+            f"rows of {cut.sequence_length:,} tokens",
+            cut,
+            "the model never sees a longer context than that",
+        )
 
 
 def _hardware(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
@@ -177,95 +195,56 @@ def _hardware(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
             request, max_microbatch_unless_set(request, replace(setting, gpus=number, sharded=True))
         )
         if tried.fits == "fits":
-            yield Remedy(
-                f"{number} of this card, sharded",
-                "hardware",
-                asked.memory_bytes[1] - tried.memory_bytes[1],
-                tried.tokens_per_second[1] / asked.tokens_per_second[1],
-                tried.fits,
-                f"{number - setting.gpus} more card{'s' if number - setting.gpus > 1 else ''}",
-                options(tried.setting),
-            )
+            more = number - setting.gpus
+            costs = f"{more} more card{'s' if more > 1 else ''}"
+            yield _remedy(f"{number} of this card, sharded", "hardware", asked, tried, costs)
             break
     needed = minimum_over_changes(request, max_microbatch_unless_set(request, setting)).memory_bytes[2]
-    larger = [gpu for gpu in larger_cards(request) if gpu.memory_bytes * (1 - DRIVER_SHARE) >= needed]
-    if larger and needed > request.card.memory_bytes:
+    card = request.card  # what counts is the memory that it is sold with, not what is free of it now
+    own = card.memory_bytes if card.gpu is None else max(card.memory_bytes, card.gpu.memory_bytes)
+    larger = [
+        gpu
+        for gpu in gpus()
+        if gpu.memory_bytes > own and not gpu.laptop and gpu.memory_bytes * (1 - DRIVER_SHARE) >= needed
+    ]
+    if larger and needed > card.memory_bytes:
         smallest = min(gpu.memory_bytes for gpu in larger)
         names = [gpu.name for gpu in larger if gpu.memory_bytes == smallest][:NAMED_CARDS]
-        yield Remedy(
-            f"a card with {smallest / 2**30:.0f} GiB, such as {', '.join(names)}",
-            "hardware",
-            0.0,
-            None,
-            None,
-            "another card",
-            {},
-        )
-
-
-def larger_cards(request: PlanRequest) -> list[Gpu]:
-    """Return the cards that have more memory than this one as it is sold, whatever of it is free now."""
-    card = request.card
-    own = card.memory_bytes if card.gpu is None else max(card.memory_bytes, card.gpu.memory_bytes)
-    return [gpu for gpu in gpus() if gpu.memory_bytes > own and not gpu.laptop]
+        what = f"a card with {smallest / 2**30:.0f} GiB, such as {', '.join(names)}"
+        yield Remedy(what, "hardware", 0.0, None, None, "another card", {})
 
 
 def _smaller_model(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
     """Yield the largest depth of the dial that fits."""
     asked_model = asked.setting.model
-    kept = {
-        "vocab_size": asked_model.vocab_size,
-        "max_position_embeddings": asked_model.max_position_embeddings,
-    }
+    kept = {key: getattr(asked_model, key) for key in ("vocab_size", "max_position_embeddings")}
     low, high, best = 1, DEEPEST // 2, None
     while low <= high:  # depth 2 x middle; memory grows with depth
         middle = (low + high) // 2
         model = ModelConfig(**{**presets.depth(2 * middle)["model"], **kept})
         tried = fastest(request, max_microbatch_unless_set(request, replace(asked.setting, model=model)))
         if tried.fits == "fits":
-            best, low = (middle, tried), middle + 1
+            best, low = (2 * middle, tried), middle + 1
         else:
             high = middle - 1
     # With changes at once a larger one may fit than was asked for: then the changes are the answer, not another model.
     if best is not None and num_params(best[1].setting.model) < num_params(asked_model):
-        tried = best[1]
-        yield Remedy(
-            f"d{2 * best[0]} ({count(num_params(tried.setting.model))}), the largest of the depth dial that fits",
-            "other model",
-            asked.memory_bytes[1] - tried.memory_bytes[1],
-            tried.tokens_per_second[1] / asked.tokens_per_second[1],
-            tried.fits,
-            "another, smaller model",
-            options(tried.setting),
-        )
-
-
-def _elsewhere(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
-    items = asked.memory.items
-    states = items.get("optimizer", 0)
-    # float32 weights, gradients and states against bfloat16 ones.
-    yield Remedy(
-        "weights, gradients and states in 16 bits",
-        "elsewhere",
-        0.5 * (items.get("weights", 0) + items.get("gradients", 0) + states),
-        None,
-        None,
-        "deskside keeps float32 master weights; small updates are rounded away without them",
-        {},
-    )
+        depth, tried = best
+        size = count(num_params(tried.setting.model))
+        what = f"d{depth} ({size}), the largest of the depth dial that fits"
+        yield _remedy(what, "other model", asked, tried, "another, smaller model")
 
 
 def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
     """Yield the setting with every combination of changes, the least first; the first is the setting itself."""
-    found: list[tuple[int, Setting]] = []
     formats = [(0, start)]
     if request.given is not None:
-        for other in _formats(start, request.given, request.card.native):
-            formats.append((OTHER_FORMAT, other))
-    for (cost, base), cuts in itertools.product(formats, _cuts(start)):
-        rows = _with_rows(base, cuts)
-        for more, way in _optimizers(rows):
-            found.append((cost + HALF_ROWS * cuts + more, way))
+        formats += [(OTHER_FORMAT, other) for other in _formats(start, request.given, request.card.native)]
+    found = [
+        (cost + HALF_ROWS * cuts + more, way)
+        for (cost, base), cuts in itertools.product(formats, _cuts(start))
+        for more, way in _optimizers(_with_rows(base, cuts))
+    ]
     found.sort(key=lambda pair: pair[0])
     yield from (setting for _, setting in found)
 
@@ -297,27 +276,15 @@ def minimum_memory(request: PlanRequest, setting: Setting) -> StepEstimate:
 
 def minimum_over_changes(request: PlanRequest, start: Setting, same_task: bool = False) -> StepEstimate:
     """Return what needs least memory of all combinations. same_task: rows and number format stay what they are."""
-    settings = [
-        setting
-        for setting in combinations(request, start)
-        if not same_task
-        or (setting.sequence_length, setting.precision) == (start.sequence_length, start.precision)
-    ]
     return min(
-        (minimum_memory(request, setting) for setting in settings), key=lambda found: found.memory_bytes[1]
+        (
+            minimum_memory(request, setting)
+            for setting in combinations(request, start)
+            if not same_task
+            or (setting.sequence_length, setting.precision) == (start.sequence_length, start.precision)
+        ),
+        key=lambda found: found.memory_bytes[1],
     )
-
-
-def lighter(setting: Setting) -> Iterator[Setting]:
-    """Yield the setting with smaller optimizer states, then with states on the host, where training takes that."""
-    yield from (way for cost, way in _optimizers(setting, (setting.optimizer,)) if cost)
-
-
-def shorter(setting: Setting) -> Iterator[Setting]:
-    """Yield the setting with rows of a half, a quarter, ... of its longest, as far as they divide."""
-    for cuts in _cuts(setting):
-        if cuts:
-            yield _with_rows(setting, cuts)
 
 
 def _formats(start: Setting, given: Given, native: frozenset[LowKind]) -> Iterator[Setting]:
@@ -339,11 +306,9 @@ def _formats(start: Setting, given: Given, native: frozenset[LowKind]) -> Iterat
     yield in_precision(start, config, other, native)
 
 
-def _optimizers(
-    setting: Setting, names: tuple[str, ...] = ("as asked", "muon")
-) -> Iterator[tuple[int, Setting]]:
+def _optimizers(setting: Setting, names: tuple[OptimizerName, ...] = ()) -> Iterator[tuple[int, Setting]]:
     """Yield (cost, setting) with every optimizer, format of its states and place for them that training takes."""
-    for name in dict.fromkeys(setting.optimizer if name == "as asked" else name for name in names):
+    for name in dict.fromkeys(names or (setting.optimizer, "muon")):
         base = setting if name == setting.optimizer else replace(setting, optimizer="muon")
         first = OTHER_OPTIMIZER if name != setting.optimizer else 0
         small: StateFormat = "bfloat16" if base.sharded else "8bit"
@@ -351,9 +316,8 @@ def _optimizers(
             for offload in dict.fromkeys(
                 (base.offload_optimizer, not base.sharded or base.offload_optimizer)
             ):
-                cost = first
-                cost += SMALL_STATES if states != base.states else 0
-                cost += ON_HOST if offload != base.offload_optimizer else 0
+                cost = first + SMALL_STATES * (states != base.states)
+                cost += ON_HOST * (offload != base.offload_optimizer)
                 yield cost, replace(base, states=states, offload_optimizer=offload)
 
 

@@ -16,10 +16,6 @@ from deskside.plan.estimate import Range, StepEstimate
 from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
 from deskside.utils.format import count, dollars, duration, gib, number
 
-_LOSS: tuple[tuple[str, Callable[[PlannedBand], str]], ...] = (
-    ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),
-    ("  range", lambda b: f"{b.loss[0]:.2f} to {b.loss[2]:.2f}"),
-)
 HOURS = {"sft": "left for deskside sft, which go does not run,"}
 BAR = 24  # characters of the longest bar
 WIDEST = 100
@@ -110,51 +106,45 @@ def _title(plan: Plan) -> str:
 
 
 def _bands(plan: Plan) -> Table:
-    table = Table("modelled", *(_head(plan, band) for band in plan.bands), box=None, pad_edge=False)
+    several = len(plan.bands) > 1
+    heads = (f"{b.name} *" if b.name == plan.recommended and several else b.name for b in plan.bands)
+    table = Table("modelled", *heads, box=None, pad_edge=False)
+    loss: tuple[tuple[str, Callable[[PlannedBand], str]], ...] = (
+        ("bits per byte", lambda b: f"{b.loss[1]:.3f}"),
+        ("  range", lambda b: f"{b.loss[0]:.2f} to {b.loss[2]:.2f}"),
+    )
     for what, of in (
-        ("model", _model),
+        ("model", lambda b: f"{b.preset} ({count(b.candidate.params)})"),
         ("tokens", lambda b: count(b.candidate.tokens[1])),
         ("  per parameter", lambda b: f"{b.candidate.tokens[1] / b.candidate.params:.1f}"),
-        *(_LOSS if plan.request.pretrains else ()),
+        *(loss if plan.request.pretrains else ()),
         ("batch, tokens", lambda b: f"{b.candidate.setting.stages[-1].tokens:,}"),
         ("  per pass", lambda b: f"{b.candidate.setting.micro_tokens:,}"),
         ("rows", lambda b: "/".join(str(s.sequence_length) for s in b.candidate.setting.stages)),
         ("optimizer", lambda b: b.candidate.setting.optimizer),
-        ("precision", lambda b: _precision(b.estimate)),
+        ("precision", lambda b: b.candidate.setting.precision + _emulated(b.estimate)),
         ("recomputed", lambda b: b.candidate.setting.activation_checkpointing),
         ("memory", lambda b: gib(b.estimate.memory_bytes[1])),
         ("  range", lambda b: _gib_range(b.estimate.memory_bytes)),
         ("tokens/s", lambda b: f"{b.estimate.tokens_per_second[1]:,.0f}"),
-        ("  range", lambda b: _range(b.estimate.tokens_per_second)),
+        ("  range", lambda b: "{0:,.0f} to {2:,.0f}".format(*b.estimate.tokens_per_second)),
         ("pretraining", lambda b: duration(b.candidate.seconds[1])),
         ("energy", lambda b: "-" if b.cost.kwh is None else f"{number(b.cost.kwh[1])} kWh"),
-        ("electricity", lambda b: _money(b.cost)),
+        ("electricity", _money),
     ):
         table.add_row(what, *(of(band) for band in plan.bands))
     return table
 
 
-def _precision(found: StepEstimate) -> str:
-    return found.setting.precision + (", emulated" if found.setting.emulated else "")
+def _emulated(found: StepEstimate) -> str:
+    return ", emulated" if found.setting.emulated else ""
 
 
-def _head(plan: Plan, band: PlannedBand) -> str:
-    return f"{band.name} *" if band.name == plan.recommended and len(plan.bands) > 1 else band.name
-
-
-def _model(band: PlannedBand) -> str:
-    return f"{band.preset} ({count(num_params(band.candidate.setting.model))})"
-
-
-def _money(cost: Cost) -> str:
-    if cost.electricity is None:
+def _money(band: PlannedBand) -> str:
+    money = band.cost.electricity
+    if money is None:
         return "-"
-    mark = "" if cost.electricity.source == "given" else " (published)"
-    return dollars(cost.electricity.amount[1]) + mark
-
-
-def _range(interval: Range) -> str:
-    return f"{interval[0]:,.0f} to {interval[2]:,.0f}"
+    return dollars(money.amount[1]) + ("" if money.source == "given" else " (published)")
 
 
 def _gib_range(interval: Range) -> str:
@@ -179,8 +169,7 @@ def _memory(plan: Plan, found: StepEstimate, name: str) -> Table:
 
 
 def _speed(plan: Plan, found: StepEstimate, name: str) -> Table:
-    how = "modelled, emulated" if found.setting.emulated else "modelled"
-    table = Table(f"a step of {name} ({how})", "", "", box=None, pad_edge=False)
+    table = Table(f"a step of {name} (modelled{_emulated(found)})", "", "", box=None, pad_edge=False)
     total = found.step_seconds
     for item, seconds in found.step.items():
         if seconds > 0:
@@ -212,8 +201,7 @@ def _cost(console: Console, cost: Cost) -> None:
         if money is not None:
             _told(f"{what}: {dollars(money.amount[1])} at ${money.price:g} ({money.source})", 2)
     if cost.own is not None:
-        text = f"owning: {dollars(cost.own.own_per_hour)} per hour; {cost.own.words} ({cost.own_basis})"
-        _told(text, 2)
+        _told(f"owning: {dollars(cost.own.own_per_hour)} per hour; {cost.own.words} ({cost.own_basis})", 2)
     for cap in cost.caps:
         kind = f"at a limit of {cap['watts']:.0f} W: {cap['speed']:.0%} of the speed, "
         text = f"{kind}{cap['card_energy_per_token']:.0%} of the card's energy per token ({cap['of']}; {cap['source']})"
@@ -223,7 +211,7 @@ def _cost(console: Console, cost: Cost) -> None:
 def _remedies(plan: Plan) -> Table:
     table = Table("what would help", "saves", "speed", "fits", "costs", box=None, pad_edge=False)
     for remedy in plan.remedies:
-        can = "" if remedy.kind in ("change", "hardware", "other model") else "(not in deskside) "
+        can = "(not in deskside) " if remedy.kind == "elsewhere" else ""
         table.add_row(
             remedy.what,
             gib(remedy.saves_bytes) if remedy.saves_bytes else "",
@@ -243,7 +231,7 @@ def _claims(console: Console, findings: Sequence[ClaimFinding]) -> None:
 
 
 def _sources(plan: Plan) -> list[str]:
-    calibration, request = plan.request.calibration, plan.request
+    request, calibration = plan.request, plan.request.calibration
     spread = calibration.speed_spread if plan.shown is None else plan.shown.speed_spread
     lines = [
         f"speed: modelled, rates {calibration.source}: {calibration.basis}; +-{spread:.0%}",

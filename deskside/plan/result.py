@@ -17,7 +17,7 @@ from deskside.plan.bands import Name
 from deskside.plan.candidates import Candidate, precision
 from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import MEMORY_SOURCE, Range, StepEstimate, options
+from deskside.plan.estimate import MEMORY_SOURCE, Range, StepEstimate, options, range_json
 from deskside.plan.remedies import Remedy
 from deskside.plan.request import PlanRequest
 from deskside.plan.verdict import Answer
@@ -102,14 +102,13 @@ class Plan:
             "speed": {} if shown is None else speed_json(self.request, shown),
             "cost": {} if best is None else best.cost.to_json(),
             "hours": self.hours,
-            "asked": None
-            if self.asked is None
-            else {
+            "asked": self.asked
+            and {
                 "memory": memory_json(self.request, self.asked),
                 "speed": speed_json(self.request, self.asked),
             },
-            "remedies": [_remedy(remedy) for remedy in self.remedies],
-            "claims": [finding.to_json() for finding in self.findings],
+            "remedies": [remedy.to_json() for remedy in self.remedies],
+            "claims": [asdict(finding) for finding in self.findings],
             "alternatives": list(self.alternatives),
             "notes": list(self.notes),
         }
@@ -119,50 +118,45 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
     """Return (config, command) of a candidate. Raises UsageError if the configuration rejects it, which is a bug."""
     own: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
     # The length of the run follows the budget: a time for hours, otherwise tokens.
-    _, expected, _ = candidate.seconds
     if request.pretrain_seconds is not None or request.budget.kind == "hours":
-        length = str(Duration(int(expected), "seconds"))
+        length = str(Duration(int(candidate.seconds[1]), "seconds"))
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
     own.setdefault("schedule", {})["length"] = length
-    if candidate.setting.precision != precision(request):  # another one is what makes it fit
+    # Another precision than the request's may be what makes it fit.
+    if candidate.setting.precision != precision(request) or request.precision is not None:
         own.setdefault("precision", {})["name"] = candidate.setting.precision
-    elif request.precision is not None:
-        own.setdefault("precision", {})["name"] = request.precision
     positions = candidate.setting.model.max_position_embeddings
     built = merge.build([*candidate.shape.layers, own])
-    fine_tuned = built.align is not None
     config = built.model_dump(mode="json", exclude_unset=True)
-    if fine_tuned:
-        return config, _fine_tuning(request, config)
-    by_hand: dict[str, Any] = {}
-    for layer in (request.overrides, own):
-        by_hand = merge.merge([by_hand, layer])[0]
-    if positions != merge.build(presets.layers(candidate.shape.preset)).model.max_position_embeddings:
-        by_hand.setdefault("model", {})["max_position_embeddings"] = positions
-    start = ["train", candidate.shape.preset]
-    if built.adapter is not None:  # beside weights that are there
-        start += ["--init", "MODEL"]
-    words = _words(by_hand)
-    if "--data.path" not in words:
-        words = ["--data.path", "DIR", *words]
-    return config, _line(request, [*start, *words])
+    if built.align is not None:
+        words = _fine_tuning(config)
+    else:
+        by_hand: dict[str, Any] = {}
+        for layer in (request.overrides, own):
+            by_hand = merge.merge([by_hand, layer])[0]
+        if positions != merge.build(presets.layers(candidate.shape.preset)).model.max_position_embeddings:
+            by_hand.setdefault("model", {})["max_position_embeddings"] = positions
+        options_by_hand = _words(by_hand)
+        words = ["train", candidate.shape.preset]
+        if built.adapter is not None:  # adapters need weights to start from
+            words += ["--init", "MODEL"]
+        if "--data.path" not in options_by_hand:
+            words += ["--data.path", "DIR"]
+        words += options_by_hand
+    launcher = ["torchrun", "--nproc-per-node", str(request.gpus), "-m"] if request.gpus > 1 else []
+    return config, shlex.join([*launcher, "deskside", *words])
 
 
-def _fine_tuning(request: PlanRequest, config: Mapping[str, Any]) -> str:
-    """Return a fine-tuning command. It takes no preset: every key is an option, the model comes with its weights."""
+def _fine_tuning(config: Mapping[str, Any]) -> list[str]:
+    """Return the words of a fine-tuning command. It takes no preset: every key is an option, the model comes with its
+    weights."""
     own = {part: values for part, values in config.items() if part not in ("model", "align")}
     align = {key: value for key, value in config["align"].items() if key not in ("name", "data", "val")}
-    sources = config["align"].get("data") or ["DATA"]
-    words = [config["align"]["name"], "MODEL"]
-    for option, names in (("--data", sources), ("--val", config["align"].get("val") or [])):
-        words += [option, *names] if names else []
-    return _line(request, [*words, *_words({**own, "align": align})])
-
-
-def _line(request: PlanRequest, words: list[str]) -> str:
-    start = ["torchrun", "--nproc-per-node", str(request.gpus), "-m"] if request.gpus > 1 else []
-    return shlex.join([*start, "deskside", *words])
+    words = [config["align"]["name"], "MODEL", "--data", *(config["align"].get("data") or ["DATA"])]
+    if held_out := config["align"].get("val"):
+        words += ["--val", *held_out]
+    return [*words, *_words({**own, "align": align})]
 
 
 def _words(given: Mapping[str, Any]) -> list[str]:
@@ -189,7 +183,6 @@ def _written(value: Any) -> str:
 
 
 def memory_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
-    low, expected, high = found.memory_bytes
     return {
         "source": MODELLED,
         "basis": MEMORY_SOURCE,
@@ -198,7 +191,7 @@ def memory_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
         "peak_allocated": found.memory.allocated,
         "reserved": found.memory.reserved,
         "context": request.calibration.overhead_bytes,
-        "needed": {"low": int(low), "expected": int(expected), "high": int(high)},
+        "needed": {end: int(size) for end, size in range_json(found.memory_bytes).items()},
         "capacity": found.capacity,
         "capacity_source": request.card.memory_source,
         "peak_at": found.memory.instant,
@@ -208,16 +201,15 @@ def memory_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
 
 def speed_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
     setting = found.setting
-    low, expected, high = found.tokens_per_second
     gpu = request.card.gpu
-    per_second = setting.flops_per_token * expected / request.gpus
+    per_second = setting.flops_per_token * found.tokens_per_second[1] / request.gpus
     return {
         "source": MODELLED,
         "calibration": request.calibration.source,
         "basis": request.calibration.basis,
         "precision": setting.precision,
         "emulated": setting.emulated,
-        "tokens_per_second": {"low": low, "expected": expected, "high": high},
+        "tokens_per_second": range_json(found.tokens_per_second),
         "step_seconds": found.step_seconds,
         "items": dict(found.step),
         "tokens_per_step": setting.tokens_per_step,
@@ -231,6 +223,7 @@ def speed_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
 
 def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
     found, setting = band.candidate, band.candidate.setting
+    loss = {**range_json(found.loss), "unit": "bits per byte", "source": LAW.source}
     return {
         "name": band.name,
         "recommended": band.name == plan.recommended,
@@ -243,14 +236,14 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
             "layers": setting.model.num_hidden_layers,
             "hidden_size": setting.model.hidden_size,
         },
-        "tokens": band.tokens,
+        "tokens": int(found.tokens[1]),
         "tokens_range": {"low": int(found.tokens[0]), "high": int(found.tokens[2])},
         "tokens_per_param": found.tokens[1] / found.weights,
         "epochs": None
         if plan.request.unique_tokens is None
         else found.tokens[1] / plan.request.unique_tokens,
         "steps": int(found.tokens[1] // setting.tokens_per_step),
-        **({"loss": _loss(plan, found.loss)} if plan.request.pretrains else {}),
+        **({"loss": loss} if plan.request.pretrains else {}),
         "batch": {
             "tokens": setting.stages[-1].tokens,
             "micro_tokens": setting.micro_tokens,
@@ -268,40 +261,11 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
         "speed": speed_json(plan.request, found.estimate),
         "time": {
             "source": MODELLED,
-            "pretraining_seconds": {
-                "low": found.seconds[0],
-                "expected": found.seconds[1],
-                "high": found.seconds[2],
-            },
+            "pretraining_seconds": range_json(found.seconds),
         },
         "cost": band.cost.to_json(),
         "config": band.config,
         "command": band.command,
-    }
-
-
-def _loss(plan: Plan, loss: Range) -> dict[str, Any]:
-    low, expected, high = loss
-    return {
-        "low": low,
-        "expected": expected,
-        "high": high,
-        "unit": "bits per byte",
-        "source": LAW.source,
-    }
-
-
-def _remedy(remedy: Remedy) -> dict[str, Any]:
-    return {
-        "what": remedy.what,
-        "kind": remedy.kind,
-        "deskside_can": remedy.kind != "elsewhere",
-        "saves_bytes": int(remedy.saves_bytes),
-        "speed": remedy.speed,
-        "fits": remedy.fits,
-        "costs": remedy.costs,
-        "options": remedy.options,
-        "source": MODELLED,
     }
 
 

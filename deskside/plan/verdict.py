@@ -8,6 +8,7 @@ reads too few tokens for its size is always reported. Sharding over the requeste
 card or a smaller model answer another question and are reported as what would be needed.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +17,7 @@ from deskside.budget.shape import matmul_params
 from deskside.plan.candidates import (
     LONGEST_SECONDS,
     TOO_LONG,
+    TOO_SMALL,
     Candidate,
     CandidateModel,
     batch_tokens,
@@ -27,7 +29,7 @@ from deskside.plan.candidates import (
     pretrain_seconds,
     search,
     setting_of,
-    setup_seconds,
+    too_short,
 )
 from deskside.plan.estimate import Setting, StepEstimate, check_shared, estimate, fitted, optim_options
 from deskside.plan.remedies import (
@@ -44,6 +46,14 @@ from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]
 UNDERTRAINED = 1.05  # loss above the law's floor, relative to the best smaller model in the same hours
+CHANGED_OPTIONS = (
+    ("--precision", "precision"),
+    ("--compute.activation_checkpointing", "activation_checkpointing"),
+    ("--compute.loss_chunk_tokens", "loss_chunk_tokens"),
+    ("--optim.name", "optimizer"),
+    ("--optim.states", "states"),
+    ("--optim.offload", "offload_optimizer"),
+)
 FEW_TOKENS = 1 / 3  # of the optimum for the size; a plan reports fewer
 
 
@@ -52,7 +62,7 @@ class ModelVerdict:
     """Verdict on a given model. asked: the run as requested; chosen: the run that is possible, None without one."""
 
     answer: Answer
-    reasons: tuple[str, ...]
+    reasons: list[str]
     asked: StepEstimate
     chosen: Candidate | None
     remedies: tuple[Remedy, ...]
@@ -67,20 +77,20 @@ def judge(request: PlanRequest) -> ModelVerdict:
     needed = tuple(remedies(replace(request, overrides={}), asked)) if asked.fits != "fits" else ()
     if found is None:
         would = [remedy.what for remedy in needed if remedy.kind in ("hardware", "other model")]
-        return ModelVerdict("no", (*reasons, f"what would do: {'; or '.join(would)}"), asked, None, needed)
+        return ModelVerdict("no", [*reasons, f"what would do: {'; or '.join(would)}"], asked, None, needed)
     chosen = candidate(request, shape, found)
     if chosen is None:
-        return ModelVerdict("no", (*reasons, _out_of_reach(request, found)), asked, None, needed)
+        return ModelVerdict("no", [*reasons, _out_of_reach(request, found)], asked, None, needed)
     if chosen.seconds[1] > LONGEST_SECONDS:
         told = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
-        return ModelVerdict("no", (*reasons, told), asked, chosen, needed)
+        return ModelVerdict("no", [*reasons, told], asked, chosen, needed)
     # The optimal tokens of a size, and the better of two sizes, are only known for pretraining.
     late, worse = _undertrained(request, chosen) if request.pretrains else (None, False)
     if late is not None:
         reasons.append(late)
     if worse:
         answer = "yes-if"
-    return ModelVerdict(answer, tuple(reasons), asked, chosen, needed)
+    return ModelVerdict(answer, reasons, asked, chosen, needed)
 
 
 def _asked(request: PlanRequest, shape: CandidateModel) -> StepEstimate:
@@ -124,47 +134,28 @@ def _memory(request: PlanRequest, asked: StepEstimate) -> tuple[StepEstimate | N
     found = first_that_fits(request, start)
     if found is not None:
         return found, "yes-if", [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"]
-    for setting in (None, *combinations(request, start)):
-        found = asked if setting is None else _tight(request, setting)
-        if found is not None and found.fits == "tight":
+    possible = (s for s in combinations(request, start) if minimum_memory(request, s).fits != "no")
+    for found in itertools.chain([asked], (fastest(request, setting) for setting in possible)):
+        if found.fits == "tight":
             _, expected, high = found.memory_bytes
             text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end"
             what = _differences(asked, found)
             trial = f"{text} of the range{f', with {what}' if what else ''}: only a trial will tell"
             return found, "yes-if", [trial]
     lean = minimum_over_changes(request, start)
-    return (
-        None,
-        "no",
-        [
-            f"as asked it needs {told}",
-            f"with everything that saves memory together ({_differences(asked, lean)}) it still needs "
-            f"{gib(lean.memory_bytes[1])}, at most {gib(lean.memory_bytes[2])}",
-        ],
-    )
-
-
-def _tight(request: PlanRequest, setting: Setting) -> StepEstimate | None:
-    """Return the fastest way to do a setting that is expected to fit, None when none is."""
-    return None if minimum_memory(request, setting).fits == "no" else fastest(request, setting)
+    still = f"{gib(lean.memory_bytes[1])}, at most {gib(lean.memory_bytes[2])}"
+    saved = f"with everything that saves memory together ({_differences(asked, lean)}) it still needs {still}"
+    return None, "no", [f"as asked it needs {told}", saved]
 
 
 def _differences(asked: StepEstimate, found: StepEstimate) -> str:
     """Return the changed options as text."""
     before, after = asked.setting, found.setting
-    words = []
-    if after.precision != before.precision:
-        words.append(f"--precision {after.precision}")
-    if after.activation_checkpointing != before.activation_checkpointing:
-        words.append(f"--compute.activation_checkpointing {after.activation_checkpointing}")
-    if after.loss_chunk_tokens != before.loss_chunk_tokens:
-        words.append(f"--compute.loss_chunk_tokens {after.loss_chunk_tokens}")
-    if after.optimizer != before.optimizer:
-        words.append(f"--optim.name {after.optimizer}")
-    if after.states != before.states:
-        words.append(f"--optim.states {after.states}")
-    if after.offload_optimizer != before.offload_optimizer:
-        words.append("--optim.offload true")
+    words = [
+        f"{option} {str(getattr(after, field)).lower()}"
+        for option, field in CHANGED_OPTIONS
+        if getattr(after, field) != getattr(before, field)
+    ]
     if after.copies == "use" and before.copies == "step":
         words.append("--precision.weight_cache false")
     if after.sharded and not before.sharded:
@@ -187,11 +178,8 @@ def _out_of_reach(request: PlanRequest, found: StepEstimate) -> str:
         )
     seconds = pretrain_seconds(request)
     if seconds is None or length(request, found) is not None:
-        return "the budget is too small: nothing would be learned from so few tokens"
-    return (
-        f"the time is too short: {duration(seconds)} of pretraining, of which setting up takes about "
-        f"{duration(setup_seconds(request))}, and a step {duration(found.step_seconds)}"
-    )
+        return TOO_SMALL
+    return f"{too_short(request, seconds)}, and a step {duration(found.step_seconds)}"
 
 
 def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, bool]:
