@@ -7,8 +7,7 @@ from torch import Tensor
 from deskside.config.recipes import Operand
 from deskside.precision import formats, nvfp4
 from tests.gpu.card import DEVICE, NEEDS_CARD
-from tests.kernels import nvfp4_noise
-from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, data, oriented
+from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, data, oriented, uniform
 
 pytestmark = NEEDS_CARD
 
@@ -42,10 +41,10 @@ def test_equals_the_reference(name: str, along: nvfp4.Along, dtype: torch.dtype)
         N, K = x.shape
         noise = None
         if operand.rounding == "stochastic":
-            noise = nvfp4_noise.uniform((N, K), SEED).to(DEVICE)
+            noise = uniform((N, K), SEED).to(DEVICE)
         elif operand.rounding == "eden":
             shape = (N, K // 16) if along == "columns" else (N // 16, K)
-            noise = nvfp4_noise.uniform(shape, SEED).to(DEVICE)
+            noise = uniform(shape, SEED).to(DEVICE)
         signs = signs_for(operand)
         expected = nvfp4.quantize(x, operand, along, signs=signs, noise=noise)
         made = quantize.quantize(x, operand, along, signs=signs, seed=SEED)

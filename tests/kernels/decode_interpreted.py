@@ -1,22 +1,17 @@
-"""Runs the decoding kernels in Triton's interpreter beside the torch forms; prints the errors as JSON."""
+"""The decoding kernels in Triton's interpreter beside the torch forms."""
 
-import json
 from unittest import mock
 
-from tests.kernels.interpreter import mend
+import torch
+from torch import Tensor
 
-mend()
-
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from deskside.engine import fused  # noqa: E402
-from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of  # noqa: E402
-from deskside.engine.engine import Engine  # noqa: E402
-from deskside.engine.requests import Request  # noqa: E402
-from deskside.kernels import decode, decode_triton  # noqa: E402
-from deskside.kernels.fused.reference import QkvLayout  # noqa: E402
-from tests.engine.test_generate import VARIANTS, make, plain  # noqa: E402
+from deskside.engine import fused
+from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of
+from deskside.engine.engine import Engine
+from deskside.engine.requests import Request
+from deskside.kernels import decode, decode_triton
+from deskside.kernels.fused.reference import QkvLayout
+from tests.engine.test_generate import VARIANTS, make, plain
 
 
 def error(ours: Tensor, truth: Tensor) -> float:
@@ -116,12 +111,10 @@ def engine(found: dict[str, float]) -> None:
             found[f"engine, drafts {draft is not None}"] = float(wrong)
 
 
-if __name__ == "__main__":
+def main() -> dict[str, float]:
+    """The error of each kernel."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
-    attention(found)
-    long_rows(found)
-    into_cache(found)
-    noise(found)
-    engine(found)
-    print(json.dumps(found))
+    for check in (attention, long_rows, into_cache, noise, engine):
+        check(found)
+    return found

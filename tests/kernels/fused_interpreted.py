@@ -1,19 +1,16 @@
-"""Runs every fused kernel in Triton's interpreter beside the torch reference; prints the errors as JSON."""
+"""The fused kernels, the loss, embeddings and the dequantizer in Triton's interpreter, beside the torch reference."""
 
-import json
 import math
 from collections.abc import Iterator
 
-from tests.kernels.interpreter import mend
+import torch
+from torch import Tensor
 
-mend()
-
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from deskside.kernels import cross_entropy, cross_entropy_triton, weights_triton  # noqa: E402
-from deskside.kernels.fused import launch, reference  # noqa: E402
-from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout  # noqa: E402
+from deskside.kernels import cross_entropy, cross_entropy_triton, weights_triton
+from deskside.kernels.fused import launch, reference
+from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout
+from deskside.kernels.weights import dequantize_int8
+from tests.kernels.test_dequantize import SHAPES, codes_and_scales
 
 N, D, F = 136, 80, 48
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -40,7 +37,8 @@ def error(ours: object, truth: object) -> float:
     return max(e if math.isfinite(e) else math.inf for e in errors)  # a maximum would pass over NaN
 
 
-def main() -> None:
+def main() -> dict[str, float]:
+    """The error of each kernel."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
     residual, delta, grad, above = (torch.randn(N, D) for _ in range(4))
@@ -81,7 +79,7 @@ def main() -> None:
     gated(found)
     losses(found)
     embeddings(found)
-    print(json.dumps(found))
+    return found
 
 
 def sums(found: dict[str, float]) -> None:
@@ -174,5 +172,15 @@ def embeddings(found: dict[str, float]) -> None:
     found["tokens that are no rows are NaN"] = float((rows.isnan().all(1) != (unknown != 3)).sum())
 
 
-if __name__ == "__main__":
-    main()
+def dequantized() -> dict[str, float | None]:
+    """The largest relative error of each shape and dtype; None where a result is not finite."""
+    found: dict[str, float | None] = {}
+    for shape in SHAPES:
+        codes, scale = codes_and_scales(*shape)
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = dequantize_int8(codes, scale, dtype)
+            got = weights_triton.dequantize_int8(codes, scale, dtype)
+            assert got.dtype == dtype and got.shape == expected.shape
+            off = (got.double() - expected.double()).abs() / expected.double().abs().clamp(min=1e-30)
+            found[f"{shape} {dtype}"] = float(off.max()) if bool(got.isfinite().all()) else None
+    return found

@@ -1,26 +1,27 @@
-"""Triton's interpreter, for kernels on a machine without a card. Import this before any module of kernels.
+"""Triton's interpreter, for kernels on a machine without a GPU.
 
-The interpreter is chosen when a kernel is decorated, for the whole process: so what needs it runs in a process of its
-own, started by `interpreted`.
+The interpreter is chosen when a kernel is decorated, for the whole process. So what needs it runs in a process of its
+own: `interpreted` starts it, and this module as a program calls the function there.
 """
 
+import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def interpreted(module: str, *arguments: str) -> str:
-    """Run `python -m module` with the interpreter on; its standard output. A failure shows its last lines."""
+def interpreted(module: str, function: str, *arguments: str) -> Any:
+    """Return what a function of a module of tests/kernels returns where kernels are interpreted, by way of JSON."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "tests.kernels.interpreter", module, function, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return json.loads(done.stdout)
 
 
 def mend() -> None:
@@ -34,3 +35,9 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+
+
+if __name__ == "__main__":
+    mend()
+    module, function, *given = sys.argv[1:]
+    print(json.dumps(getattr(import_module(f"tests.kernels.{module}"), function)(*given)))

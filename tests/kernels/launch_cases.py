@@ -1,4 +1,4 @@
-"""Launches of the element-wise kernels, recorded to be compiled for cards that are not here: see compile_cases.py.
+"""Launches of all kernels but NVFP4's, recorded to be compiled for cards that are not here: see compile_cases.py.
 
 Shapes are those of small and of large models: a row of 5120 channels is where shared memory would first run out.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
+    decode_triton,
     muon_triton,
     weights_triton,
 )
@@ -21,6 +22,14 @@ from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 WITH_FP8 = tuple(c for c in CAPABILITIES if c >= 89)  # where the conversion is an instruction
 N = 4096
+DECODED = (  # query heads, key-value heads, channels, new tokens, window, dtype
+    (12, 3, 64, 1, None, torch.bfloat16),
+    (32, 8, 128, 1, None, torch.bfloat16),
+    (32, 8, 128, 5, 512, torch.bfloat16),
+    (16, 16, 256, 1, None, torch.bfloat16),
+    (12, 3, 64, 1, None, torch.float32),
+    (16, 1, 128, 4, None, torch.float32),
+)
 ACTIVATIONS = (("silu", True), ("gelu", False), ("gelu_new", False), ("relu2", False))
 
 
@@ -161,4 +170,42 @@ def _frozen() -> Iterator[CompileCase]:
             )
 
 
-COMPILE_CASES = (*_norms(), *_rope(), *_gated(), *_losses(), *_embeddings(), *_optimizers(), *_frozen())
+def _decoding() -> Iterator[CompileCase]:
+    for H, K, C, T, window, dtype in DECODED:
+        how = f"{H} x {K} x {C}, {T} tokens, window {window}, {str(dtype).removeprefix('torch.')}"
+        q, pages = _new(16, T, H, C, dtype=dtype), _new(4096, K, 32, C, dtype=dtype)
+        table, positions = _new(16, 64, dtype=torch.int64), _new(16, T, dtype=torch.int64)
+        attention = (q, pages, pages, table, positions, window, C**-0.5)
+        for number, name in enumerate(("decode attention", "join of spans")):
+            yield recorded(f"{name} {how}", CAPABILITIES, decode_triton.attend, *attention, number=number)
+        norms = (_new(C, dtype=torch.float32),) * 2 if T == 1 else None
+        angles = (_new(2048, C // 2, dtype=torch.float32),) * 2 if window is None else None
+        layout, N = QkvLayout(H, K, C, 1e-6), 16 * T
+        places = (_new(N, dtype=torch.int64),) * 3
+        yield recorded(
+            f"into the cache {how}",
+            CAPABILITIES,
+            decode_triton.into_cache,
+            *(_new(N, layout.width, dtype=dtype), norms, angles, layout, (pages, pages), places),
+        )
+    row, strided = _new(16, dtype=torch.int64), _new(16, 2, dtype=torch.int64)[:, 1]
+    for W in (64, 151936):
+        tokens = _new(W, dtype=torch.int64).expand(16, W) if W > 64 else _new(16, W, dtype=torch.int64)
+        yield recorded(
+            f"exponentials of {W}",
+            CAPABILITIES,
+            decode_triton.exponentials,
+            *(strided, row, 1, tokens),
+        )
+
+
+COMPILE_CASES = (
+    *_norms(),
+    *_rope(),
+    *_gated(),
+    *_losses(),
+    *_embeddings(),
+    *_optimizers(),
+    *_frozen(),
+    *_decoding(),
+)

@@ -1,4 +1,4 @@
-"""Operands, tensors and shapes that the tests of the NVFP4 kernels share, in the interpreter and on a card."""
+"""Operands, tensors, shapes and random numbers that the tests of the NVFP4 kernels share."""
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ OPERANDS = {
     "Hadamard 128": Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True),
     "eden": Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden"),
 }
+WORD = 0xFFFFFFFF
 LAYOUTS = ("nt", "nn", "tn")
 # (L, R, S): even; ragged on every side (rows are divisible by 16 where TMA needs it); a long sum, taken in parts.
 PRODUCTS = ((64, 128, 64), (112, 80, 48), (32, 64, 1040))
@@ -48,3 +49,27 @@ def oriented(left_LS: Tensor, right_RS: Tensor, layout: str) -> tuple[Tensor, Te
     """Operands as the layout has them in memory."""
     left = left_LS.T.contiguous() if layout == "tn" else left_LS
     return left, right_RS if layout == "nt" else right_RS.T.contiguous()
+
+
+def uniform(shape: tuple[int, int], seed: int) -> Tensor:
+    """The kernels' random numbers in torch, to compare stochastic rounding value by value.
+
+    They are what kernels/nvfp4/rounding.py gives to each element of a contiguous matrix, float32 in [0, 1).
+    """
+    low, high = seed & WORD, (seed >> 32) & WORD
+    between = (high + int(_mixed(torch.tensor(low ^ 0x9E3779B9), high))) & WORD
+    h = _mixed(torch.arange(shape[0] * shape[1], dtype=torch.int64) ^ low, between)
+    return ((h >> 9).double() / 2**23).float().view(shape)
+
+
+def _mixed(h: Tensor, between: int) -> Tensor:
+    h = h ^ (h >> 16)
+    h = _times(h, 0x7FEB352D)
+    h = ((h ^ (h >> 15)) + between) & WORD
+    h = _times(h, 0x846CA68B)
+    return h ^ (h >> 16)
+
+
+def _times(h: Tensor, factor: int) -> Tensor:
+    """The low 32 bits of a product, in two parts that fit 64 bits."""
+    return (h * (factor & 0xFFFF) + ((h * (factor >> 16) & 0xFFFF) << 16)) & WORD

@@ -1,20 +1,12 @@
-"""Runs the NVFP4 kernels in Triton's interpreter and prints what differed, as JSON: see test_nvfp4_kernels.py."""
-
-import json
-import sys
+"""The NVFP4 kernels in Triton's interpreter, and what differed: see test_nvfp4_kernels.py."""
 
 import torch
 from torch import Tensor
 
-from tests.kernels.interpreter import mend
-
-mend()
-
-from deskside.config.recipes import Operand  # noqa: E402
-from deskside.kernels.nvfp4 import matmul, quantize  # noqa: E402
-from deskside.precision import formats, nvfp4  # noqa: E402
-from tests.kernels import nvfp4_noise  # noqa: E402
-from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS, data, oriented  # noqa: E402
+from deskside.config.recipes import Operand
+from deskside.kernels.nvfp4 import matmul, quantize
+from deskside.precision import formats, nvfp4
+from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS, data, oriented, uniform
 
 SEED = 0x1234_5678_9ABC_DEF0
 
@@ -55,9 +47,9 @@ def quantized(name: str, kind: str, along: quantize.Along, dtype: torch.dtype) -
 def noise(operand: Operand, x: Tensor, along: quantize.Along) -> Tensor | None:
     N, K = x.shape
     if operand.rounding == "stochastic":
-        return nvfp4_noise.uniform((N, K), SEED)
+        return uniform((N, K), SEED)
     if operand.rounding == "eden":
-        return nvfp4_noise.uniform((N, K // 16) if along == "columns" else (N // 16, K), SEED)
+        return uniform((N, K // 16) if along == "columns" else (N // 16, K), SEED)
     return None
 
 
@@ -84,7 +76,9 @@ def product(layout: matmul.Layout, sizes: tuple[int, int, int], descriptors: boo
     }
 
 
-def main(narrow: list[Case], wide: list[Case]) -> None:
+def main(kinds: str) -> dict[str, dict[str, float]]:
+    """How much differs in each case, of "some kinds" or of "every kind" of tensor."""
+    narrow, wide = (NARROW, WIDE) if kinds == "every kind" else (NARROW[:2], NARROW)
     found: dict[str, dict[str, float]] = {}
     for name in OPERANDS:
         for along in ("columns", "rows"):
@@ -95,8 +89,4 @@ def main(narrow: list[Case], wide: list[Case]) -> None:
         for sizes in PRODUCTS:
             for descriptors in (False, True):
                 found[f"product {layout}, {sizes}, {descriptors}"] = product(layout, sizes, descriptors)
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main(NARROW, WIDE) if sys.argv[1] == "every kind" else main(NARROW[:2], NARROW)
+    return found

@@ -1,20 +1,14 @@
-"""Runs the optimisers' kernels in Triton's interpreter beside the torch reference; prints what was found as JSON."""
+"""The optimisers' kernels in Triton's interpreter beside the torch reference."""
 
-import json
-import sys
 from collections.abc import Callable
 
-from tests.kernels.interpreter import mend
+import torch
+from torch import Tensor
 
-mend()
-
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from deskside.kernels import adamw_triton, muon, muon_triton  # noqa: E402
-from deskside.kernels.adamw import adamw_update  # noqa: E402
-from deskside.kernels.adamw_state import BLOCK  # noqa: E402
-from tests.kernels.optimizer_cases import FORMATS, RULE, gradient, random, stack, zeros  # noqa: E402
+from deskside.kernels import adamw_triton, muon, muon_triton
+from deskside.kernels.adamw import adamw_update
+from deskside.kernels.adamw_state import BLOCK
+from tests.kernels.optimizer_cases import FORMATS, RULE, gradient, random, stack, zeros
 
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -91,7 +85,3 @@ def adamws() -> dict[str, dict[str, float]]:
         )
         found[str(dtype)] = row
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps({"adamw": adamws, "muon": muons}[sys.argv[1]]()))

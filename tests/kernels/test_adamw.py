@@ -1,8 +1,6 @@
 """The 8-bit map against bitsandbytes and brute force, the update against torch's AdamW and bitsandbytes' 8-bit one, and
 the Triton kernel, in the interpreter, against the reference."""
 
-import json
-
 import pytest
 import torch
 
@@ -126,9 +124,7 @@ def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module")
 def interpreted_kernel() -> dict[str, dict[str, float]]:
     pytest.importorskip("triton")
-    found: dict[str, dict[str, float]] = json.loads(
-        interpreted("tests.kernels.optimizers_interpreted", "adamw")
-    )
+    found: dict[str, dict[str, float]] = interpreted("optimizers_interpreted", "adamws")
     return found
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
+    decode_triton,
     muon_triton,
     weights_triton,
 )
@@ -42,6 +43,15 @@ HARDEST = {
     "AdamW, uint8 states",
     "Muon's update",
     "1536 x 8960 from INT8 to bfloat16",
+    "exponentials of 64",
+    "exponentials of 151936",
+} | {
+    f"{kernel} {shape}"
+    for kernel in ("decode attention", "join of spans", "into the cache")
+    for shape in (
+        "12 x 3 x 64, 1 tokens, window None, bfloat16",
+        "16 x 1 x 128, 4 tokens, window None, float32",
+    )
 }
 
 
@@ -99,7 +109,7 @@ def test_every_kernel_has_a_case() -> None:
     """Kernels that no other kernel calls are launched, and so must be compiled here."""
     modules = (triton_norm, triton_rope, triton_gated, triton_cast)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
-    launched |= kernels_of(weights_triton)
+    launched |= kernels_of(weights_triton) | kernels_of(decode_triton)
     assert len(launched) > 12
     assert launched <= {case.kernel.fn.__qualname__ for case in CASES}
 

@@ -1,24 +1,19 @@
 """The NVFP4 kernels without a card: in Triton's interpreter, against the torch reference and float64."""
 
-import json
-
 import pytest
 import torch
 
 from deskside.config.recipes import Operand
 from deskside.utils.errors import UsageError
-from tests.kernels import nvfp4_noise
 from tests.kernels.interpreter import interpreted
-from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS
+from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS, uniform
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="module", params=["some kinds", pytest.param("every kind", marks=pytest.mark.full)])
 def found(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
-    made: dict[str, dict[str, float]] = json.loads(
-        interpreted("tests.kernels.nvfp4_interpreted", request.param)
-    )
+    made: dict[str, dict[str, float]] = interpreted("nvfp4_interpreted", "main", request.param)
     return made
 
 
@@ -51,7 +46,7 @@ def test_products_are_exact_to_float32(
 
 def test_noise_is_uniform_and_seeds_are_unrelated() -> None:
     n = 1 << 20
-    a, b, c = (nvfp4_noise.uniform((1024, 1024), seed).double() for seed in (1, 2, 1 << 40))
+    a, b, c = (uniform((1024, 1024), seed).double() for seed in (1, 2, 1 << 40))
     error = n**-0.5
     for u in (a, b, c):
         counts = torch.histc(u, 64, 0, 1)
