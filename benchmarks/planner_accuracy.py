@@ -5,7 +5,7 @@
     python -m benchmarks.planner_accuracy compare points.jsonl ... [--probes DIR] [--out FILE]
                                           write docs/planner-accuracy.md
 
-`planner_draw.py` draws the configurations. `planner_compare.py` compares them with their measurements, and
+`planner_compare.py` draws the configurations and compares predictions with their measurements,
 `planner_published.py` compares with published measurements.
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import planner_compare, planner_new_step, planner_published, planner_section, planner_tables
-from benchmarks.planner_draw import (
+from benchmarks import planner_compare, planner_fit, planner_published, planner_section, planner_tables
+from benchmarks.planner_compare import (
     DRAWN,
     SEED,
     configurations,
@@ -194,7 +194,7 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
             "issue 3 and apply to nine in ten predictions. Errors are predicted / measured - 1.",
         ),
         "",
-        *planner_new_step.section(),
+        *planner_fit.section(),
         "## The step before 2026-11-21",
         "",
         *glance,

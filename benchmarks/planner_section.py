@@ -5,8 +5,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.planner_compare import FEWEST, FIRST_DRAW, MEMORY, SPEED, SPEED_UNPROBED, Compared, Comparison
-from benchmarks.planner_draw import SEED, label, shape_of, work_of
+from benchmarks.planner_compare import (
+    FEWEST,
+    FIRST_DRAW,
+    MEMORY,
+    SEED,
+    SPEED,
+    SPEED_UNPROBED,
+    Compared,
+    Comparison,
+    label,
+    shape_of,
+    work_of,
+)
 from benchmarks.planner_tables import HEADINGS, Errors, off, prose, summary, table
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params

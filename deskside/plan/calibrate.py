@@ -34,7 +34,7 @@ PRIOR_SPREAD = {"cuda": (0.15, 0.25, 0.5), "cpu": (1.0, 2.0, 4.0)}
 FEW_ROWS = 5  # published runs of an architecture below which its range is wider
 NARROWEST, PUBLISHED_SPREAD, FEW_SPREAD = 0.08, 0.25, 0.35
 # Each architecture predicted from the others alone: nine in ten rows are within 22 %, the worst is 36.5 % off
-# (benchmarks/planner_unknown.py).
+# (benchmarks/planner_published.py).
 UNKNOWN_SPREAD = 0.40
 MEMORY_SPREAD = {"measured": 0.05, "published": 0.10}
 SMALLEST_FACTOR = 0.1

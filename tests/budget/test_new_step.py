@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_fit import errors, split
-from benchmarks.planner_new_step import groups, section, unprobed
+from benchmarks.planner_fit import errors, groups, section, split, unprobed
 from benchmarks.planner_points import Point, points
 from deskside.budget.memory import instants, sublayer_gradients, training_memory
 from deskside.budget.operators import step_operators

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner_draw import SEED, configurations, gave_constants, measured, shape_of, work_of
-from benchmarks.planner_unknown import left_out, together
+from benchmarks.planner_compare import SEED, configurations, gave_constants, measured, shape_of, work_of
+from benchmarks.planner_published import left_out, together
 from deskside.budget.host import host_seconds
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, step_seconds, tokens_per_second
