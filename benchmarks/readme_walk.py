@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Prefix of a README command -> replacements (old, new)..., and the reason for all of them.
 SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
+    "deskside data prepare": ((("--out", "--vocab-size 1024 --out"),), "the vocabulary of the preset demo"),
     "deskside go --hours 24 --data": ((("--hours 24", "--hours 0.08 --yes"),), "24 hours"),
     "deskside go --resume": ((), "of a finished run it says so and exits 2"),
     "deskside train 124m --data.path data/corpus --hours 2 --precision.name fp8": (
@@ -109,7 +110,7 @@ def make_inputs(folder: Path) -> None:
     write("sums.jsonl.gz", [{"prompt": q, "answer": a} for q, a, _ in asked])
     tasks = [{"prompt": q, "answer": int(a)} for q, a, _ in asked[:50]]
     (folder / "tasks").mkdir()
-    for name in ("gsm8k", "svamp"):
+    for name in ("gsm8k_test", "svamp"):
         (folder / f"tasks/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
     (folder / "my.toml").write_text((ROOT / "deskside/study/presets/batch-quick.toml").read_text())
 
