@@ -108,7 +108,7 @@ def make_inputs(folder: Path) -> None:
     write("chats.jsonl.gz", [{"messages": [turn("user", q), turn("assistant", a)]} for q, a, _ in asked])
     write("pairs.jsonl.gz", [{"prompt": q, "chosen": a, "rejected": w} for q, a, w in asked])
     write("sums.jsonl.gz", [{"prompt": q, "answer": a} for q, a, _ in asked])
-    tasks = [{"prompt": q, "answer": int(a)} for q, a, _ in asked[:50]]
+    tasks = [{"prompt": q, "solution": f"It is {a}.", "answer": a} for q, a, _ in asked[:50]]
     (folder / "tasks").mkdir()
     for name in ("gsm8k_test", "svamp"):
         (folder / f"tasks/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
