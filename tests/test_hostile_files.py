@@ -24,9 +24,9 @@ from deskside.pipeline.pipeline_state import PipelineState
 from deskside.run.directory import RunDirectory
 from deskside.study.execute.trial_process import Order, train
 from tests.serve import made_run
+from tests.sources import PACKAGE, ROOT, files
 from tests.weights.test_load import list_files
 
-ROOT = Path(__file__).parent.parent
 LOOKED_UP: list[str] = []
 _watching = False
 
@@ -356,7 +356,7 @@ def offences(source: str) -> list[str]:
 
 
 def test_no_module_reads_a_format_that_executes() -> None:
-    modules = [*(ROOT / "deskside").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    modules = [*files(PACKAGE, "*.py"), *files(ROOT / "benchmarks", "*.py")]
     found = {str(path.relative_to(ROOT)): offences(path.read_text("utf-8")) for path in modules}
     assert not {name: lines for name, lines in found.items() if lines}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "deskside"
+from tests.sources import PACKAGE, ROOT, files
 
 # Highest first. Packages on one floor do not import each other.
 FLOORS = (
@@ -28,7 +28,7 @@ FLOORS = (
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 NEVER = {("optim", "model"), ("data", "model")}
 NO_TORCH = ("config", "budget", "facts", "plan", "measurements", "utils")
-MODULES = sorted(ROOT.rglob("*.py"))
+MODULES = files(PACKAGE, "*.py")
 
 
 def imports(path: Path) -> set[str]:
@@ -44,7 +44,7 @@ def imports(path: Path) -> set[str]:
 
 
 def package_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def own_packages(path: Path) -> set[str]:
@@ -91,7 +91,7 @@ def edges() -> dict[str, set[str]]:
 
 
 def test_the_document_shows_the_code() -> None:
-    text = (ROOT.parent / "docs" / "architecture.md").read_text("utf-8")
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     drawn = [f"{package} --> {' & '.join(sorted(others))}" for package, others in sorted(edges().items())]
     shown = re.findall(r"^    (\w+ --> .*)$", text, re.MULTILINE)
     assert shown == drawn, "the diagram should have these lines:\n" + "\n".join(drawn)

@@ -172,7 +172,10 @@ class Conversation:
 
 
 def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
-    """Answer `prompt`, or hold a conversation over standard input. Returns the exit code."""
+    """Answer `prompt`, or hold a conversation over standard input. Returns the exit code.
+
+    Raises UsageError for a message that cannot be answered, unless a person can write another one.
+    """
     conversation = Conversation(loaded, options)
     if prompt is not None:
         interrupted = _answer(conversation, prompt)
@@ -206,8 +209,13 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
         if line.startswith("/"):
             if not _command(conversation, line):
                 return 0
-        else:
+            continue
+        try:
             interrupted = _answer(conversation, line)
+        except UsageError as error:
+            if not terminal:
+                raise
+            _say(str(error))  # a person can write another message
 
 
 def _next_line() -> str:
@@ -218,7 +226,7 @@ def _next_line() -> str:
 
 
 def _answer(conversation: Conversation, said: str) -> bool:
-    """Print the answer while it is generated. Returns whether Ctrl-C stopped it."""
+    """Print the answer while it is generated. Returns whether Ctrl-C stopped it. Raises UsageError as the template."""
     reply = conversation.reply(said)
     stopped = False
     try:
@@ -229,9 +237,6 @@ def _answer(conversation: Conversation, said: str) -> bool:
         raise
     except KeyboardInterrupt:
         stopped = True
-    except UsageError as error:  # a message that is too long is no reason to leave
-        _say(str(error))
-        return False
     finally:
         reply.close()
     print(flush=True)

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from deskside.kernels.attention import AttentionContext
 from deskside.precision.convert import convert
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
+from tests.sources import PACKAGE, files
 
-PACKAGES = Path(__file__).parent.parent.parent / "deskside"
 # What is attached to a model from outside, which its own source must not know.
 OUTSIDE = r"precision|recipe|quanti[sz]|fp8|nvfp4|int8|lora\b|adapter|shard|distribut|\btrain"
 
 
 @pytest.mark.parametrize("package", ["ops", "model"])
 def test_the_source_of_the_model_names_nothing_that_is_attached(package: str) -> None:
-    for path in sorted((PACKAGES / package).rglob("*.py")):
+    for path in files(PACKAGE / package, "*.py"):
         found = [
             line for line in path.read_text("utf-8").splitlines() if re.search(OUTSIDE, line, re.IGNORECASE)
         ]

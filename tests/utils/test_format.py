@@ -1,13 +1,11 @@
 """Formatted numbers: no exponent, never 1000 of a unit where the next one begins, at most half a percent off."""
 
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import deskside
 from deskside.utils.format import (
     UNKNOWN,
     count,
@@ -23,6 +21,7 @@ from deskside.utils.format import (
     plural,
     value_text,
 )
+from tests.sources import PACKAGE, files
 
 UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 PREFIXES = {"": 1.0, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -127,7 +126,6 @@ def test_json_values_are_short_text() -> None:
 
 def test_numbers_are_scaled_here_and_nowhere_else() -> None:
     """`f"{n / 1e6:.3g}M"` writes 1.29 billion as 1.29e+03M."""
-    package = Path(deskside.__file__).parent
     scaled_by_hand = re.compile(r"/ ?1e(6|9|12):[^}]*g\}\s?[MBT]\b")
-    found = {path.name for path in package.rglob("*.py") if scaled_by_hand.search(path.read_text("utf-8"))}
+    found = {path.name for path in files(PACKAGE, "*.py") if scaled_by_hand.search(path.read_text("utf-8"))}
     assert found <= {"format.py"}

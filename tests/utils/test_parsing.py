@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from deskside.cli.main import main
 from deskside.utils.errors import RunError
 from deskside.utils.parsing import MAX_DEPTH, Unreadable, json_object, json_value, toml_table
+from tests.sources import PACKAGE, files
 from tests.weights.test_load import made, run, save
 
-ROOT = Path(__file__).parent.parent / "deskside"
 __all__ = ["run"]
 
 JSON = st.recursive(
@@ -83,7 +83,7 @@ def test_hostile_toml_is_one_kind_of_error_in_one_line(name: str) -> None:
 
 
 def test_toml_is_what_python_s_parser_says() -> None:
-    for path in ROOT.rglob("*.toml"):
+    for path in files(PACKAGE, "*.toml"):
         assert toml_table(path.read_bytes()) == tomllib.loads(path.read_text("utf-8"))
 
 
@@ -180,7 +180,7 @@ def test_a_hostile_toml_file_is_one_line(
 
 
 # The sandbox's processes talk over channels of their own, with limits of their own, and import nothing of ours.
-OWN = ("evaluate/sandboxed/", "evaluate/sandbox.py", "parsing.py")
+OWN = ("utils/parsing.py", "evaluate/sandboxed/", "evaluate/sandbox.py")
 
 
 def parsers(source: str) -> list[str]:
@@ -216,9 +216,10 @@ def parsers(source: str) -> list[str]:
 
 
 def test_only_one_module_parses() -> None:
+    assert all((PACKAGE / name).exists() for name in OWN)
     found = {}
-    for path in ROOT.rglob("*.py"):
-        name = str(path.relative_to(ROOT))
+    for path in files(PACKAGE, "*.py"):
+        name = str(path.relative_to(PACKAGE))
         if not name.startswith(OWN) and (lines := parsers(path.read_text("utf-8"))):
             found[name] = lines
     assert not found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import traceback
 from collections import deque
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from deskside.utils.child_process import cpu_cores
-from deskside.utils.errors import RunError
+from deskside.utils.errors import RunError, UsageError
 
 FEW = 2048  # fewer items are processed faster without starting processes
 CHUNK = 128  # items sent to a process at once
@@ -143,23 +142,15 @@ def _serve(connection: Connection, start: Callable[..., None], arguments: tuple[
             function, given = connection.recv()
         except EOFError:
             return
-        value, error = None, None
+        value: object = None
+        error: Exception | None = None
         try:
             value = function(*given)
-        except Exception as raised:  # noqa: BLE001 - the parent raises it
-            error = _picklable(raised)
+        except (RunError, UsageError, MemoryError) as raised:
+            error = raised
+        except Exception:  # noqa: BLE001 - the parent raises it; not every exception can be sent
+            error = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
         connection.send((value, error))
-
-
-def _picklable(error: Exception) -> Exception:
-    """Return the exception with its traceback as a note; if it cannot be pickled, a RuntimeError with its text."""
-    text = "".join(traceback.format_exception(error))
-    error.add_note(f"in a worker process:\n{text}")
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - a class can define pickling in any way
-        return RuntimeError(text)
-    return error
 
 
 def in_order(

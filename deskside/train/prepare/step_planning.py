@@ -91,7 +91,7 @@ def recorded_plan(run: RunDirectory) -> dict[str, Any]:
         sound = False
     if not sound:
         raise RunError(
-            f"{run.path / 'plan.json'}: is damaged; restore it, or start another run with --init {run.path}"
+            f"{run.path / 'plan.json'}: is damaged; restore it, or start another run from this one's model ({run.path})"
         )
     return plan
 
