@@ -90,8 +90,7 @@ def device_part(step: float, host: float, overlap: float) -> float:
     return step * (1.0 - (host / step) ** overlap) ** (1.0 / overlap)
 
 
-def host_share(device: float, host: float, overlap: float) -> float:
-    """Return how much of a small change of the host's time changes the step's: 0 not at all, 1 in proportion."""
-    if host == 0.0:
-        return 0.0
-    return 1.0 / (1.0 + (device / host) ** overlap)
+def host_share(step: float, waited: float, overlap: float) -> float:
+    """Return how much of a small change of the host's time changes a step of which the device waits `waited` seconds
+    for the host: 0 not at all, 1 in proportion."""
+    return 1.0 - ((step - waited) / step) ** overlap

@@ -7,15 +7,15 @@ Everything is in bits per byte of validation text, so that tokenizers do not mat
 - params: weights that a token is multiplied with, head included, embedding not (`budget.shape.matmul_params`; of a
   mixture of experts the chosen ones). tokens: of a 32K-entry English tokenizer, about 4.3 bytes each.
 - alpha, beta: Besiroglu et al. 2024 (arXiv 2404.10102), who refitted Hoffmann et al. 2022.
-- E, A, B: least squares on the four compute-optimal points that nanochat published on 2026-01-27 (1e18 to 1e19 FLOPs,
-  `NANOCHAT`), with A / B such that those points are optimal. Each is predicted by the other three within 0.3 %.
+- E, A, B: least squares on the four compute-optimal points that nanochat published on 2026-01-27 (1e18 to 1e19 FLOPs),
+  with A / B such that those points are optimal. Each is predicted by the other three within 0.3 %.
 - params', tokens': tokens count less the more often they repeat, and so do parameters beyond what is optimal for the
   unique tokens U, in the form of Muennighoff et al. 2023 (arXiv 2305.16264):
       tokens' = U   (1 + R_D (1 - exp(-(tokens / U   - 1) / R_D)))
       params' = U_N (1 + R_N (1 - exp(-(params / U_N - 1) / R_N)))     U_N: optimal for U, at most params
-  They found R_D = 15.4 and R_N = 5.3. Our seven runs (43M and 99M params, 1.2 to 6.5 epochs of 70M tokens, Muon,
-  `MEASURED`) do not agree: from 4.9 to 6.5 epochs the smaller model gained nothing. R_D = 1.3 and R_N = 40 meet all
-  seven within 0.3 %, where the published pair is off by up to 4 % and chooses too small a model. The law uses ours;
+  They found R_D = 15.4 and R_N = 5.3. Our seven runs (43M and 99M params, 1.2 to 6.5 epochs of 70M tokens, Muon) do
+  not agree: from 4.9 to 6.5 epochs the smaller model gained nothing. R_D = 1.3 and R_N = 40 meet all seven within
+  0.3 %, where the published pair is off by up to 4 % and chooses too small a model. The law uses ours;
   its range reaches to what theirs would give. Neither knows overfitting: beyond `MOST_WEIGHTS_PER_TOKEN` and the
   epochs that were measured nothing is known, and the planner does not go there.
 - offset: corpora and recipes differ. Our runs end 4 to 5 % above the law of nanochat's corpus; staged sequence lengths
@@ -24,7 +24,7 @@ Everything is in bits per byte of validation text, so that tokenizers do not mat
 
 The law is for Muon with a decayed learning rate; AdamW ended 0.10 to 0.12 higher in the one comparison that we have.
 Outside of what was measured (0.04 to 0.4 billion parameters, 0.08 to 4 billion tokens) the range widens with the
-distance.
+distance. tests/budget/test_loss.py has the points and fits them again.
 """
 
 import math
@@ -36,22 +36,6 @@ from deskside.budget.terms import exp, named
 REPEATS, EXCESS = 1.3, 40.0  # R_D and R_N, fitted to our own runs
 PUBLISHED_REPEATS, PUBLISHED_EXCESS = 15.387756, 5.309743  # of Muennighoff et al. 2023
 MOST_WEIGHTS_PER_TOKEN = 2.0  # unique tokens; 1.4 is the most that was measured with repeated text
-NANOCHAT = (  # (params, tokens, bits per byte), FineWeb-EDU; github.com/karpathy/nanochat dev/LOG.md
-    (110_678_115, 1_241_505_403, 0.8972),
-    (167_797_457, 1_785_336_422, 0.8616),
-    (250_650_865, 2_642_234_152, 0.8293),
-    (381_758_347, 3_806_871_243, 0.7999),
-)
-UNIQUE = 69_709_320
-MEASURED = (  # (params, tokens, unique tokens, bits per byte): Muon on our English corpus, H200, docs/log.md
-    (99_483_648, 159_121_408, UNIQUE, 1.1508),
-    (99_483_648, 170_917_888, UNIQUE, 1.1361),
-    (99_483_648, 80_700_000, UNIQUE, 1.2059),
-    (99_483_648, 85_600_000, UNIQUE, 1.1893),
-    (99_483_648, 190_644_224, UNIQUE, 1.1373),
-    (42_467_328, 344_719_360, UNIQUE, 1.1598),
-    (42_467_328, 454_819_840, UNIQUE, 1.1640),
-)
 BESIROGLU = {"E": 1.8172, "A": 482.01, "alpha": 0.3478, "B": 2085.43, "beta": 0.3658}  # nats per token
 PARAMS_MEASURED, TOKENS_MEASURED = (0.4e8, 4e8), (0.8e8, 4e9)
 WIDER_BELOW, WIDER_ABOVE = 0.12, 0.05  # share of the loss by which the range widens per factor of ten outside

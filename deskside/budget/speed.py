@@ -28,18 +28,9 @@ from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
 
 ITEMS = (
-    "matmul",
-    "attention",
-    "traffic",
-    "quantize",
-    "loss",
-    "optimizer",
-    "recompute",
-    "communication",
-    "offload",
-    "launches",
-    "host",
-)
+    "matmul", "attention", "traffic", "quantize", "loss", "optimizer", "recompute", "communication", "offload",
+    "launches", "host",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,8 +102,6 @@ class Rates:
     delay: float = 1.0
     fused: Efficiency = FUSED
     host: HostTimes = field(default_factory=HostTimes)
-    source: str = "modelled"
-    notes: tuple[str, ...] = ()
 
     def efficiency_of(self, spec: StepSpec) -> Efficiency:
         """Return the efficiencies of the execution that this step uses."""

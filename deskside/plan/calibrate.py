@@ -162,7 +162,7 @@ def _measured(
     unmeasured_overhead = 0 if device == "cpu" else CONTEXT_BYTES
     count = f"{len(points)} points" if len(points) != 1 else "one point"
     return Calibration(
-        rates=replace(start.corrected(*factors), source="measured"),
+        rates=start.corrected(*factors),
         speed_spread=spread,
         memory_spread=MEMORY_SPREAD["measured"],
         source="measured",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import LowKind, emulated, quantized
+from deskside.budget.host import host_share
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
@@ -180,8 +181,17 @@ def estimate(
     it is known already."""
     memory = memory or peak_memory(setting)
     step = setting_seconds(setting, calibration.rates)
-    speed = setting.tokens_per_step / sum(step.values())
-    spread = speed_spread(setting, step, calibration)
+    total = sum(step.values())
+    by_host = host_share(total, step["host"], calibration.rates.host.overlap)
+    # A calibration of one GPU says nothing about the link between several or about the host. Their times may be off by
+    # half, which adds to the calibration's spread as independent errors.
+    spread = calibration.speed_spread
+    if by_host:
+        spread = math.hypot(spread, HOST_SPREAD[calibration.host_measured] * by_host)
+    if setting.gpus > 1:
+        spread = math.hypot(spread, LINK_SPREAD * (step["communication"] / total))
+    spread = min(spread, WIDEST_SPREAD)
+    speed = setting.tokens_per_step / total
     return StepEstimate(
         setting=setting,
         memory=memory,
@@ -189,7 +199,7 @@ def estimate(
         capacity=capacity,
         step=step,
         tokens_per_second=(speed * (1 - spread), speed, speed * (1 + spread)),
-        host_share=host_share(step, calibration),
+        host_share=by_host,
     )
 
 
@@ -200,7 +210,7 @@ def fitted(setting: Setting, calibration: Calibration, capacity: int) -> StepEst
     single row.
     """
     sizes = [n for n in pass_sizes(setting) if n <= setting.micro_tokens] or pass_sizes(setting)[-1:]
-    chosen: tuple[Setting, Memory | None] | None = None
+    chosen: tuple[Setting, Memory | None] = replace(setting, micro_tokens=sizes[-1]), None
     for size in sizes:
         tried = replace(setting, micro_tokens=size)
         memory = training_memory(*tried.step_spec(tried.stages[-1]))
@@ -209,13 +219,11 @@ def fitted(setting: Setting, calibration: Calibration, capacity: int) -> StepEst
             continue
         memory = peak_memory(tried, last=memory)
         _, expected, high = memory_range(memory, calibration)
+        if high <= capacity or (chosen[1] is None and expected <= capacity):
+            chosen = tried, memory
         if high <= capacity:
-            chosen = tried, memory
             break
-        if chosen is None and expected <= capacity:
-            chosen = tried, memory
-    tried, known = chosen or (replace(setting, micro_tokens=sizes[-1]), None)
-    return estimate(tried, calibration, capacity, known)
+    return estimate(chosen[0], calibration, capacity, chosen[1])
 
 
 def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
@@ -225,27 +233,6 @@ def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
         for item, seconds in step_seconds(shape, spec, rates).items():
             step[item] = step.get(item, 0.0) + stage.share * seconds
     return step
-
-
-def speed_spread(setting: Setting, step: dict[str, float], calibration: Calibration) -> float:
-    """Return the half-width of the range of tokens/s, as a share.
-
-    A calibration of one GPU says nothing about the link between several or about the host. Their times may be off by
-    half, which adds to the calibration's spread as independent errors.
-    """
-    spread = calibration.speed_spread
-    if share := host_share(step, calibration):
-        spread = math.hypot(spread, HOST_SPREAD[calibration.host_measured] * share)
-    if setting.gpus > 1:
-        share = step.get("communication", 0.0) / sum(step.values())
-        spread = math.hypot(spread, LINK_SPREAD * share)
-    return min(spread, WIDEST_SPREAD)
-
-
-def host_share(step: dict[str, float], calibration: Calibration) -> float:
-    """Return how much of a change of the host's time changes the step's: `budget.host.host_share`, from the items."""
-    total = sum(step.values())
-    return 1.0 - ((total - step["host"]) / total) ** calibration.rates.host.overlap
 
 
 def peak_stage(setting: Setting) -> tuple[ModelConfig, StepSpec]:
@@ -262,12 +249,8 @@ def peak_memory(setting: Setting, last: Memory | None = None) -> Memory:
 
 def memory_range(memory: Memory, calibration: Calibration) -> Range:
     """Return (low, expected, high) bytes in the card's memory: the allocator's reserve and the CUDA context."""
-    spread, beside = calibration.memory_spread, calibration.overhead_bytes
-    return (
-        memory.reserved * (1 - spread) + beside,
-        memory.reserved + beside,
-        memory.reserved * (1 + spread) + beside,
-    )
+    spread, beside, reserved = calibration.memory_spread, calibration.overhead_bytes, memory.reserved
+    return reserved * (1 - spread) + beside, reserved + beside, reserved * (1 + spread) + beside
 
 
 def pass_sizes(setting: Setting) -> list[int]:
@@ -368,15 +351,12 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
 
     staged: also write a single stage, which replaces the stages of a preset.
     """
-    longest = setting.sequence_length
-    result: dict[str, Any] = {
-        "batch": {
-            "sequence_length": longest,
-            "tokens": setting.stages[-1].tokens,
-            "micro_tokens": setting.micro_tokens,
-        },
-        "compute": {},
+    batch = {
+        "sequence_length": setting.sequence_length,
+        "tokens": setting.stages[-1].tokens,
+        "micro_tokens": setting.micro_tokens,
     }
+    result: dict[str, Any] = {"batch": batch, "compute": {}}
     if staged or len(setting.stages) > 1 or setting.stages[0].window is not None:
         until, stages = 0.0, []
         for stage in setting.stages:
@@ -398,6 +378,4 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["parallel"] = {"mode": "shard"}
     if setting.copies == "use":
         result["precision"] = {"weight_cache": False}
-    if not result["compute"]:
-        del result["compute"]
-    return result
+    return {part: values for part, values in result.items() if values}

@@ -83,7 +83,6 @@ def sheet_rates(gpu: Gpu) -> Rates:
         single_flops=single,
         link_bandwidth=link_bandwidth(gpu),
         host_bandwidth=HOST_SHARE * gpu.pcie_bandwidth,
-        source="published",
     )
 
 

@@ -15,12 +15,9 @@ from deskside.budget.loss import (
     BESIROGLU,
     EXCESS,
     LAW,
-    MEASURED,
-    NANOCHAT,
     PUBLISHED_EXCESS,
     PUBLISHED_REPEATS,
     REPEATS,
-    UNIQUE,
     Extrapolation,
     effective_tokens,
     expected_bpb,
@@ -28,6 +25,22 @@ from deskside.budget.loss import (
     fitted,
 )
 
+NANOCHAT = (  # (params, tokens, bits per byte), FineWeb-EDU; github.com/karpathy/nanochat dev/LOG.md
+    (110_678_115, 1_241_505_403, 0.8972),
+    (167_797_457, 1_785_336_422, 0.8616),
+    (250_650_865, 2_642_234_152, 0.8293),
+    (381_758_347, 3_806_871_243, 0.7999),
+)
+UNIQUE = 69_709_320
+MEASURED = (  # (params, tokens, unique tokens, bits per byte): Muon on our English corpus, H200, docs/log.md
+    (99_483_648, 159_121_408, UNIQUE, 1.1508),
+    (99_483_648, 170_917_888, UNIQUE, 1.1361),
+    (99_483_648, 80_700_000, UNIQUE, 1.2059),
+    (99_483_648, 85_600_000, UNIQUE, 1.1893),
+    (99_483_648, 190_644_224, UNIQUE, 1.1373),
+    (42_467_328, 344_719_360, UNIQUE, 1.1598),
+    (42_467_328, 454_819_840, UNIQUE, 1.1640),
+)
 STAGED = (170_917_888, 85_600_000, 344_719_360, 454_819_840)  # tokens of the runs whose sequences grew
 H200 = Path(__file__).parents[2] / "docs" / "data" / "2026-11-20-h200"
 
