@@ -21,6 +21,10 @@ from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, duration
 
 Name = Literal["safe", "target", "stretch"]
+WHY_TARGET = "the lowest expected loss in this budget, at the expected speed"
+WHY_TARGET_OF_TOKENS = (
+    "the largest model for which this many tokens are still compute-optimal, or the largest that fits"
+)
 SMALLER, LARGER = 0.8, 1.2  # parameters of safe and stretch against the target's, at most and at least
 
 LOSS_BANDS: tuple[tuple[Name, int, str], ...] = (
@@ -47,17 +51,21 @@ def choose(request: PlanRequest) -> list[Band]:
     sure = [c for c in found if c.estimate.fits == "fits"] or found
     if not sure:
         return []
-    target = _target(request, sure)
-    bands = [Band("target", target, _why_target(request, target))]
+    by_time = request.budget.kind != "tokens"
+    best = sure
+    if not by_time:
+        tokens = request.budget.value
+        best = [c for c in sure if optimal_tokens(LAW, c.weights) <= tokens] or sure[:1]
+    target = min(best, key=lambda c: (c.loss[1], c.weights))
+    bands = [Band("target", target, WHY_TARGET if by_time else WHY_TARGET_OF_TOKENS)]
     smaller = [c for c in sure if c.weights <= SMALLER * target.weights]
     larger = [c for c in found if LARGER * target.weights <= c.weights <= AT_MOST * target.weights]
     if smaller:
         safe = min(smaller, key=lambda c: (_loss_at(request, c, 0), -c.weights))
         bands.insert(0, Band("safe", safe, _why_safe(safe, target)))
     if larger:
-        if request.budget.kind == "tokens":
-            stretch = larger[0]
-        else:
+        stretch = larger[0]
+        if by_time:
             stretch = min(larger, key=lambda c: (_loss_at(request, c, 2), c.weights))
         bands.append(Band("stretch", stretch, _why_stretch(stretch, target)))
     return bands
@@ -102,14 +110,6 @@ def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
     return text
 
 
-def _target(request: PlanRequest, sure: list[Candidate]) -> Candidate:
-    if request.budget.kind == "tokens":
-        tokens = request.budget.value
-        not_too_large = [c for c in sure if optimal_tokens(LAW, c.weights) <= tokens]
-        return min(not_too_large or sure[:1], key=lambda c: (c.loss[1], c.weights))
-    return min(sure, key=lambda c: (c.loss[1], c.weights))
-
-
 def _loss_at(request: PlanRequest, found: Candidate, end: int) -> float:
     """Return the expected loss at one end of the range of the speed."""
     return bpb(request, found.setting, found.tokens[end])[1]
@@ -127,24 +127,16 @@ def _to_loss(request: PlanRequest) -> list[Band]:
     return bands
 
 
-def _why_target(request: PlanRequest, target: Candidate) -> str:
-    if request.budget.kind == "tokens":
-        return (
-            "the largest model for which this many tokens are still compute-optimal, or the largest that fits"
-        )
-    return "the lowest expected loss in this budget, at the expected speed"
-
-
 def _why_safe(safe: Candidate, target: Candidate) -> str:
     faster = safe.estimate.tokens_per_second[1] / target.estimate.tokens_per_second[1]
-    more = ""
+    own, other, more = safe.setting, target.setting, ""
     if safe.estimate.memory_bytes[1] > target.estimate.memory_bytes[1]:
-        own, other = safe.setting, target.setting
-        more = "; it needs more memory, because it "
+        more = "; it needs more memory, because it recomputes less: what is free is used for speed"
         if own.micro_tokens > other.micro_tokens:
-            more += f"puts {own.micro_tokens:,} tokens through a pass where the target puts {other.micro_tokens:,}"
-        else:
-            more += "recomputes less: what is free is used for speed"
+            more = (
+                f"; it needs more memory, because it puts {own.micro_tokens:,} tokens through a pass where the target "
+                f"puts {other.micro_tokens:,}"
+            )
     return (
         f"{safe.weights / target.weights:.0%} of the target's size and {faster:.1f} times its speed: the best smaller "
         f"model if the speed turns out at the low end{more}"

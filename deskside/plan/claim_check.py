@@ -96,27 +96,17 @@ def check(request: PlanRequest, claims: Claims, asked: StepEstimate | None) -> l
 def of_card(gpu: Gpu, claims: Claims) -> list[ClaimFinding]:
     """Check claims about the card itself against its data sheet."""
     found = []
+    limited = "; a lower limit can be set, at a lower speed, but it is another run"
     for claimed, name, sheet, unit, more in (
         (claims.vram_gib, "memory", gpu.memory_bytes / 2**30, "GiB", ""),
-        (
-            claims.watts,
-            "power",
-            gpu.watts,
-            "W",
-            "; a lower limit can be set, at a lower speed, but it is another run",
-        ),
+        (claims.watts, "power", gpu.watts, "W", limited),
     ):
-        if claimed is None:
-            continue
-        low, high = sheet * (1 - SHEET_TOLERANCE), sheet * (1 + SHEET_TOLERANCE)
-        right = claimed[1] >= low and claimed[0] <= high
-        why = f"the data sheet says {number(sheet)} {unit}{'' if right else more}"
-        holds: Holds = "holds" if right else "wrong"
-        found.append(
-            ClaimFinding(
-                f"{name} of the {gpu.name}: {span(claimed)} {unit}", holds, why, f"published: {gpu.source}"
-            )
-        )
+        if claimed is not None:
+            low, high = sheet * (1 - SHEET_TOLERANCE), sheet * (1 + SHEET_TOLERANCE)
+            right = claimed[1] >= low and claimed[0] <= high
+            why = f"the data sheet says {number(sheet)} {unit}{'' if right else more}"
+            claim = f"{name} of the {gpu.name}: {span(claimed)} {unit}"
+            found.append(ClaimFinding(claim, "holds" if right else "wrong", why, f"published: {gpu.source}"))
     return found
 
 
@@ -132,10 +122,9 @@ def _memory(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterat
     verdict: Holds = "holds"
     if claimed < low:
         verdict = "impossible" if claimed < least.memory_bytes[0] else "unlikely"
-        comes = "it still needs" if verdict == "impossible" else "it comes to"
         text += (
             ". With everything that saves memory at this length of rows together "
-            f"{comes} {gib(least.memory_bytes[1])}"
+            f"{'it still needs' if verdict == 'impossible' else 'it comes to'} {gib(least.memory_bytes[1])}"
         )
     elif claims.memory_gib[0] * 2**30 > high:
         verdict = "unlikely"
@@ -199,12 +188,13 @@ def _against_card(request: PlanRequest, asked: StepEstimate, low: float, high: f
     per_token = asked.setting.flops_per_token
     needed, gpu, gpus = low * per_token, request.card.gpu, request.gpus
     text = f"at {flops(per_token)} per token that is {flops(needed)}/s"
-    peaks = [] if gpu is None else _peaks(gpu)
-    if peaks:
-        told = " and ".join(f"{flops(peak * gpus)}/s in {name}" for name, peak in peaks)
+    if gpu is not None:
+        formats = (("BF16", gpu.bf16_flops), ("FP8", gpu.fp8_flops), ("FP4", gpu.fp4_flops))
+        peaks = {name: peak * gpus for name, peak in formats if peak is not None}
+        told = " and ".join(f"{flops(peak)}/s in {name}" for name, peak in peaks.items())
         text += f"; {'the card has' if gpus == 1 else f'{gpus} cards have'} {told}"
-        if needed > max(peak for _, peak in peaks) * gpus:
-            best = max(peak for _, peak in peaks) * gpus
+        best = max(peaks.values())
+        if needed > best:
             return "impossible", f"{text}: {number(needed / best)} times more than it can do in any format"
     slow, _, fast = asked.tokens_per_second
     if low > fast:
@@ -216,8 +206,3 @@ def _against_card(request: PlanRequest, asked: StepEstimate, low: float, high: f
 
 def _source(request: PlanRequest) -> str:
     return f"modelled, rates {request.calibration.source}"
-
-
-def _peaks(gpu: Gpu) -> list[tuple[str, float]]:
-    formats = (("BF16", gpu.bf16_flops), ("FP8", gpu.fp8_flops), ("FP4", gpu.fp4_flops))
-    return [(name, peak) for name, peak in formats if peak is not None]

@@ -17,7 +17,6 @@ from deskside.budget.shape import flops_per_token, matmul_params
 from deskside.budget.speed import Rates, operator_seconds, step_seconds
 from deskside.budget.terms import Line, explained, leaf, traced
 from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
-from deskside.plan.costs import Cost
 from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
 from deskside.plan.request import SPLIT
 from deskside.plan.result import Plan, PlannedBand
@@ -106,30 +105,49 @@ def descriptions(plan: Plan) -> dict[str, str]:
 
 
 def _items(plan: Plan) -> dict[str, Explainer]:
-    found: dict[str, Explainer] = {}
+    """Return a function for every item that returns its lines and their source."""
     shown, best, calibration = plan.shown, plan.best, plan.request.calibration
-    speed_source = f"modelled, with rates {calibration.source}: {calibration.basis}"
+    found: dict[str, Explainer] = {}
+    modelled = f"modelled, with rates {calibration.source}: {calibration.basis}"
+
+    def add(item: str, source: str, lines: Callable[..., list[Line]], *arguments: Any) -> None:
+        found[item] = lambda: (lines(*arguments), source)
+
     if shown is not None:
         for name in shown.memory.items:
-            found[f"memory.{name}"] = lambda name=name: (_memory(shown, name), MEMORY_SOURCE)  # type: ignore[misc]
-        found["memory.needed"] = lambda: (_needed(plan, shown), MEMORY_SOURCE)
-        found["memory.capacity"] = lambda: (
-            explained("capacity", leaf("memory that programs can use", shown.capacity), "bytes"),
-            plan.request.card.memory_source,
-        )
+            add(f"memory.{name}", MEMORY_SOURCE, _memory, shown, name)
+        add("memory.needed", MEMORY_SOURCE, _needed, plan, shown)
+        capacity = leaf("memory that programs can use", shown.capacity)
+        add("memory.capacity", plan.request.card.memory_source, explained, "capacity", capacity, "bytes")
         for name in shown.step:
-            found[f"speed.{name}"] = lambda name=name: (_speed(plan, shown, name), speed_source)  # type: ignore[misc]
-        found["speed.tokens_per_second"] = lambda: (_tokens_per_second(shown), speed_source)
-        found["speed.mfu"] = lambda: (_mfu(plan, shown), f"{speed_source}; peak: data sheet")
-        found["speed.flops_per_token"] = lambda: (
-            _flops_per_token(shown),
-            "arithmetic on the shape, by the convention of budget/shape.py",
-        )
-    if best is not None:
-        found["tokens"] = lambda: (_tokens(plan, best), speed_source)
-        if plan.request.pretrains:
-            found["loss"] = lambda: (_loss(plan, best), LAW.source)
-        found |= _costs(plan, best.cost)
+            add(f"speed.{name}", modelled, _speed, plan, shown, name)
+        add("speed.tokens_per_second", modelled, _tokens_per_second, shown)
+        add("speed.mfu", f"{modelled}; peak: data sheet", _mfu, plan, shown)
+        convention = "arithmetic on the shape, by the convention of budget/shape.py"
+        add("speed.flops_per_token", convention, _flops_per_token, shown)
+    if best is None:
+        return found
+    add("tokens", modelled, _tokens, plan, best)
+    if plan.request.pretrains:
+        add("loss", LAW.source, _loss, plan, best)
+    cost, gpu = best.cost, plan.request.card.gpu
+    hours, gpus = leaf("hours", cost.hours[1]), leaf("GPUs", plan.request.gpus)
+    if cost.wall is not None:
+        kwh = leaf("watts at the wall", cost.wall.expected) * hours / 1000
+        add("cost.kwh", f"{cost.wall.source}: {cost.wall.basis}", explained, "kWh", kwh, "kWh")
+    if cost.electricity is not None and cost.kwh is not None:
+        price = leaf("kWh", cost.kwh[1]) * leaf("price", cost.electricity.price)
+        source = f"price {cost.electricity.source}"
+        add("cost.electricity", source, explained, "electricity", price, "USD")
+    if cost.rent is not None:
+        rent = hours * gpus * leaf("price", cost.rent.price)
+        add("cost.rent", f"price {cost.rent.source}", explained, "renting", rent, "USD")
+    own = cost.own
+    if own is not None and own.break_even_hours is not None and gpu is not None:
+        bought = leaf("price of a card", gpu.msrp_usd or 0.0) * gpus
+        electricity = leaf("electricity per hour", own.electricity_per_hour)
+        saved = leaf("rent per hour", own.rent_per_hour) - electricity
+        add("cost.own", cost.own_basis, explained, "hours to break even", bought / saved, "h")
     return found
 
 
@@ -293,42 +311,10 @@ def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
         tokens = tokens / leaf("Muon's advantage (arXiv 2509.02046)", muon_advantage(weights))
     law = traced(LAW, offset="offset", low="low factor", high="high factor")
     unique = plan.request.unique_tokens
-    lines: dict[Line, None] = {}
-    for name, value in zip(
-        ("low", "expected", "high"),
-        expected_bpb(
-            law, leaf("N", weights), tokens, None if unique is None else leaf("unique tokens", unique)
-        ),
-        strict=True,
-    ):
-        lines |= dict.fromkeys(explained(name, value, "bits per byte"))
-    return list(lines)
-
-
-def _costs(plan: Plan, cost: Cost) -> dict[str, Explainer]:
-    found: dict[str, Explainer] = {}
-    hours, gpus = leaf("hours", cost.hours[1]), leaf("GPUs", plan.request.gpus)
-
-    def add(item: str, what: str, value: float, unit: str, source: str) -> None:
-        found[f"cost.{item}"] = lambda: (explained(what, value, unit), source)
-
-    if cost.wall is not None:
-        kwh = leaf("watts at the wall", cost.wall.expected) * hours / 1000
-        add("kwh", "kWh", kwh, "kWh", f"{cost.wall.source}: {cost.wall.basis}")
-    if cost.electricity is not None and cost.kwh is not None:
-        price = leaf("kWh", cost.kwh[1]) * leaf("price", cost.electricity.price)
-        add("electricity", "electricity", price, "USD", f"price {cost.electricity.source}")
-    if cost.rent is not None:
-        rent = hours * gpus * leaf("price", cost.rent.price)
-        add("rent", "renting", rent, "USD", f"price {cost.rent.source}")
-    own, gpu = cost.own, plan.request.card.gpu
-    if own is not None and own.break_even_hours is not None and gpu is not None:
-        bought = leaf("price of a card", gpu.msrp_usd or 0.0) * gpus
-        saved = leaf("rent per hour", own.rent_per_hour) - leaf(
-            "electricity per hour", own.electricity_per_hour
-        )
-        add("own", "hours to break even", bought / saved, "h", cost.own_basis)
-    return found
+    text = None if unique is None else leaf("unique tokens", unique)
+    ends = zip(("low", "expected", "high"), expected_bpb(law, leaf("N", weights), tokens, text), strict=True)
+    lines = [line for end, value in ends for line in explained(end, value, "bits per byte")]
+    return list(dict.fromkeys(lines))
 
 
 def _value(line: Line) -> str:
