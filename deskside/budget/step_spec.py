@@ -93,7 +93,7 @@ class StepSpec(StepOptions):
 
     @property
     def fused(self) -> bool:
-        """Whether fused sublayers compute the blocks. Only they convert weights themselves."""
+        """True if fused sublayers compute the blocks. Only they convert weights themselves."""
         return self.copies != "pass"
 
     @property

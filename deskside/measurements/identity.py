@@ -49,17 +49,9 @@ class Machine:
 
     def key(self) -> dict[str, Any]:
         """Return the machine's part of a row's key, JSON."""
-        return {
-            "card": self.card,
-            "memory_gib": round(self.memory_bytes / 2**30),
-            "cores": self.cores,
-            "driver": self.driver,
-            "power_limit_watts": self.power_limit_watts,
-            "torch": self.torch,
-            "cuda": self.cuda,
-            "triton": self.triton,
-            "code": self.code,
-        }
+        fields = ("cores", "driver", "power_limit_watts", "torch", "cuda", "triton", "code")
+        memory = {"memory_gib": round(self.memory_bytes / 2**30)}
+        return {"card": self.card, **memory, **{name: getattr(self, name) for name in fields}}
 
 
 def this_machine() -> Machine:

@@ -164,7 +164,12 @@ class Store:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise Busy(_busy(card, os.pread(file, 32, 0))) from None
+                    words = os.pread(file, 32, 0).split()
+                    which = f" (process {words[0].decode()})" if words and words[0].isdigit() else ""
+                    raise Busy(
+                        f"another probe{which} is measuring on {card}, and two at once would measure each other; "
+                        f"wait for it"
+                    ) from None
                 _try_to_write(file)
                 if path.exists():
                     os.close(os.open(path, os.O_RDWR | os.O_APPEND))
@@ -261,29 +266,22 @@ def _read(path: Path, needed: bool = True) -> tuple[list[Row], list[str]]:
             f"{path}:{number}: {why}, and no other line can be read; move the file away, then measure anew with: "
             f"deskside probe"
         )
-    return rows, [_passed_over(path, damaged)] if damaged else []
-
-
-def _passed_over(path: Path, damaged: list[tuple[int, str]]) -> str:
-    """Return one line about a file's damaged lines: how many, and of the first ones (number, why)."""
+    if not damaged:
+        return rows, []
     told = "; ".join(f"line {number}: {why}" for number, why in damaged[:TOLD])
     more = f"; and {len(damaged) - TOLD} more" if len(damaged) > TOLD else ""
-    lines = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
-    return f"{path}: {lines} passed over ({told}{more})"
+    passed = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    return rows, [f"{path}: {passed} passed over ({told}{more})"]
 
 
 def _parse(line: bytes) -> Row | str:
     """Return the row that a line holds, or why it holds none."""
-    try:
-        row = json_value(line, finite=True)
-        return _checked(row)
-    except ValueError:  # no UTF-8, no JSON, NaN, or brackets without end
-        return "this is no JSON"
-
-
-def _checked(row: Any) -> Row | str:
     from deskside.measurements.schema import damage, shown  # loads pydantic, which only reading needs
 
+    try:
+        row = json_value(line, finite=True)
+    except ValueError:  # no UTF-8, no JSON, NaN, or brackets without end
+        return "this is no JSON"
     if not isinstance(row, dict) or "schema" not in row:
         return "this is no probe result"
     if row["schema"] != SCHEMA:
@@ -315,14 +313,6 @@ def _try_to_write(file: int) -> None:
         os.fsync(file)
     finally:
         os.ftruncate(file, len(number))
-
-
-def _busy(card: str, number: bytes) -> str:
-    words = number.split()
-    which = f" (process {words[0].decode()})" if words and words[0].isdigit() else ""
-    return (
-        f"another probe{which} is measuring on {card}, and two at once would measure each other; wait for it"
-    )
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -156,14 +156,9 @@ def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Cand
             found.append(min(ways, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1])))
             if best is None or _merit(request, found[-1]) < _merit(request, best):
                 best = found[-1]
-        elif shape.preset.startswith("d") and (found or not _wants_larger(request)):
-            break
+        elif shape.preset.startswith("d") and (found or request.budget.kind != "loss"):
+            break  # a model is too small for the budget only if that is a loss
     return found
-
-
-def _wants_larger(request: PlanRequest) -> bool:
-    """Return whether a model can be too small for the budget: only if the budget is a loss."""
-    return request.budget.kind == "loss"
 
 
 def _merit(request: PlanRequest, found: Candidate) -> float:
@@ -360,7 +355,7 @@ def _way(
     request: PlanRequest, shape: CandidateModel, optimizer: OptimizerName, end: int, staged: bool
 ) -> Candidate | None:
     base = replace(setting_of(request, shape.config), optimizer=optimizer)
-    if _wants_larger(request) and _tokens(request, base, end) is None:
+    if request.budget.kind == "loss" and _tokens(request, base, end) is None:
         return None
     by_hand = "stages" in request.overrides.get("schedule", {})
     fixed = "tokens" in request.overrides.get("batch", {})

@@ -41,7 +41,7 @@ class Claims:
 
     @property
     def of_card_alone(self) -> bool:
-        """Whether no claim needs a model."""
+        """True if no claim needs a model."""
         own = {"vram_gib", "watts"}
         return all(getattr(self, field.name) is None for field in fields(self) if field.name not in own)
 

@@ -69,17 +69,17 @@ class Setting(StepOptions):
 
     @property
     def emulated(self) -> bool:
-        """Whether products of a lower format are computed in BF16, with the same numbers."""
+        """True if products of a lower format are computed in BF16, with the same numbers."""
         return emulated(self.precision, self.native) or (self.fp8_head and "fp8" not in self.native)
 
     @property
     def has_optional_cache(self) -> bool:
-        """Whether BF16 copies of the weights are cached that could be converted at each use instead."""
+        """True if BF16 copies of the weights are cached that could be converted at each use instead."""
         return self.copies == "step" and self.precision == "bf16" and not self.sharded
 
     @property
     def shardable(self) -> bool:
-        """Whether training can shard this setting over several GPUs."""
+        """True if training can shard this setting over several GPUs."""
         light = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
         return not quantized(self.precision) and not light
 
@@ -158,7 +158,7 @@ class StepEstimate:
 
     @property
     def fits(self) -> Fits:
-        """Whether it fits even at the high end of the range, only as expected, or not."""
+        """Fits at the high end of the range ("fits"), only as expected ("tight"), or not ("no")."""
         _, expected, high = self.memory_bytes
         if high <= self.capacity:
             return "fits"

@@ -1,4 +1,4 @@
-"""What would make a model fit: each remedy alone, and every combination of the changes that `deskside train` offers.
+"""Remedies that make a model fit: each alone, and every combination of the changes that `deskside train` offers.
 
 Remedies are listed with what they save and cost. Their kinds, from near to far:
 - change: an option of `deskside train`; the model stays what was asked for. Only these turn a no into a yes-if.

@@ -164,7 +164,7 @@ class PlanRequest:
 
     @property
     def pretrains(self) -> bool:
-        """Whether the model is trained from scratch. The loss law holds for such runs only."""
+        """True if the model is trained from scratch. The loss law holds for such runs only."""
         return self.given is None or (self.given.config.adapter is None and self.given.config.align is None)
 
 
