@@ -33,10 +33,7 @@ EMULATED = 0.8  # of BF16's rate
 FP8_TRAFFIC = 1.47  # element-wise traffic against BF16's
 OWN_SCALE = ("fp8-tensorwise", "fp8-rowwise")  # scales that only a pass over the tensor itself gives
 OWN_SCALE_BYTES = 6.0  # per value: read for the largest, read again, written in two layouts
-NVFP4_READ, NVFP4_WRITTEN = (
-    4.0,
-    {True: 0.5625, False: 2.0},
-)  # bytes per value and product; written: native, emulated
+NVFP4_READ, NVFP4_WRITTEN = 4.0, {True: 0.5625, False: 2.0}  # bytes per value and product; native, emulated
 # Time of quantizing against that of its bytes, by recipe.
 NVFP4_WORK: dict[Precision, float] = {
     "nvfp4": 1.18,

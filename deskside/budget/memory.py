@@ -64,10 +64,9 @@ from deskside.budget.states import on_gpu
 from deskside.budget.step_spec import AdapterSpec, Checkpointing, StepSpec
 from deskside.budget.terms import Line, explained, named
 
-STREAM_ENDS = (
-    7  # bytes per token and hidden channel at the stream's two ends: embedding, its casts, the last norm
-)
-FUSED_STREAM_END = 4  # the same for the fused step, and only until the backward begins
+# Bytes per token and hidden channel at the stream's two ends: embedding, its casts, the last norm. In the fused step
+# only until the backward begins.
+STREAM_ENDS, FUSED_STREAM_END = 7, 4
 RECOMPUTE = (
     1.36  # a part that is recomputed and differentiated, relative to what it keeps without recomputation
 )

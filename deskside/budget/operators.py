@@ -50,6 +50,8 @@ Group = Literal[
     "optimizer_matmul", "optimizer_traffic", "communication", "offload", "layers",
 ]  # fmt: skip
 
+PRODUCTS: tuple[Group, ...] = ("matmul", "head", "attention", "optimizer_matmul")
+TRAFFIC: tuple[Group, ...] = ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic")
 # The item of a step's time that a group of operators belongs to; what is recomputed is an item of its own.
 ITEM_OF: dict[Group, str] = {
     "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from deskside.budget.format_costs import EMULATED
 from deskside.budget.host import HostTimes, host_seconds, together
-from deskside.budget.operators import Operator, step_operators
+from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators
 from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
 
@@ -117,7 +117,7 @@ class Rates:
 def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
     """Return seconds of one operator. Raises ValueError for a product in a format that the device lacks."""
     e, group, amount = rates.efficiency_of(spec), operator.group, operator.amount
-    if group in ("matmul", "head", "optimizer_matmul", "attention"):
+    if group in PRODUCTS:
         peak = product_rate(operator, rates)
         # Muon iterates in bfloat16 whatever the activations are in.
         if spec.precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
@@ -132,7 +132,7 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
         if group == "optimizer_matmul":
             share /= 1 + e.muon_width / operator.width
         return rates.compute * amount / (peak * share)
-    if group in ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic"):
+    if group in TRAFFIC:
         share = e.traffic if group == "quantize" else float(getattr(e, group))
         return rates.memory * amount / (rates.bandwidth * share)
     if group == "layers":

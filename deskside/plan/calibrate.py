@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.host import HostTimes, device_part, host_seconds
-from deskside.budget.operators import ITEM_OF, Group, step_operators
+from deskside.budget.operators import PRODUCTS, TRAFFIC, Group, step_operators
 from deskside.budget.speed import Rates, operator_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
@@ -223,8 +223,8 @@ def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, StepSpec]:
 
 
 def _column(group: Group) -> int:
-    if group in ("matmul", "head", "attention", "optimizer_matmul"):
+    if group in PRODUCTS:
         return 0
-    if group in ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic"):
+    if group in TRAFFIC:
         return 1
-    return 2 if ITEM_OF[group] == "launches" else 3
+    return 2 if group == "layers" else 3
