@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.functional import at_least_float32, scaled
+from deskside.kernels.functional import IGNORED, at_least_float32, scaled
 
 CHUNK_TOKENS = 8192
-IGNORED = -100  # a target that counts nothing
 ReplacedRows = tuple[Tensor, Tensor]
 
 

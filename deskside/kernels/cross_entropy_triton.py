@@ -2,7 +2,7 @@
 
 One program takes one row of logits and reads it twice: for the largest and the sum of exponentials, and for the
 gradient, which finds it in the cache, because what has been read twice leaves first. Instructions are a limit as much
-as bytes, so there are few per entry: exponents are to the base of 2, everything that multiplies a probability stands in
+as bytes, so there are few per entry: exponents are to the base of 2, everything that multiplies a probability is in
 its exponent, and the target's entry is corrected afterwards instead of being compared with every column.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels.cross_entropy import IGNORED
+from deskside.kernels.functional import IGNORED
 
 BLOCK, FP8_BLOCK = 16384, 8192  # entries of a row at a time; chosen on an H200 (docs/log.md)
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+IGNORED = -100  # a target that counts nothing in a loss
+
 
 def relu2(x: Tensor) -> Tensor:
     """ReLU squared (So et al. 2021, arXiv 2109.08668)."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, linear_cross_entropy
-from deskside.kernels.weights import embedding
+from deskside.kernels.stored_weights import embedding
 
 
 @dataclass(frozen=True)

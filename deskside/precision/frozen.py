@@ -3,7 +3,7 @@
 NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): blocks of 64 weights share a largest magnitude, and each weight is
 one of 16 quantiles of a Gaussian; the magnitudes themselves are stored in 8 bits, 256 to a float32 scale: 4.13 bits per
 weight. INT8: each output row has a float32 scale (LLM.int8(), arXiv 2208.07339, without its outlier columns). NF4's
-storage and kernels are bitsandbytes'; INT8 is a division and needs no library (`kernels/weights.py`).
+storage and kernels are bitsandbytes'; INT8 is a division and needs no library (`kernels/stored_weights.py`).
 
 Either weight is made in the dtype of the activations and used once. A scale for each row could be applied to INT8's
 product instead, which would spare the weight its rounding to 16 bits. That rounds the product twice and is not nearer
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.kernels.weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_int8
 from deskside.ops.linear import Linear
 from deskside.precision.lora import Adapter, adapter_of
 from deskside.utils.errors import UsageError

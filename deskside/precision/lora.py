@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from deskside.config.sections import AdapterConfig
 from deskside.kernels.cross_entropy import ReplacedRows
-from deskside.kernels.weights import embedding
+from deskside.kernels.stored_weights import embedding
 from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.utils.errors import UsageError
 

@@ -13,7 +13,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_int8
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear

@@ -10,7 +10,7 @@ from torch import Tensor
 from deskside.kernels import cross_entropy, fused
 from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
 from deskside.kernels.fused import Cast, Fp8, QkvLayout, reference
-from deskside.kernels.weights import embedding
+from deskside.kernels.stored_weights import embedding
 from tests.gpu import card
 
 pytestmark = card.NEEDS_CARD

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deskside.kernels import cross_entropy, cross_entropy_triton, weights_triton
+from deskside.kernels import cross_entropy, cross_entropy_triton, stored_weights_triton
 from deskside.kernels.fused import launch, reference
 from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout
-from deskside.kernels.weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_int8
 from tests.kernels.test_dequantize import SHAPES, codes_and_scales
 
 N, D, F = 136, 80, 48
@@ -152,7 +152,7 @@ def losses(found: dict[str, float]) -> None:
 
 def embeddings(found: dict[str, float]) -> None:
     """Runs of equal tokens within a piece, over its end, over many pieces, and one for each token."""
-    piece = weights_triton.PIECE
+    piece = stored_weights_triton.PIECE
     for name, tokens in (
         ("uneven", (torch.rand(11 * piece - 4) ** 4 * 50).long()),
         ("few", torch.randint(3, (2 * piece + 1,))),
@@ -162,13 +162,13 @@ def embeddings(found: dict[str, float]) -> None:
     ):
         weight, grad = torch.randn(100, 136), torch.randn(len(tokens), 136)
         found[f"embedding, {name}"] = error(
-            weights_triton.embedding(tokens, weight, torch.float32), weight[tokens]
+            stored_weights_triton.embedding(tokens, weight, torch.float32), weight[tokens]
         )
-        ours = weights_triton.embedding_gradient(grad, tokens, 100)
+        ours = stored_weights_triton.embedding_gradient(grad, tokens, 100)
         truth = torch.zeros(100, 136, dtype=torch.float64).index_add_(0, tokens, grad.double())
         found[f"embedding's gradient, {name}"] = error(ours, truth)
     unknown = torch.tensor([3, -1, 100])
-    rows = weights_triton.embedding(unknown, weight, torch.float32)
+    rows = stored_weights_triton.embedding(unknown, weight, torch.float32)
     found["tokens that are no rows are NaN"] = float((rows.isnan().all(1) != (unknown != 3)).sum())
 
 
@@ -179,7 +179,7 @@ def dequantized() -> dict[str, float | None]:
         codes, scale = codes_and_scales(*shape)
         for dtype in (torch.float32, torch.bfloat16):
             expected = dequantize_int8(codes, scale, dtype)
-            got = weights_triton.dequantize_int8(codes, scale, dtype)
+            got = stored_weights_triton.dequantize_int8(codes, scale, dtype)
             assert got.dtype == dtype and got.shape == expected.shape
             off = (got.double() - expected.double()).abs() / expected.double().abs().clamp(min=1e-30)
             found[f"{shape} {dtype}"] = float(off.max()) if bool(got.isfinite().all()) else None

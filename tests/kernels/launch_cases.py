@@ -13,7 +13,7 @@ from deskside.kernels import (
     cross_entropy_triton,
     decode_triton,
     muon_triton,
-    weights_triton,
+    stored_weights_triton,
 )
 from deskside.kernels.adamw_state import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks
 from deskside.kernels.fused import launch
@@ -126,12 +126,21 @@ def _embeddings() -> Iterator[CompileCase]:
     tokens = _new(N, dtype=torch.int64)
     for V, D in ((32768, 768), (151936, 5120)):
         yield recorded(
-            f"embedding of {V}", CAPABILITIES, weights_triton.embedding, tokens, _float(V, D), torch.bfloat16
+            f"embedding of {V}",
+            CAPABILITIES,
+            stored_weights_triton.embedding,
+            tokens,
+            _float(V, D),
+            torch.bfloat16,
         )
         for number, name in enumerate(("embedding's gradient", "embedding's gradient, joined")):
             arguments = (_new(N, D), tokens, V)
             yield recorded(
-                f"{name} of {V}", CAPABILITIES, weights_triton.embedding_gradient, *arguments, number=number
+                f"{name} of {V}",
+                CAPABILITIES,
+                stored_weights_triton.embedding_gradient,
+                *arguments,
+                number=number,
             )
 
 
@@ -165,7 +174,7 @@ def _frozen() -> Iterator[CompileCase]:
             yield recorded(
                 f"{rows} x {columns} from INT8 to {str(dtype).removeprefix('torch.')}",
                 CAPABILITIES,
-                weights_triton.dequantize_int8,
+                stored_weights_triton.dequantize_int8,
                 *(_new(rows, columns, dtype=torch.int8), _float(rows), dtype),
             )
 

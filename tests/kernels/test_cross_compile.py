@@ -15,7 +15,7 @@ from deskside.kernels import (
     cross_entropy_triton,
     decode_triton,
     muon_triton,
-    weights_triton,
+    stored_weights_triton,
 )
 from deskside.kernels.fused import triton_cast, triton_gated, triton_norm, triton_rope
 from tests.kernels import launch_cases
@@ -109,7 +109,7 @@ def test_every_kernel_has_a_case() -> None:
     """Kernels that no other kernel calls are launched, and so must be compiled here."""
     modules = (triton_norm, triton_rope, triton_gated, triton_cast)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
-    launched |= kernels_of(weights_triton) | kernels_of(decode_triton)
+    launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
     assert len(launched) > 12
     assert launched <= {case.kernel.fn.__qualname__ for case in CASES}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deskside.kernels.weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_int8
 from tests.kernels.interpreter import interpreted
 
 SHAPES = [(1, 1), (16, 1024), (19, 700)]  # one number, whole tiles, tiles that end within a row

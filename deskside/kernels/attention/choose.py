@@ -20,7 +20,6 @@ from deskside.kernels.attention.context import (
     BACKENDS,
     AttentionBackend,
     AttentionContext,
-    FwdBwd,
     Requirements,
     backend_named,
     prepare,
@@ -92,7 +91,9 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
             prepared = prepare(replace(context, backend=backend.name), need)
             errors[backend.name] = _error(backend, prepared, inputs, expected, part)
             if not errors[backend.name] <= TOLERANCE[need.dtype]:
-                rejected[backend.name] = _wrong(errors[backend.name], need.dtype)
+                rejected[backend.name] = (
+                    f"wrong: relative error {errors[backend.name]:.1e}, allowed {TOLERANCE[need.dtype]:.0e}"
+                )
                 continue
             best = min(seconds.values(), default=float("inf"))
             seconds[backend.name] = _time(backend, prepared, inputs, best)
@@ -166,14 +167,7 @@ def _error(
         grad = grad.clone()
         grad[:, part.tokens :] = 0
     inputs = [*qkv, grad]
-    worst = worst_error(_cut(_forward_backward(_callable(backend, context), inputs), part), expected)
-    if backend.pair is not None:
-        worst = max(worst, worst_error(_cut(_explicit(backend.pair, context, inputs), part), expected))
-    return worst
-
-
-def _wrong(error: float, dtype: torch.dtype) -> str:
-    return f"wrong: relative error {error:.1e}, allowed {TOLERANCE[dtype]:.0e}"
+    return max(worst_error(_cut(way(inputs), part), expected) for way in _ways(backend, context))
 
 
 def _problem(need: Requirements, checked_tokens: int, seed: int) -> tuple[list[Tensor], AttentionContext]:
@@ -207,26 +201,28 @@ def _reference(inputs: list[Tensor], context: AttentionContext, part: Requiremen
     if part.documents:
         context = replace(context, cu_seqlens=_boundaries(part, max(1, part.tokens // 3)))
     context = prepare(replace(context, backend="reference"), replace(part, dtype=exact))
-    return _forward_backward(_callable(backend, context), [t.to(exact) for t in _cut(inputs, part)])
+    return _ways(backend, context)[0]([t.to(exact) for t in _cut(inputs, part)])
 
 
-def _callable(backend: AttentionBackend, context: AttentionContext) -> Callable[..., Tensor]:
-    return lambda q, k, v: backend.function(q, k, v, context)
+def _ways(backend: AttentionBackend, context: AttentionContext) -> list[Callable[..., list[Tensor]]]:
+    """Functions of [q, k, v, gradient of the output] that return [output, gradients of q, k, v].
 
+    The first is the backend under autograd, the second its pair, if it has one.
+    """
 
-def _forward_backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Output and gradients of q, k, v."""
-    *qkv, grad = inputs
-    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
-    output = function(*leaves)
-    return [output.detach(), *gradients([output], leaves, [grad])]
+    def under_autograd(inputs: list[Tensor]) -> list[Tensor]:
+        *qkv, grad = inputs
+        q, k, v = leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+        output = backend.function(q, k, v, context)
+        return [output.detach(), *gradients([output], leaves, [grad])]
 
+    def by_pair(inputs: list[Tensor]) -> list[Tensor]:
+        assert backend.pair is not None
+        q, k, v, grad = inputs
+        output, kept = backend.pair.forward(q, k, v, context)
+        return [output, *backend.pair.backward(kept, grad, context)]
 
-def _explicit(pair: FwdBwd, context: AttentionContext, inputs: list[Tensor]) -> list[Tensor]:
-    """Output and gradients of q, k, v by the pair that hand-written gradients use."""
-    q, k, v, grad = inputs
-    output, kept = pair.forward(q, k, v, context)
-    return [output, *pair.backward(kept, grad, context)]
+    return [under_autograd] if backend.pair is None else [under_autograd, by_pair]
 
 
 def _time(backend: AttentionBackend, context: AttentionContext, inputs: list[Tensor], best: float) -> float:
@@ -234,9 +230,7 @@ def _time(backend: AttentionBackend, context: AttentionContext, inputs: list[Ten
 
     One that takes more than `HOPELESS` times the best so far is not timed any further.
     """
-    device, run = inputs[0].device, partial(_forward_backward, _callable(backend, context), inputs)
-    if backend.pair is not None:
-        run = partial(_explicit, backend.pair, context, inputs)
+    device, run = inputs[0].device, partial(_ways(backend, context)[-1], inputs)
     first = 3 if device.type == "cuda" else 2  # two times to go by: one alone may hold a pause of the host
     times = _spans(run, device, first)
     if min(times) <= HOPELESS * best:

@@ -44,10 +44,6 @@ def _fp8(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Fp
     )
 
 
-def _warps(elements: int) -> int:
-    return 4 if elements <= 4096 else 8
-
-
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     """(N, K) -> rows and columns."""
     N, K = x.shape
@@ -90,7 +86,7 @@ def add_norm(
         normed = torch.empty_like(residual)
         triton_norm.add_norm[(_cdiv(N, rows),)](
             residual, delta, weight, out, normed, rstd, N, eps, D, rows, block, delta is not None,
-            num_warps=_warps(rows * block),
+            num_warps=4 if rows * block <= 4096 else 8,
         )  # fmt: skip
         return out, normed, rstd
     fp8 = _fp8((N, D), cast.dtype, residual.device)

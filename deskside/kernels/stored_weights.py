@@ -22,7 +22,7 @@ from torch import Tensor
 def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
     """codes (rows, columns) int8, times its row's scale (rows,) float32 in float32, rounded once to `dtype`."""
     if codes_RC.is_cuda:
-        from deskside.kernels.weights_triton import dequantize_int8 as kernel
+        from deskside.kernels.stored_weights_triton import dequantize_int8 as kernel
 
         return kernel(codes_RC, scale_R, dtype)
     return codes_RC.float().mul_(scale_R[:, None]).to(dtype)
@@ -45,17 +45,17 @@ def _fused(weight: Tensor, dtype: torch.dtype) -> bool:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        from deskside.kernels import weights_triton
+        from deskside.kernels import stored_weights_triton
 
         tokens_N = tokens.flatten()
         ctx.save_for_backward(tokens_N)
         ctx.entries = len(weight_VD)
-        return weights_triton.embedding(tokens_N, weight_VD, dtype).view(*tokens.shape, -1)
+        return stored_weights_triton.embedding(tokens_N, weight_VD, dtype).view(*tokens.shape, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from deskside.kernels import weights_triton
+        from deskside.kernels import stored_weights_triton
 
         (tokens_N,) = ctx.saved_tensors
         grad_ND = grads[0].reshape(len(tokens_N), -1).contiguous()
-        return weights_triton.embedding_gradient(grad_ND, tokens_N, ctx.entries), None, None
+        return stored_weights_triton.embedding_gradient(grad_ND, tokens_N, ctx.entries), None, None

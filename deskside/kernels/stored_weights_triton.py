@@ -1,4 +1,4 @@
-"""The kernels of `weights.py` in Triton: rows of a float32 table in 16 bits, the table's gradient, INT8 codes.
+"""The kernels of `stored_weights.py` in Triton: rows of a float32 table in 16 bits, the table's gradient, INT8 codes.
 
 The gradient's row of an entry is the sum over all tokens that are it, and tokens are distributed as unevenly as words:
 one entry may have a tenth of them, and half of the entries none. So tokens are sorted, and cut into pieces of PIECE. A
@@ -137,7 +137,7 @@ def _dequantize_int8(  # type: ignore[no-untyped-def]
 
 
 def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `kernels.weights.dequantize_int8`."""
+    """See `kernels.stored_weights.dequantize_int8`."""
     codes_RC, scale_R = codes_RC.contiguous(), scale_R.contiguous()
     rows, columns = codes_RC.shape
     out = torch.empty(rows, columns, dtype=dtype, device=codes_RC.device)
